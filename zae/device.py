@@ -1,0 +1,365 @@
+"""Which devices are meant, batches of any shape moved to one of them, and how many samples a batch has."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from zae.errors import ConfigError, did_you_mean
+
+__all__ = ["leading_dimension", "parse_device", "to_device"]
+
+DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
+
+_KINDS = ("cpu", "cuda", "mps", "xpu")
+# Names that people write for a device and that no spelling distance leads from to the right one.
+_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
+_OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
+_MISSING = object()
+
+
+def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
+    """Return the devices that are meant, one for each rank.
+
+    Parameters
+    ----------
+    spec : str, int, torch.device, list or tuple of those, or None, default "auto"
+        ``"auto"`` or None is ``cuda:0`` where there is CUDA, else ``mps``, else ``cpu``: one device, however many
+        are visible. An int is the index of a CUDA device. A list has one entry for each rank, in order;
+        ``["cpu", "cpu"]`` is two ranks on the CPU.
+
+    Returns
+    -------
+    list[torch.device]
+        At least one device. Those with an index always carry it (``cuda:0``, not ``cuda``), as tensors on them do.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown, a device is not available, a list is empty, repeats an accelerator or mixes kinds.
+
+    Examples
+    --------
+    >>> parse_device("cpu")
+    [device(type='cpu')]
+    >>> parse_device(["cpu", "cpu"])
+    [device(type='cpu'), device(type='cpu')]
+    >>> parse_device(-1)
+    Traceback (most recent call last):
+        ...
+    zae.errors.ConfigError: device=-1 is not the index of a CUDA device; write device='cpu' for the CPU
+    """
+    if spec is None or (isinstance(spec, str) and spec == "auto"):
+        return [_best_device()]
+    if isinstance(spec, (list, tuple)):
+        return _parse_list(spec)
+    device = _meant(spec, "device")
+    _require(device, spec, "device")
+    return [device]
+
+
+def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Return the batch with every tensor in it on the device; the batch given is not changed.
+
+    It looks into tuples, lists, mappings, named tuples and dataclasses, at any depth, and keeps their types.
+    Any other object that has a method ``to`` is asked to move itself, as a shallow copy: many such methods change
+    the object. All else (str, numbers, arrays, ...) is passed on as it is, and so is a container in which nothing
+    had to move.
+
+    Parameters
+    ----------
+    batch : Any
+        What a loader gave.
+    device : torch.device
+        A device from :func:`parse_device`.
+    non_blocking : bool, default False
+        Do not wait for copies from pinned memory.
+
+    Returns
+    -------
+    Any
+        The same structure. The object itself if nothing had to move.
+
+    Examples
+    --------
+    >>> import torch
+    >>> batch = {"x": torch.zeros(2, 3), "names": ["a", "b"]}
+    >>> to_device(batch, torch.device("cpu")) is batch
+    True
+    >>> to_device(batch, torch.device("meta"))["x"].device
+    device(type='meta')
+    """
+    # The common case, a few tensors that are there already, is worth its own lines: it is on the path of every batch.
+    kind = type(batch)
+    items: Iterable[Any]
+    if kind is tuple or kind is list:
+        items = batch
+    elif kind is dict:
+        items = batch.values()
+    else:
+        return _move(batch, device, non_blocking)
+    for item in items:
+        if type(item) is not torch.Tensor or item.device != device:
+            return _move(batch, device, non_blocking)
+    return batch
+
+
+def leading_dimension(batch: Any) -> int | None:
+    """Return the number of samples in a batch: dimension 0 of the first tensor or array in it.
+
+    It looks into what :func:`to_device` looks into, in order and depth first, and passes over tensors without
+    dimensions. A ``PackedSequence`` has as many samples as sequences.
+
+    Parameters
+    ----------
+    batch : Any
+        What a loader gave.
+
+    Returns
+    -------
+    int or None
+        The number of samples; None if no tensor or array with a dimension is found.
+
+    Examples
+    --------
+    >>> import torch
+    >>> leading_dimension({"id": "a", "pair": (torch.tensor(1.0), torch.zeros(8, 3))})
+    8
+    >>> leading_dimension("text") is None
+    True
+    """
+    kind = type(batch)
+    if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours
+        first = batch[0]
+        if type(first) is torch.Tensor and first.ndim:
+            return first.size(0)
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else None  # not shape[0]: a nested tensor has no shape
+    if isinstance(batch, np.ndarray):
+        return int(batch.shape[0]) if batch.ndim else None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # its first field holds the steps of all sequences, end to end
+    children: Iterable[Any]
+    if isinstance(batch, (tuple, list)):
+        children = batch
+    elif isinstance(batch, Mapping):
+        children = batch.values()
+    elif _is_dataclass(batch):
+        children = _fields(batch).values()
+    else:
+        return None
+    for child in children:
+        size = leading_dimension(child)
+        if size is not None:
+            return size
+    return None
+
+
+def _best_device() -> torch.device:
+    """Return the one device that "auto" stands for."""
+    for kind in ("cuda", "mps"):
+        if _count(kind):
+            return torch.device(kind, 0)
+    return torch.device("cpu")
+
+
+def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
+    """Return the devices of a list, one for each rank."""
+    if not spec:
+        raise ConfigError("device=[] names no device; write device='auto', or one entry for each rank: ['cpu', 'cpu']")
+    places = [f"device[{index}]" for index in range(len(spec))]
+    devices = [_meant(entry, place) for entry, place in zip(spec, places, strict=True)]
+    # What is wrong with the list on any machine comes before what this machine lacks.
+    kinds = list(dict.fromkeys(device.type for device in devices))
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"device={_show(spec)} mixes {' and '.join(kinds)}, but the ranks of a run share one kind of device; "
+            f"write for example device={[str(device) for device in devices if device.type == kinds[0]]!r}"
+        )
+    distinct = list(dict.fromkeys(devices))
+    if kinds != ["cpu"] and len(distinct) < len(devices):
+        twice = next(device for index, device in enumerate(devices) if device in devices[:index])
+        raise ConfigError(
+            f"device={_show(spec)} names {twice} more than once, but each rank needs its own; "
+            f"write device={[str(device) for device in distinct]!r}"
+        )
+    for device, entry, place in zip(devices, spec, places, strict=True):
+        _require(device, entry, place)
+    return devices
+
+
+def _meant(entry: object, where: str) -> torch.device:
+    """Return the device that one entry names, with its index, whether this machine has it or not."""
+    if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
+        if entry < 0:
+            raise ConfigError(f"{where}={entry} is not the index of a CUDA device; write device='cpu' for the CPU")
+        return torch.device("cuda", int(entry))
+    if isinstance(entry, str):
+        device = _named(entry, where)
+    elif isinstance(entry, torch.device):
+        device = entry
+    else:
+        raise ConfigError(
+            f"{where}={entry!r} is a {type(entry).__name__}, not a device; "
+            f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"
+        )
+    if device.type == "cpu":
+        return torch.device("cpu")  # an index means nothing here, and cpu:0 would not equal a tensor's device
+    return torch.device(device.type, device.index or 0)
+
+
+def _named(text: str, where: str) -> torch.device:
+    """Return the torch.device of a name, or suggest the name that was meant."""
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        head, _, index = text.strip().lower().partition(":")
+        digits = index.strip()
+        guess = head if head in _KINDS else _OTHER_NAMES.get(head)
+        tail = f":{int(digits)}" if digits.isascii() and digits.isdigit() else ""
+        if guess is not None:
+            hint = f"; did you mean {guess + tail!r}?"
+        else:
+            hint = did_you_mean(head, _KINDS).replace("'?", f"{tail}'?")
+        if text == "auto":  # reached from within a list only
+            hint = "; 'auto' is one device and stands alone: device='auto'."
+        end = " Write" if hint else "; write"
+        raise ConfigError(f"{where}={text!r} is not a device{hint}{end} 'auto', 'cpu', 'cuda:0' or 'mps'") from None
+
+
+def _require(device: torch.device, entry: object, where: str) -> None:
+    """Refuse a device that this machine does not have."""
+    if device.type == "cpu":
+        return
+    written = f"{where}={_written(entry)!r}"
+    if device.type == "meta":
+        raise ConfigError(f"{written} holds no data, so nothing can be trained on it; write device='cpu'")
+    count = _count(device.type)
+    if device.index >= count:
+        name = f"{device.type.upper()} device{' is' if count == 1 else 's are'}"
+        remedy = f"device='{device.type}:{count - 1}' or device='cpu'" if count else "device='cpu'"
+        raise ConfigError(f"{written} was asked for, but {count} {name} available; write {remedy}")
+
+
+def _count(kind: str) -> int:
+    """Return how many devices of a kind this process can use."""
+    if kind == "mps":  # torch.mps has no is_available before torch 2.3
+        return int(torch.backends.mps.is_available())
+    module: Any = getattr(torch, kind, None)
+    if not hasattr(module, "is_available") or not hasattr(module, "device_count"):
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def _written(entry: object) -> object:
+    """Return an entry as it is best shown: a torch.device by its name."""
+    return str(entry) if isinstance(entry, torch.device) else entry
+
+
+def _show(spec: Sequence[Any]) -> str:
+    """Return a list as it would be written."""
+    return repr([_written(entry) for entry in spec])
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    """Return the value with its tensors on the device; the very value if nothing moved."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if callable(getattr(type(value), "to", None)) and not isinstance(value, type):
+        return _ask_to_move(value, device, non_blocking)
+    if isinstance(value, (tuple, list)):
+        return _move_sequence(value, [_move(item, device, non_blocking) for item in value])
+    if isinstance(value, Mapping):
+        return _move_mapping(value, {key: _move(item, device, non_blocking) for key, item in value.items()})
+    if _is_dataclass(value):
+        return _move_fields(value, {name: _move(item, device, non_blocking) for name, item in _fields(value).items()})
+    return value
+
+
+def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    """Return what the value's own ``to`` makes of a copy of it."""
+    # Hugging Face's BatchEncoding.to and many a hand-written one change the object that they are called on.
+    mine: Any = value if isinstance(value, tuple) else _shallow_copy(value)
+    if non_blocking:
+        try:
+            moved = mine.to(device, non_blocking=True)
+        except TypeError:  # most hand-written ones take the device only
+            moved = mine.to(device)
+    else:
+        moved = mine.to(device)
+    return mine if moved is None else moved
+
+
+def _shallow_copy(value: Any) -> Any:
+    """Return a shallow copy, or the value itself where it cannot be copied."""
+    try:
+        return copy.copy(value)
+    except Exception:  # copying is the user's code: whatever it raises, moving may still work
+        return value
+
+
+def _move_sequence(old: Any, items: list[Any]) -> Any:
+    """Return a tuple or list of the same type with other items."""
+    if all(new is item for new, item in zip(items, old, strict=True)):
+        return old
+    kind = type(old)
+    if kind is list:
+        return items
+    if isinstance(old, list):
+        new = copy.copy(old)
+        new[:] = items
+        return new
+    try:
+        # Not through the class: a named tuple, or a subclass with its own __new__, takes other arguments.
+        moved = tuple.__new__(kind, items)
+    except TypeError:  # torch.return_types.max and its like
+        return kind(items)
+    if hasattr(old, "__dict__"):
+        moved.__dict__.update(old.__dict__)
+    return moved
+
+
+def _move_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other values."""
+    if all(new is item for new, item in zip(items.values(), old.values(), strict=True)):
+        return old
+    if type(old) is dict:
+        return items
+    if isinstance(old, dict):  # a copy keeps what the constructor may not take: default_factory, attributes
+        new = copy.copy(old)
+        for key, item in items.items():
+            new[key] = item
+        return new
+    try:
+        return type(old)(items)  # type: ignore[call-arg]
+    except TypeError:  # a mapping made from something else; its values still have to arrive
+        return items
+
+
+def _move_fields(old: Any, fields: dict[str, Any]) -> Any:
+    """Return a dataclass instance with other values in its fields."""
+    changed = {name: item for name, item in fields.items() if item is not getattr(old, name)}
+    if not changed:
+        return old
+    # dataclasses.replace would run __post_init__ again, and refuses fields with init=False.
+    new = copy.copy(old)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)
+    return new
+
+
+def _is_dataclass(value: object) -> bool:
+    """Tell whether the value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance that have a value, in order."""
+    found = {field.name: getattr(value, field.name, _MISSING) for field in dataclasses.fields(value)}
+    return {name: item for name, item in found.items() if item is not _MISSING}

@@ -1,0 +1,122 @@
+"""Every error that zae raises on purpose.
+
+The tree, with the built-in family each one also belongs to, so that an
+``except ValueError`` written before zae keeps working::
+
+    ZaeError (Exception)
+    |-- OptionError (TypeError)            an argument nobody takes, or one that is missing
+    |-- ConfigError (ValueError)           an argument with a value that cannot be meant
+    |-- StepError (TypeError, ValueError)  what train_step or test_step returned
+    |-- LoaderError (ValueError)           what a loader gave, or did not give
+    |-- MonitorError (KeyError, ValueError)  a metric name that nothing records
+    |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
+    |-- AddOnError (TypeError)             a class that cannot be made
+    |   |-- AddOnConflict                  two add-ons that exclude each other
+    |   |-- AddOnRequirement               an add-on that needs another one, or a package
+    |   `-- AddOnOrder                     relations that no order fulfils
+    |-- CheckpointError (ValueError)       a state that was not loaded, or not saved
+    |   |-- CheckpointNotFound (FileNotFoundError)
+    |   |-- CheckpointDamaged              a file is absent, cut, changed or hostile
+    |   `-- CheckpointMismatch             a whole state, of another model or composition
+    `-- DistributedError (RuntimeError)    ranks that failed, died or disagree
+
+Every message says what was wrong, where, what was found, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AddOnConflict",
+    "AddOnError",
+    "AddOnOrder",
+    "AddOnRequirement",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "ConfigError",
+    "DistributedError",
+    "LoaderError",
+    "MonitorError",
+    "NonFiniteError",
+    "OptionError",
+    "StepError",
+    "ZaeError",
+]
+
+
+class ZaeError(Exception):
+    """Base of every error that zae raises on purpose."""
+
+
+class OptionError(ZaeError, TypeError):
+    """An argument that nobody takes, or one that is missing."""
+
+
+class ConfigError(ZaeError, ValueError):
+    """An argument whose value cannot be meant."""
+
+
+class StepError(ZaeError, TypeError, ValueError):
+    """What ``train_step`` or ``test_step`` returned cannot be used."""
+
+
+class LoaderError(ZaeError, ValueError):
+    """A loader gave no batches, or not those it promised."""
+
+
+class MonitorError(ZaeError, KeyError, ValueError):
+    """A metric is asked for by a name that nothing records."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would print "\n" as two characters.
+        return Exception.__str__(self)
+
+
+class NonFiniteError(ZaeError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class AddOnError(ZaeError, TypeError):
+    """A class that cannot be made of these add-ons."""
+
+
+class AddOnConflict(AddOnError):
+    """Two add-ons exclude each other."""
+
+
+class AddOnRequirement(AddOnError):
+    """An add-on needs another add-on, or a package that is not installed."""
+
+
+class AddOnOrder(AddOnError):
+    """The relations between add-ons contradict each other, or a hand-written order breaks them."""
+
+
+class CheckpointError(ZaeError, ValueError):
+    """A state was not loaded, or not saved."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the place asked for."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A file of a checkpoint is absent, cut short, changed or hostile."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A whole checkpoint, but of another model, optimizer or composition."""
+
+
+class DistributedError(ZaeError, RuntimeError):
+    """Ranks failed, died or disagree."""
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, else an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,539 @@
+"""Learning-rate schedules that are functions of the step, and what a trainer asks of any scheduler.
+
+Each of them computes the rate from the number of steps alone, never from the rate before. So a resumed schedule
+is bitwise the one that was interrupted, and a chain is nothing but its parts, each with its own share of the steps.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+from zae.errors import CheckpointMismatch, ConfigError
+
+__all__ = [
+    "CosineAnnealingScheduler",
+    "SchedulerChain",
+    "WarmUpScheduler",
+    "is_plateau",
+    "planned_length",
+    "steps_taken",
+]
+
+_COUNTERS = ("last_epoch", "_step_count")
+_RATES = ("base_lrs", "_last_lr")
+
+
+class _StepSchedule(LRScheduler):
+    """A schedule whose rates are a function of the step: subclasses give ``total_iters`` and ``lr_at``."""
+
+    total_iters: int
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        # An optimizer made with lr=tensor(...) gives tensors; the schedule itself is computed, and saved, in floats.
+        self.base_lrs: list[Any] = [float(lr) for lr in self.base_lrs]
+
+    def lr_at(self, step: int) -> list[float]:
+        """Return the rate of every param group after ``step`` scheduler steps."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of every param group at the present step, ``last_epoch``."""
+        return self.lr_at(self.last_epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a saved state must have in common with this schedule."""
+        return {"total_iters": self.total_iters}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers, strings and lists of them, so that it can be written as JSON.
+
+        Returns
+        -------
+        dict[str, Any]
+            The kind and settings of the schedule, the steps taken, and the rates (floats, one per param group).
+        """
+        rates = {name: [float(lr) for lr in getattr(self, name)] for name in _RATES}
+        counters = {name: int(getattr(self, name)) for name in _COUNTERS}
+        return {"kind": type(self).__name__, **self._settings(), **counters, **rates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`; the optimizer's own state carries its present rates.
+
+        Parameters
+        ----------
+        state_dict : dict[str, Any]
+            What :meth:`state_dict` returned. It is not changed.
+
+        Raises
+        ------
+        CheckpointMismatch
+            If it is the state of another schedule. Nothing has changed then.
+        """
+        self._check_state(state_dict)
+        self._apply_state(state_dict)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not of this schedule."""
+        wanted = {"kind": type(self).__name__, **self._settings()}
+        known = {*wanted, *_COUNTERS, *_RATES}
+        if not isinstance(state, Mapping) or set(state) != known:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointMismatch(
+                f"the state is not one of {type(self).__name__}: it has {found}, expected {sorted(known)}; "
+                f"build the scheduler that the checkpoint was saved with"
+            )
+        for name, here in wanted.items():
+            if state[name] != here:
+                raise CheckpointMismatch(
+                    f"the saved scheduler has {name}={state[name]!r}, this {type(self).__name__} has {name}={here!r}; "
+                    f"build it with {name}={state[name]!r}, or leave the scheduler's state out"
+                )
+        groups = len(self.optimizer.param_groups)
+        for name in _RATES:
+            if len(state[name]) != groups:
+                raise CheckpointMismatch(
+                    f"the saved {type(self).__name__} has {len(state[name])} rates in {name!r}, the optimizer has "
+                    f"{groups} param groups; build the optimizer with {len(state[name])} groups"
+                )
+
+    def _apply_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a state that has been checked."""
+        for name in _COUNTERS:
+            setattr(self, name, int(state[name]))
+        self.base_lrs = [float(lr) for lr in state["base_lrs"]]
+        groups = self.optimizer.param_groups
+        self._last_lr = [_like(group["lr"], lr) for group, lr in zip(groups, state["_last_lr"], strict=True)]
+
+
+class _Ramp(_StepSchedule):
+    """A schedule between ``eta_min`` and the base rate over ``total_iters`` steps."""
+
+    def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"{name}(optimizer=...) must be a torch.optim.Optimizer, found {type(optimizer).__name__}; "
+                f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), total_iters=100)"
+            )
+        self.total_iters = _positive_int(total_iters, f"{name}(total_iters=...)")
+        self.eta_min = _floor(eta_min, optimizer, name)
+        super().__init__(optimizer)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the length and the lowest rate."""
+        return {**super()._settings(), "eta_min": self.eta_min}
+
+
+class WarmUpScheduler(_Ramp):
+    """Raise the rate linearly from ``eta_min`` to the base rate, and stay there.
+
+    After ``t`` steps the rate is ``eta_min + (base - eta_min) * t / total_iters``, from ``total_iters`` steps on
+    it is ``base``. With ``eta_min=0`` the first update therefore changes nothing.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Its param groups' rates at this moment are the base rates.
+    total_iters : int
+        Number of ``step()`` calls that the ramp takes, at least 1.
+    eta_min : float, default 0.0
+        Rate to start from; not above the base rate of any param group.
+
+    Raises
+    ------
+    ConfigError
+        If an argument cannot be meant.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
+    >>> warm_up = WarmUpScheduler(optimizer, total_iters=4)
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates += warm_up.get_last_lr()
+    ...     optimizer.step()
+    ...     warm_up.step()
+    >>> rates
+    [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 0.8]
+    """
+
+    def lr_at(self, step: int) -> list[float]:
+        """Return the rate of every param group after ``step`` scheduler steps.
+
+        Parameters
+        ----------
+        step : int
+            Number of scheduler steps.
+
+        Returns
+        -------
+        list[float]
+            One rate per param group.
+
+        Examples
+        --------
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> WarmUpScheduler(optimizer, total_iters=4, eta_min=0.5).lr_at(2)
+        [0.75]
+        """
+        if step >= self.total_iters:  # the base rate itself: the formula may miss it by a rounding
+            return list(self.base_lrs)
+        low = self.eta_min
+        return [low + (base - low) * step / self.total_iters for base in map(float, self.base_lrs)]
+
+
+class CosineAnnealingScheduler(_Ramp):
+    """Lower the rate from the base rate to ``eta_min`` along half a cosine, and stay there.
+
+    After ``t`` steps the rate is ``eta_min + (base - eta_min) * (1 + cos(pi * t / total_iters)) / 2``: equation 5 of
+    Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (ICLR 2017), without the restarts.
+    It is computed from ``t`` alone, and beyond ``total_iters`` it does not rise again.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Its param groups' rates at this moment are the base rates.
+    total_iters : int
+        Number of ``step()`` calls until ``eta_min`` is reached, at least 1.
+    eta_min : float, default 0.0
+        Rate to end at; not above the base rate of any param group.
+
+    Raises
+    ------
+    ConfigError
+        If an argument cannot be meant.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> cosine = CosineAnnealingScheduler(optimizer, total_iters=4, eta_min=0.5)
+    >>> [round(cosine.lr_at(step)[0], 4) for step in range(6)]
+    [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5]
+    """
+
+    def lr_at(self, step: int) -> list[float]:
+        """Return the rate of every param group after ``step`` scheduler steps.
+
+        Parameters
+        ----------
+        step : int
+            Number of scheduler steps.
+
+        Returns
+        -------
+        list[float]
+            One rate per param group.
+
+        Examples
+        --------
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> CosineAnnealingScheduler(optimizer, total_iters=4, eta_min=0.5).lr_at(2)
+        [0.75]
+        """
+        if step <= 0:  # the base rate itself: the formula may miss it by a rounding
+            return list(self.base_lrs)
+        low = self.eta_min
+        if step >= self.total_iters:
+            return [low] * len(self.base_lrs)
+        wave = 1 + math.cos(math.pi * step / self.total_iters)
+        return [low + (base - low) * wave / 2 for base in map(float, self.base_lrs)]
+
+
+class SchedulerChain(_StepSchedule):
+    """Run schedules one after another, each over its own ``total_iters`` steps.
+
+    The first has the steps from 0, the next begins with its own step 0 where that one ends, and so on; after the
+    last has ended, its last rate stays. Only the chain is stepped, not its parts.
+
+    Parameters
+    ----------
+    *schedulers : WarmUpScheduler or CosineAnnealingScheduler or SchedulerChain
+        At least one, all of the same optimizer.
+
+    Attributes
+    ----------
+    schedulers : tuple
+        The parts, in order.
+    total_iters : int
+        The sum of their lengths.
+
+    Raises
+    ------
+    ConfigError
+        If there is no part, or one that cannot be chained, or if they have different optimizers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> chain = SchedulerChain(
+    ...     WarmUpScheduler(optimizer, total_iters=2), CosineAnnealingScheduler(optimizer, total_iters=4)
+    ... )
+    >>> chain.total_iters
+    6
+    >>> [round(chain.lr_at(step)[0], 4) for step in range(8)]
+    [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0, 0.0]
+    >>> optimizer.param_groups[0]["lr"]
+    0.0
+    """
+
+    def __init__(self, *schedulers: LRScheduler) -> None:
+        # Not called "_schedulers": torch's SequentialLR would then rewind the parts and forget the chain itself.
+        self.schedulers = _chainable(schedulers)
+        self.total_iters = sum(part.total_iters for part in self.schedulers)
+        self._starts = [0, *accumulate(part.total_iters for part in self.schedulers)][:-1]
+        super().__init__(self.schedulers[0].optimizer)
+
+    def lr_at(self, step: int) -> list[float]:
+        """Return the rate of every param group after ``step`` scheduler steps.
+
+        Parameters
+        ----------
+        step : int
+            Number of scheduler steps.
+
+        Returns
+        -------
+        list[float]
+            One rate per param group.
+
+        Examples
+        --------
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> chain = SchedulerChain(WarmUpScheduler(optimizer, 2), CosineAnnealingScheduler(optimizer, 4))
+        >>> chain.lr_at(1), chain.lr_at(2)
+        ([0.5], [1.0])
+        """
+        index = max((i for i, start in enumerate(self._starts) if start <= step), default=0)
+        return self.schedulers[index].lr_at(step - self._starts[index])
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the length; the parts' own settings are compared by the parts."""
+        return {**super()._settings(), "length": len(self.schedulers)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the chain, and under ``"schedulers"`` that of each part, ready for JSON.
+
+        Returns
+        -------
+        dict[str, Any]
+            Numbers, strings, and lists and dicts of them.
+        """
+        return {**super().state_dict(), "schedulers": [part.state_dict() for part in self.schedulers]}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not of this chain, before any part has changed."""
+        own = (
+            {key: value for key, value in state.items() if key != "schedulers"} if isinstance(state, Mapping) else state
+        )
+        super()._check_state(own)
+        parts = state.get("schedulers")
+        if not isinstance(parts, list) or len(parts) != len(self.schedulers):
+            raise CheckpointMismatch(
+                f"the saved SchedulerChain has no list of {len(self.schedulers)} states under 'schedulers', "
+                f"found {type(parts).__name__}; build the chain that the checkpoint was saved with"
+            )
+        for part, saved in zip(self.schedulers, parts, strict=True):
+            part._check_state(saved)
+
+    def _apply_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a state that has been checked, the parts' base rates included."""
+        super()._apply_state(state)
+        for part, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            part._apply_state(saved)
+
+
+def planned_length(scheduler: object) -> int | None:
+    """Return how many ``step()`` calls a scheduler is made for, or None if it has no end.
+
+    ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler` and :class:`SchedulerChain`
+    do not, but the rate that they stay at is not one to go on training with. Among torch's combinations,
+    ``ChainedScheduler`` ends with the first of its parts, ``SequentialLR`` with its last part, or with a
+    ``OneCycleLR`` that ends before its milestone.
+
+    Parameters
+    ----------
+    scheduler : object
+        Any scheduler.
+
+    Returns
+    -------
+    int or None
+        Number of calls, counted from the scheduler's creation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> planned_length(CosineAnnealingScheduler(optimizer, total_iters=30))
+    30
+    >>> planned_length(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=20))
+    20
+    >>> planned_length(torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)) is None
+    True
+    """
+    if isinstance(scheduler, OneCycleLR):
+        return int(scheduler.total_steps)
+    if isinstance(scheduler, (CosineAnnealingScheduler, SchedulerChain)):
+        return scheduler.total_iters
+    if isinstance(scheduler, ChainedScheduler):
+        lengths = map(planned_length, scheduler._schedulers)
+        return min((length for length in lengths if length is not None), default=None)
+    if isinstance(scheduler, SequentialLR):
+        return _sequential_length(scheduler)
+    return None
+
+
+def steps_taken(scheduler: object) -> int:
+    """Return how many ``step()`` calls a scheduler has had since its creation, those before a resume included.
+
+    Parameters
+    ----------
+    scheduler : object
+        A scheduler with ``last_epoch``, as torch's have, or torch's ``ChainedScheduler``, which has none itself.
+
+    Returns
+    -------
+    int
+        Number of calls.
+
+    Raises
+    ------
+    ConfigError
+        If the scheduler does not tell.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> scheduler = CosineAnnealingScheduler(optimizer, total_iters=30)
+    >>> optimizer.step()
+    >>> scheduler.step()
+    >>> steps_taken(scheduler)
+    1
+    """
+    if isinstance(scheduler, ChainedScheduler):
+        return steps_taken(scheduler._schedulers[0])
+    taken = getattr(scheduler, "last_epoch", None)
+    if not isinstance(taken, int):
+        raise ConfigError(
+            f"{type(scheduler).__name__} has no integer attribute last_epoch, found {taken!r}; "
+            f"derive it from torch.optim.lr_scheduler.LRScheduler"
+        )
+    return taken
+
+
+def is_plateau(scheduler: object) -> bool:
+    """Tell whether a scheduler's ``step`` wants a metric: whether it is a ``ReduceLROnPlateau``.
+
+    Parameters
+    ----------
+    scheduler : object
+        Any scheduler.
+
+    Returns
+    -------
+    bool
+        True for ``ReduceLROnPlateau`` and what is derived from it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> is_plateau(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    True
+    >>> is_plateau(WarmUpScheduler(optimizer, total_iters=3))
+    False
+    """
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _sequential_length(scheduler: SequentialLR) -> int | None:
+    """Return where a SequentialLR ends; a part's step 0 is at its milestone."""
+    starts = [0, *scheduler._milestones]
+    stops = [*scheduler._milestones, None]
+    limits = []
+    for part, start, stop in zip(scheduler._schedulers, starts, stops, strict=True):
+        length = planned_length(part)
+        # Before the last milestone only OneCycleLR is an end: the others wait at their last rate for the next part.
+        if length is not None and (stop is None or (isinstance(part, OneCycleLR) and stop - 1 - start > length)):
+            limits.append(start + length)
+    return min(limits, default=None)
+
+
+def _like(present: object, lr: float) -> float | torch.Tensor:
+    """Return a rate in the form that the param group has it in."""
+    if isinstance(present, torch.Tensor):
+        return torch.tensor(lr, dtype=present.dtype, device=present.device)
+    return float(lr)
+
+
+def _positive_int(value: object, where: str) -> int:
+    """Return a count of at least one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ConfigError(
+            f"{where} must be an int of at least 1, found {value!r}; "
+            f"write the number of scheduler steps, for example total_iters=100"
+        )
+    return int(value)
+
+
+def _floor(value: object, optimizer: Optimizer, name: str) -> float:
+    """Return ``eta_min`` as a float that is not above any base rate."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{name}(eta_min=...) must be a finite number of at least 0, found {value!r}; write eta_min=0.0"
+        )
+    low = float(value)  # type: ignore[arg-type]
+    for index, group in enumerate(optimizer.param_groups):
+        base = float(group.get("initial_lr", group["lr"]))
+        if low > base:
+            raise ConfigError(
+                f"{name}(eta_min={low!r}) is above the learning rate {base!r} of param group {index}; "
+                f"write an eta_min of at most {base!r}"
+            )
+    return low
+
+
+def _chainable(schedulers: tuple[object, ...]) -> tuple[_StepSchedule, ...]:
+    """Return the parts of a chain, all of them schedules of one optimizer."""
+    if not schedulers:
+        raise ConfigError(
+            "SchedulerChain() has no schedulers; "
+            "write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90))"
+        )
+    parts: list[_StepSchedule] = []
+    for index, part in enumerate(schedulers):
+        if isinstance(part, (list, tuple)):
+            raise ConfigError(
+                f"SchedulerChain takes the schedulers one by one, found a {type(part).__name__} at position {index}; "
+                f"write SchedulerChain(*schedulers)"
+            )
+        if not isinstance(part, _StepSchedule):
+            raise ConfigError(
+                f"SchedulerChain cannot hold {type(part).__name__} (position {index}), only WarmUpScheduler, "
+                f"CosineAnnealingScheduler and SchedulerChain; "
+                f"write torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)"
+            )
+        if part.optimizer is not schedulers[0].optimizer:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"SchedulerChain has schedulers of two optimizers: {type(part).__name__} at position {index} is not "
+                f"on the optimizer of position 0; build every one on the same optimizer, or a chain for each"
+            )
+        parts.append(part)
+    return tuple(parts)
