@@ -1,0 +1,112 @@
+"""AddOnBase: what an add-on derives from, and the contract that it keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from zae.compose import _BASES, LAYERS, replaces, seam
+from zae.errors import CheckpointMismatch
+from zae.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LAYERS", "AddOnBase", "replaces", "seam"]
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+class AddOnBase(Trainer):
+    """Base of every add-on: a mixin that overrides seams of the loop and calls ``super()``.
+
+    ``Task.add_on(MyAddon)`` puts it outside of ``Task``, in the place that its layer gives. Its options are the
+    keyword-only parameters of its ``__init__``, which stores them and does nothing else; it acts in ``setup``.
+
+    Attributes
+    ----------
+    layer : str
+        One of ``model < loop < precision < parallel < state < control < observe``, innermost first.
+    inside, outside : tuple of str or type
+        Add-ons that this one must be inside of, or outside of, whatever their layers' ties.
+    slot : str or None
+        At most one add-on of a class may fill a slot.
+    requires : tuple of str or type
+        Add-ons that must be there too.
+
+    Examples
+    --------
+    >>> from zae import AddOnBase
+    >>> class CountAddon(AddOnBase):
+    ...     "Count the optimizer steps that took place."
+    ...     layer = "observe"
+    ...     def __init__(self, *args, start: int = 0, **kwargs):
+    ...         super().__init__(*args, **kwargs)
+    ...         self.count = start
+    ...     def optimizer_step(self):
+    ...         stepped = super().optimizer_step()
+    ...         self.count += stepped
+    ...         return stepped
+    """
+
+    _is_addon = True
+    _is_base = True
+    layer: ClassVar[str] = "observe"
+    inside: ClassVar[tuple[str | type, ...]] = ()
+    outside: ClassVar[tuple[str | type, ...]] = ()
+    slot: ClassVar[str | None] = None
+    requires: ClassVar[tuple[str | type, ...]] = ()
+
+    if TYPE_CHECKING:
+        # mypy refuses to pass a class with abstract methods to add_on; an add-on is never instantiated.
+        def train_step(self, batch: Any) -> Mapping[str, Any]: ...
+
+        def test_step(self, batch: Any) -> Mapping[str, Any]: ...
+
+    @classmethod
+    def apply(cls, base_cls: type[AnyTrainer]) -> type[AnyTrainer]:
+        """Return ``base_cls`` with this add-on; override it to build the class in another way.
+
+        Parameters
+        ----------
+        base_cls : type
+            A trainer class.
+
+        Returns
+        -------
+        type
+            A subclass of ``base_cls``.
+        """
+        return base_cls.add_on(cls)
+
+    @staticmethod
+    def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:
+        """Split a state into the part that an add-on saved and the rest, leaving the state as it is.
+
+        Parameters
+        ----------
+        state : mapping
+            What ``load_state_dict`` was given.
+        name : str
+            The add-on's key, its class name.
+        strict : bool
+            Whether a missing part is an error; otherwise it is returned as None.
+
+        Returns
+        -------
+        own, rest : tuple
+            The add-on's part, and a dict of all others for ``super().load_state_dict``.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The part is not there.
+        """
+        if name not in state and strict:
+            raise CheckpointMismatch(
+                f"the state holds nothing of {name}: it was saved without this add-on (it holds "
+                f"{', '.join(map(str, state))}); load it with strict=False to start {name} afresh"
+            )
+        return state.get(name), {key: value for key, value in state.items() if key != name}
+
+
+_BASES.append(AddOnBase)

@@ -1,0 +1,118 @@
+"""The progress bar: one for the open epoch, one line for each finished one, nothing when not on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Bar"]
+
+_INTERVAL = 0.2  # Seconds between two redraws: reading a loss from an accelerator waits for it.
+
+
+class Bar:
+    """A tqdm bar over the batches of an epoch, redrawn by time.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether it may be shown at all. It stays quiet when standard error is not a terminal (or a notebook).
+
+    Examples
+    --------
+    >>> bar = Bar(enabled=False)
+    >>> bar.open("epoch 1", 10)
+    >>> bar.due()
+    False
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled and (sys.stderr.isatty() or _in_notebook())
+        self._bar: Any = None
+        self._next = 0.0
+        self._headed = False
+
+    @property
+    def shown(self) -> bool:
+        """Whether it draws anything."""
+        return self._enabled
+
+    def open(self, title: str, total: int | None, done: int = 0) -> None:
+        """Begin an epoch.
+
+        Parameters
+        ----------
+        title : str
+            What stands before the bar.
+        total : int or None
+            Batches of the epoch, when they are known.
+        done : int
+            Batches done already, after a resume.
+        """
+        if not self._enabled:
+            return
+        self.close()
+        from tqdm.auto import tqdm  # ~40 ms, and only a shown bar needs it
+
+        # The time between redraws is ours to keep (mininterval=0): a redraw reads the loss, tqdm's own do not.
+        style: dict[str, Any] = {"unit": "batch", "leave": False, "dynamic_ncols": True, "mininterval": 0}
+        self._bar = tqdm(total=total, initial=done, desc=title, **style)
+        self._next = time.perf_counter() + _INTERVAL
+
+    def due(self) -> bool:
+        """Whether it is time to redraw."""
+        return self._bar is not None and time.perf_counter() >= self._next
+
+    def update(self, done: int, read: Callable[[], Mapping[str, float]]) -> None:
+        """Redraw.
+
+        Parameters
+        ----------
+        done : int
+            Batches of this epoch so far.
+        read : callable
+            Returns what to show; it is only called for a redraw.
+        """
+        self._bar.set_postfix_str(", ".join(f"{k} {_short(v)}" for k, v in read().items()), refresh=False)
+        self._bar.update(done - self._bar.n)
+        self._next = time.perf_counter() + _INTERVAL
+
+    def line(self, row: Mapping[str, Any], mark: str = "") -> None:
+        """Write the line of a finished epoch above the bar.
+
+        Parameters
+        ----------
+        row : mapping
+            Its numbers.
+        mark : str
+            What stands at its end.
+        """
+        if not self._enabled:
+            return
+        self.close()
+        columns = [(key, _short(value)) for key, value in row.items()]
+        if not self._headed:
+            self._headed = True
+            sys.stderr.write("  ".join(key.rjust(max(len(key), 8)) for key, _ in columns) + "\n")
+        sys.stderr.write("  ".join(v.rjust(max(len(k), 8)) for k, v in columns) + (f"  {mark}" if mark else "") + "\n")
+
+    def close(self) -> None:
+        """End the bar and free its line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _short(value: Any) -> str:
+    """A number in at most eight characters."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel, where standard error is no terminal and a bar is shown all the same."""
+    shell = sys.modules.get("IPython")
+    return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})

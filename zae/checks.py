@@ -1,0 +1,161 @@
+"""What was wrong with an argument of the constructor, or with what a step returned; read only when something is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from zae.errors import ConfigError, StepError, did_you_mean
+
+__all__ = [
+    "check_count",
+    "check_devices",
+    "check_folder",
+    "check_mode",
+    "check_model",
+    "check_number",
+    "check_outputs",
+    "describe_batch",
+]
+
+
+def check_model(model: Any) -> nn.Module:
+    """Take a module, or call the function that makes one."""
+    if not isinstance(model, nn.Module) and callable(model):
+        model = model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that returns one")
+    return model
+
+
+def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> list[Any]:
+    """Refuse several devices for a trainer that uses one."""
+    if len(devices) > 1 and "parallel" not in slots:
+        raise ConfigError(
+            f"device is a list of {len(devices)}, and {name} trains on one; add what trains on several: "
+            ".add_on(MultiGPUAddon)"
+        )
+    return devices
+
+
+def check_mode(mode: Any) -> str:
+    """Refuse a mode that is neither "train" nor "test"."""
+    if mode not in ("train", "test"):
+        hint = did_you_mean(str(mode), ("train", "test"))
+        raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{hint}")
+    return str(mode)
+
+
+def check_number(name: str, value: Any, least: float = 0.0) -> float:
+    """Refuse what is not a finite number of at least so much."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < float("inf")
+    if not good:
+        raise ConfigError(f"{name}={value!r}; it must be a number of at least {least:g}")
+    return float(value)
+
+
+def check_count(name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
+    """Refuse what is not a whole number of at least so much."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
+    return int(value)
+
+
+def check_folder(path: Any, name: str) -> Path:
+    """Refuse what cannot be a folder to write to, without making it."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(f"{name}={path!r}; it must be the path of a folder")
+    folder = Path(path).expanduser()
+    present = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not present.is_dir():
+        raise ConfigError(f"{name}={str(path)!r}: {present} is a file, and must be a folder; give another path")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{name}={str(path)!r}: {present} cannot be written to; give another path or change its rights"
+        )
+    return folder
+
+
+def describe_batch(batch: Any, depth: int = 0) -> str:
+    """Describe a batch by the shapes and types in it."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return f"{type(batch).__name__}{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping) and depth < 3:
+        return "{" + ", ".join(f"{k}: {describe_batch(v, depth + 1)}" for k, v in list(batch.items())[:8]) + "}"
+    if isinstance(batch, (tuple, list)) and depth < 3:
+        return f"{type(batch).__name__}({', '.join(describe_batch(v, depth + 1) for v in batch[:8])})"
+    return type(batch).__name__
+
+
+def check_outputs(name: str, out: Any, batch: Any, *, train: bool, keys: list[str] | None = None) -> None:
+    """Refuse what a step returned, saying why; returns when nothing is wrong with it.
+
+    Parameters
+    ----------
+    name : str
+        The method, for instance ``"Task.train_step"``.
+    out : object
+        What it returned.
+    batch : object
+        What it was given.
+    train : bool
+        Whether a loss to be differentiated is needed.
+    keys : list of str, optional
+        Names of several optimizers; ``loss`` may be a dict with one entry for each.
+
+    Raises
+    ------
+    StepError
+        With what came, the keys, shapes and types.
+    """
+    where = f"{name} (batch: {describe_batch(batch)})"
+    if not isinstance(out, Mapping):
+        value = " (is a return missing?)" if out is None else f" {_describe(out)}"
+        raise StepError(f"{where} returned {type(out).__name__}{value}; return a dict: return {{'loss': loss}}")
+    if not train:
+        return
+    if "loss" not in out:
+        found = ", ".join(map(repr, out)) or "no key"
+        raise StepError(
+            f"{where} returned a dict without 'loss'; it holds {found}{did_you_mean('loss', map(str, out))} "
+            "Return {'loss': loss, ...}"
+        )
+    loss = out["loss"]
+    if isinstance(loss, Mapping):
+        if not keys or set(map(str, loss)) != set(keys):
+            raise StepError(
+                f"{where} returned losses for {list(loss)}, and the optimizers are {keys or ['0']}; "
+                "return one scalar, or a dict with one entry for each optimizer of the dict that was given"
+            )
+        for key, each in loss.items():
+            _check_loss(f"{where}, loss[{key!r}]", each)
+    else:
+        _check_loss(where, loss)
+
+
+def _check_loss(where: str, loss: Any) -> None:
+    """Refuse one loss."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"{where} returned a loss of type {type(loss).__name__}; return the tensor, without .item() or float()"
+        )
+    if loss.numel() != 1:
+        raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
+    if not loss.requires_grad:
+        raise StepError(
+            f"{where} returned a loss that has no gradient; was it detached, or computed under torch.no_grad()? "
+            "Are the model's parameters frozen?"
+        )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"of shape {tuple(value.shape)}"
+    return f"of {len(value)} entries" if isinstance(value, (tuple, list)) else repr(value)[:60]

@@ -1,0 +1,82 @@
+"""Evaluation that leaves training exactly as it is: its mode, its weights, and every random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zae import checks, rng, session
+from zae.contexts import NOTHING
+from zae.errors import LoaderError
+from zae.loading import check_loader, describe
+from zae.records import Metrics
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+
+@contextmanager
+def session_of(trainer: Trainer) -> Iterator[None]:
+    """Set up for what is called outside of a run, and tear down after it."""
+    if trainer._ready:
+        yield
+        return
+    try:
+        trainer._set_up()
+        yield
+    finally:
+        trainer.teardown()
+
+
+@contextmanager
+def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
+    """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
+    mode, root = trainer.mode, trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
+    training = [module for module in root.modules() if module.training]
+    trainer.mode = "test"
+    root.eval()
+    try:
+        with torch.no_grad(), rng.isolated(*rng.generators_of(loader)), trainer.evaluation_context():
+            yield
+    finally:
+        trainer.mode = mode
+        for module in training:
+            module.training = True
+
+
+def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
+    """Evaluate one loader."""
+    trainer.log_test.clear()
+    with testing(trainer, loader):
+        for batch in trainer.wrap_loader(loader, False):
+            if batch is not None:
+                trainer.run_batch(batch)
+        metrics = Metrics({**session.means(trainer, trainer.log_test), **session.own_metrics(trainer)})
+    if not len(trainer.log_test):
+        raise LoaderError(f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate")
+    return metrics
+
+
+def test(trainer: Trainer, batch: Any) -> tuple[Mapping[str, Any], Any]:
+    """Call ``test_step`` on one batch."""
+    batch = trainer.to_device(batch)
+    with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
+        out: Any = trainer.test_step(batch)
+    if not isinstance(out, Mapping):
+        checks.check_outputs(f"{type(trainer).__name__}.test_step", out, batch, train=False)
+    return out, batch
+
+
+def evaluate(trainer: Trainer, loader: Any) -> dict[str, float]:
+    """Evaluate one loader, or each of several and their mean."""
+    if not isinstance(loader, Mapping):
+        check_loader(loader)
+        return dict(test_epoch(trainer, loader))
+    rows = {name: test_epoch(trainer, each) for name, each in loader.items()}
+    metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
+    common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
+    return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}

@@ -1,0 +1,810 @@
+"""The files of a run: checkpoints that are whole or absent, whatever happens while they are written.
+
+A checkpoint is a directory::
+
+    step-00000012/
+        model.safetensors     the model's state (or model.ckpt, the zip file of torch.save)
+        state.safetensors     every other tensor
+        state.json            everything else, and where the tensors belong (see zae.encoding)
+        manifest.json         what this is, and size and SHA-256 of the files above and of itself
+
+It is written under another name beside its place, brought to the disk, and renamed, so no reader ever sees a part::
+
+    .staging-<name>-<host>-<pid>-<token>     being written; left behind only by a process that was killed
+    .replaced-<name>-<token>                 what stood at <name> before; it stands in while <name> is absent
+    .deleting-<name>-<token>                 being removed
+
+This is the one module that touches checkpoint files, and it changes the disk only through `filesystem`, one
+operation at a time: a test that replaces it sees, and can break, each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zae.encoding import decode, encode
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.manifest import (
+    FORMAT,
+    MANIFEST_LIMIT,
+    MODEL_FILES,
+    STATE,
+    STATE_LIMIT,
+    STATE_TENSORS,
+    FileEntry,
+    Manifest,
+    draft,
+    parse,
+    seal,
+)
+from zae.names import (
+    aside_name,
+    checkpoint_name,
+    is_abandoned,
+    parse_format,
+    set_aside,
+    staging_name,
+    step_of,
+    weights_format,
+)
+from zae.streams import CURE, Output, opened, read_whole, reason
+from zae.strict_json import strict_json
+from zae.tensors import (
+    byte_count,
+    moved,
+    read_ckpt,
+    read_safetensors,
+    separate,
+    write_ckpt,
+    write_safetensors,
+)
+
+__all__ = [
+    "FORMAT",
+    "FileSystem",
+    "Manifest",
+    "checkpoint_name",
+    "filesystem",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_weights",
+    "make_directory",
+    "newest_valid",
+    "parse_format",
+    "remove_checkpoint",
+    "save_checkpoint",
+    "save_weights",
+    "sweep",
+    "verify",
+]
+
+_MANIFEST = "manifest.json"
+_KNOWN = {_MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
+
+_active: set[str] = set()  # names staged by this process at this moment, in any thread
+
+
+class FileSystem:
+    """The operations that change the disk, one call each; nothing else in zae changes a checkpoint.
+
+    Replace ``zae.files.filesystem`` by an object with these methods to see, delay or break each operation.
+
+    Raises
+    ------
+    OSError
+        From every method, as the operating system reports it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     handle = filesystem.create(Path(folder, "note"))
+    ...     filesystem.write(handle, memoryview(b"whole"))
+    ...     filesystem.close(handle)
+    ...     Path(folder, "note").read_bytes()
+    b'whole'
+    """
+
+    def mkdir(self, path: Path) -> None:
+        """Make one directory, which must be new; never writable for others than its owner."""
+        os.mkdir(path, 0o755)
+
+    def create(self, path: Path) -> int:
+        """Create one file, which must be new, and return its handle; never writable for others than its owner."""
+        # The last two flags are absent on some platforms: O_NOFOLLOW on Windows, O_BINARY elsewhere.
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        return os.open(path, flags, 0o644)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Write all of these bytes."""
+        while data:
+            data = data[os.write(handle, data) :]
+
+    def fsync(self, handle: int) -> None:
+        """Wait until the disk has the file."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Close the file."""
+        os.close(handle)
+
+    def fsync_directory(self, path: Path) -> None:
+        """Wait until the disk has the names in a directory."""
+        if os.name == "nt":  # Windows opens no directories; its renames are journaled
+            return
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks have no such wait
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or a directory another name at once; a file of that name is replaced."""
+        os.replace(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove one file, or one link."""
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove one empty directory."""
+        os.rmdir(path)
+
+
+filesystem = FileSystem()
+"""What every function here uses, looked up at each call."""
+
+
+def make_directory(path: str | os.PathLike[str]) -> Path:
+    """Make a directory and those above it that are missing.
+
+    Parameters
+    ----------
+    path : path-like
+        It may exist.
+
+    Returns
+    -------
+    Path
+        The directory.
+
+    Raises
+    ------
+    CheckpointError
+        A file stands in the way, or the directory cannot be made there.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     make_directory(Path(folder, "runs", "first")).is_dir()
+    True
+    """
+    path = Path(path)
+    try:
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+        for place in reversed(missing):
+            # Another process may be quicker; then the directory is there, which is what was asked for.
+            with contextlib.suppress(FileExistsError):
+                filesystem.mkdir(place)
+            filesystem.fsync_directory(place.parent)
+    except OSError as error:
+        raise _not_saved(path, error, 0) from error
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints")
+    return path
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    *,
+    model_format: str = "safetensors",
+    manifest_info: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint; when this returns, the disk has all of it.
+
+    A checkpoint of that name is replaced, and stays complete until the new one is. What killed processes left beside
+    it is removed.
+
+    Parameters
+    ----------
+    directory : path-like
+        Where it is to stand; what is above it is made when missing.
+    model_state : mapping of str to Tensor
+        The model's state.
+    state : mapping
+        Everything else, as `zae.encoding.encode` takes it.
+    model_format : str
+        "safetensors" or "ckpt".
+    manifest_info : mapping
+        ``run_id`` (text), ``step``, ``epoch``, ``composition`` (list of names), ``world_size``, and at will ``info``,
+        a dict of plain values.
+
+    Returns
+    -------
+    Path
+        The directory.
+
+    Raises
+    ------
+    CheckpointError
+        The state holds what no checkpoint can hold, or the disk refuses; older checkpoints are untouched.
+    ConfigError
+        The format is unknown, or `manifest_info` is not what is asked for.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, checkpoint_name(12))
+    ...     path = save_checkpoint(path, {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
+    ...     manifest, model_state, state = load_checkpoint(path)
+    >>> manifest["step"], model_state, state
+    (12, {'w': tensor([1., 1.])}, {'lr': 0.1})
+    """
+    directory = Path(os.path.abspath(directory))
+    manifest = draft(parse_format(model_format), separate(model_state)[1], manifest_info)
+    structure, tensors = encode(dict(state))
+    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > STATE_LIMIT:
+        raise CheckpointError(
+            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
+            "keep long lists of numbers as tensors or numpy arrays"
+        )
+    write_model = write_ckpt if manifest["model_format"] == "ckpt" else write_safetensors
+    writers: dict[str, Callable[[Callable[[Any], object]], object]] = {
+        MODEL_FILES[manifest["model_format"]]: partial(write_model, tensors=model_state),
+        STATE_TENSORS: partial(write_safetensors, tensors=tensors),
+        STATE: lambda write: write(text),
+    }
+    needed = byte_count(*model_state.values(), *tensors.values()) + len(text)
+    _refuse_foreign(directory)
+    make_directory(directory.parent)
+    with _staged(directory, needed) as staging:
+        filesystem.mkdir(staging)
+        for name, writer in writers.items():
+            size, digest = _write_file(staging / name, writer)
+            entry = FileEntry(size=size, sha256=digest, step=manifest["step"], run_id=manifest["run_id"])
+            manifest["files"][name] = entry
+        sealed = seal(manifest)
+        _write_file(staging / _MANIFEST, lambda write: write(sealed))
+        filesystem.fsync_directory(staging)
+        _install(staging, directory)
+    sweep(directory.parent)
+    return directory
+
+
+def verify(directory: str | os.PathLike[str]) -> Manifest:
+    """Read every byte of a checkpoint and compare it with the manifest.
+
+    Parameters
+    ----------
+    directory : path-like
+        The checkpoint.
+
+    Returns
+    -------
+    Manifest
+        What the checkpoint says of itself.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no such directory.
+    CheckpointDamaged
+        A file is absent, no plain file, of another size, or changed.
+    CheckpointMismatch
+        A newer zae wrote it.
+
+    Examples
+    --------
+    >>> verify("runs/no-such-run")
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointNotFound: there is no checkpoint at runs/no-such-run; \
+give the directory that holds manifest.json
+    """
+    directory = _standing(Path(directory))
+    manifest = _read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        with opened(directory / name, size=entry["size"]) as source:
+            source.finish(entry["sha256"])
+    return manifest
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    map_location: str | torch.device = "cpu",
+    allow_partial: Collection[str] = (),
+) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
+    """Read a checkpoint, and return it only once every byte has been compared with the manifest.
+
+    Parameters
+    ----------
+    directory : path-like
+        The checkpoint.
+    map_location : str or torch.device
+        Where the model's tensors go. The others stay on the CPU: random states must, and an optimizer moves its own.
+    allow_partial : collection of str
+        Names of files that may be absent or damaged. Without its file the model's state is empty; without one of its
+        two files the other state is.
+
+    Returns
+    -------
+    manifest : Manifest
+        What the checkpoint says of itself.
+    model_state : dict of str to Tensor
+        The model's state; tied names give the same tensor.
+    state : dict
+        Everything else.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no such directory.
+    CheckpointDamaged
+        A file is absent, no plain file, of another size, changed, or holds what zae does not write.
+    CheckpointMismatch
+        A newer zae wrote it.
+    ConfigError
+        `allow_partial` names a file that no checkpoint has.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_checkpoint(Path(folder, "last"), {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
+    ...     Path(path, "state.json").unlink()
+    ...     load_checkpoint(path, allow_partial=["state.json"])[1:]
+    ({'w': tensor([1., 1.])}, {})
+    """
+    if unknown := sorted(set(allow_partial) - (_KNOWN - {_MANIFEST})):
+        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(_KNOWN - {_MANIFEST})}")
+    directory = _standing(Path(directory))
+    manifest = _read_manifest(directory)
+    model_state: dict[str, Tensor] = {}
+    state: dict[Any, Any] = {}
+    try:
+        model_state = _load_model(directory, manifest)
+    except CheckpointDamaged:
+        if MODEL_FILES[manifest["model_format"]] not in allow_partial:
+            raise
+    blamed = STATE_TENSORS
+    try:
+        tensors = _load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
+        blamed = STATE
+        entry = manifest["files"][STATE]
+        text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
+        where = str(directory / STATE)
+        state = decode(strict_json(bytes(text), where), tensors, where=where)
+    except CheckpointDamaged:
+        if blamed not in allow_partial:
+            raise
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(f"{directory / STATE}: holds a {type(state).__name__}, not a dict. {CURE}")
+    return manifest, moved(model_state, map_location), state
+
+
+def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
+    """List the checkpoints of a run by name, the highest step first, without a look into them.
+
+    Parameters
+    ----------
+    save_path : path-like
+        Where the run saves.
+
+    Returns
+    -------
+    list of Path
+        Directories named as `checkpoint_name` does. One that a killed save was about to replace comes right behind the
+        one that took its place.
+
+    Raises
+    ------
+    ConfigError
+        `save_path` is a file.
+
+    Examples
+    --------
+    >>> list_checkpoints("runs/no-such-run")
+    []
+    """
+    found: list[tuple[int, bool, float, Path]] = []
+    for entry in _entries(Path(save_path)):
+        replaced = set_aside(entry.name, "replaced")
+        step = step_of(replaced or entry.name)
+        if step is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            age = entry.stat(follow_symlinks=False).st_mtime
+            found.append((step, replaced is None, age, Path(entry.path)))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def newest_valid(save_path: str | os.PathLike[str]) -> tuple[Path, Manifest, list[tuple[Path, str]]] | None:
+    """Find the newest checkpoint that verifies.
+
+    Parameters
+    ----------
+    save_path : path-like
+        Where the run saves.
+
+    Returns
+    -------
+    path, manifest, passed_over : tuple, or None
+        The checkpoint, what it says of itself, and the newer ones that are damaged, each with the reason. None when
+        there is no checkpoint at all: then, and only then, a run may start afresh.
+
+    Raises
+    ------
+    CheckpointDamaged
+        There are checkpoints, and none of them verifies.
+    CheckpointMismatch
+        A newer zae wrote the newest; to take an older one would throw away what it holds.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 3, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in 3, 6:
+    ...         path = Path(folder, checkpoint_name(step))
+    ...         path = save_checkpoint(path, {}, {}, manifest_info=about | {"step": step})
+    ...     Path(path, "state.json").unlink()
+    ...     best, manifest, passed_over = newest_valid(folder)
+    >>> best.name, [path.name for path, reason in passed_over]
+    ('step-00000003', ['step-00000006'])
+    """
+    passed_over: list[tuple[Path, str]] = []
+    for path in list_checkpoints(save_path):
+        try:
+            return path, verify(path), passed_over
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            passed_over.append((path, str(error)))
+    if not passed_over:
+        return None
+    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in passed_over)
+    raise CheckpointDamaged(
+        f"{save_path}: none of {len(passed_over)} checkpoints is whole; restore one from a copy, or move them away to "
+        f"start afresh:\n{reasons}"
+    )
+
+
+def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint; killed at any instant, it leaves it whole or gone.
+
+    Parameters
+    ----------
+    directory : path-like
+        A checkpoint, whole or damaged.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no such directory.
+    CheckpointError
+        It holds files that belong to no checkpoint, or cannot be removed.
+
+    Examples
+    --------
+    >>> remove_checkpoint("runs/no-such-run/step-00000012")
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointNotFound: there is no checkpoint at runs/no-such-run/step-00000012; \
+give the directory that holds manifest.json
+    """
+    directory = _standing(Path(directory))
+    _refuse_foreign(directory)
+    gone = directory.with_name(aside_name(directory.name, "deleting"))
+    try:
+        filesystem.rename(directory, gone)
+        filesystem.fsync_directory(directory.parent)
+        _remove_tree(gone)
+    except OSError as error:
+        raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it by hand") from error
+
+
+def sweep(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove what saves and removals left behind when their process was killed.
+
+    Every save ends with it. What cannot be removed stays until the next time.
+
+    Parameters
+    ----------
+    parent : path-like
+        Where checkpoints stand.
+
+    Returns
+    -------
+    list of Path
+        What was removed.
+
+    Examples
+    --------
+    >>> sweep("runs/no-such-run")
+    []
+    """
+    removed: list[Path] = []
+    with contextlib.suppress(OSError, ConfigError):
+        for entry in _entries(Path(parent)):
+            path = Path(entry.path)
+            with contextlib.suppress(OSError):
+                if _is_stray(path):
+                    _remove_tree(path)
+                    removed.append(path)
+    return removed
+
+
+def save_weights(
+    path: str | os.PathLike[str], model_state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """Write a model's state as one file; a file of that name is replaced at once.
+
+    Parameters
+    ----------
+    path : path-like
+        The suffix says the format: .safetensors (or .safetensor), or .ckpt, .pt or .pth for that of ``torch.save``.
+    model_state : mapping of str to Tensor
+        The model's state.
+    metadata : mapping of str to str, optional
+        Notes for the header of a safetensors file; the other format has no place for them.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ConfigError
+        The suffix is none of these.
+    CheckpointError
+        The state holds what the format cannot hold, or the disk refuses.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     load_weights(save_weights(Path(folder, "model.ckpt"), {"w": torch.ones(2)}))
+    {'w': tensor([1., 1.])}
+    """
+    path = Path(os.path.abspath(path))
+    writer = partial(write_ckpt, tensors=model_state)
+    if weights_format(path) == "safetensors":
+        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
+    separate(model_state)  # what cannot be written is refused before the disk is touched
+    make_directory(path.parent)
+    with _staged(path, byte_count(*model_state.values())) as staging:
+        _write_file(staging, writer)
+        filesystem.rename(staging, path)
+        filesystem.fsync_directory(path.parent)
+    sweep(path.parent)
+    return path
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read a model's state from one file, or from a checkpoint.
+
+    Parameters
+    ----------
+    path : path-like
+        A file as `save_weights` writes it, also one by safetensors or ``torch.save``; or a checkpoint's directory, of
+        which only the model's file is read and compared.
+
+    Returns
+    -------
+    dict of str to Tensor
+        On the CPU; tied names give the same tensor.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no such file.
+    ConfigError
+        The suffix is not one that `save_weights` writes.
+    CheckpointDamaged
+        The file is not whole, needs code to be read, or holds something else.
+
+    Examples
+    --------
+    >>> load_weights("runs/model.h5")
+    Traceback (most recent call last):
+    ...
+    zae.errors.ConfigError: runs/model.h5: the suffix '.h5' is no format of weights; write .safetensors, .safetensor, \
+.ckpt, .pt or .pth
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_model(path, _read_manifest(path))
+    kind = weights_format(path)
+    if not path.exists():
+        raise CheckpointNotFound(f"there is no file {path}; give one that save_weights wrote, or a checkpoint")
+    path = path.resolve()  # the user's own link, as caches of downloads have them, is followed
+    return _load_safetensors(path, None) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
+
+
+def _load_safetensors(path: Path, entry: FileEntry | None) -> dict[str, Tensor]:
+    """Read a safetensors file in one pass, and compare it with its entry."""
+    with opened(path, size=entry and entry["size"]) as source:
+        try:
+            tensors, _ = read_safetensors(source.fill, source.size, str(path))
+        except CheckpointDamaged:
+            # Of a changed file say that it was changed, not what the change broke.
+            if entry is not None:
+                source.finish(entry["sha256"])
+            raise
+        if entry is not None:
+            source.finish(entry["sha256"])
+    return tensors
+
+
+def _load_model(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Read the model's file of a checkpoint."""
+    name = MODEL_FILES[manifest["model_format"]]
+    path, entry = directory / name, manifest["files"][name]
+    return (
+        read_ckpt(read_whole(path, size=entry["size"], sha256=entry["sha256"]), str(path))
+        if name == MODEL_FILES["ckpt"]
+        else _load_safetensors(path, entry)
+    )
+
+
+def _write_file(path: Path, writer: Callable[[Callable[[Any], object]], object]) -> tuple[int, str]:
+    """Write one new file, wait until the disk has it, and return its size and SHA-256."""
+    handle = filesystem.create(path)
+    output = Output(lambda data: filesystem.write(handle, data))
+    try:
+        with output:
+            writer(output.write)
+            output.flush()
+            filesystem.fsync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            filesystem.close(handle)
+        if output.error is not None:
+            raise output.error from None
+        raise
+    filesystem.close(handle)
+    return output.size, output.hexdigest()
+
+
+@contextlib.contextmanager
+def _staged(target: Path, needed: int) -> Iterator[Path]:
+    """Yield an unpredictable name beside the target; on failure, remove what was written there."""
+    staging = target.with_name(staging_name(target.name))
+    _active.add(staging.name)
+    try:
+        yield staging
+    except BaseException as error:
+        free = _free_bytes(target.parent)  # before the removal changes it
+        with contextlib.suppress(OSError):
+            _remove_tree(staging)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise _not_saved(target, error, needed, free) from error
+        raise
+    finally:
+        _active.discard(staging.name)
+
+
+def _install(staging: Path, directory: Path) -> None:
+    """Rename a staged checkpoint to its place; one that stands there steps aside and is swept afterwards."""
+    aside = directory.with_name(aside_name(directory.name, "replaced")) if os.path.lexists(directory) else None
+    if aside is not None:
+        # Killed between the two renames, the old one is found under its new name: see _standing.
+        filesystem.rename(directory, aside)
+        filesystem.fsync_directory(directory.parent)
+    try:
+        filesystem.rename(staging, directory)
+    except OSError:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                filesystem.rename(aside, directory)
+        raise
+    filesystem.fsync_directory(directory.parent)
+
+
+def _standing(directory: Path) -> Path:
+    """Return the directory, or the one that a killed save had moved aside to replace it."""
+    if directory.is_dir():
+        return directory
+    with contextlib.suppress(ConfigError):
+        twins = [entry for entry in _entries(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
+        if twins and not os.path.lexists(directory):
+            return Path(max(twins, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime).path)
+    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {_MANIFEST}")
+
+
+def _is_stray(path: Path) -> bool:
+    """Say whether a directory entry is a left-over that nobody needs."""
+    if set_aside(path.name, "deleting") is not None:
+        return True
+    if (replaced := set_aside(path.name, "replaced")) is not None:
+        return path.with_name(replaced).is_dir() and _verifies(path.with_name(replaced))
+    return path.name not in _active and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
+
+
+def _verifies(directory: Path) -> bool:
+    """Say whether a checkpoint is whole."""
+    try:
+        verify(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _entries(parent: Path) -> list[os.DirEntry[str]]:
+    """List a directory; one that is absent holds nothing."""
+    try:
+        with os.scandir(parent) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError as error:
+        raise ConfigError(f"{parent} is a file, not a directory; give the directory that holds checkpoints") from error
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file, a link, or a directory and what is in it; what is already gone is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            for entry in _entries(path):
+                _remove_tree(Path(entry.path))
+            filesystem.remove_directory(path)
+        else:
+            filesystem.remove_file(path)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Refuse to replace or remove what is not plainly a checkpoint: a wrong path must not cost anybody's files."""
+    name = set_aside(directory.name, "replaced") or directory.name
+    if not os.path.lexists(directory) or step_of(name) is not None:
+        return
+    foreign = sorted(entry.name for entry in _entries(directory) if entry.name not in _KNOWN)
+    if foreign:
+        raise CheckpointError(
+            f"{directory} holds {foreign[0]!r}, which is no part of a checkpoint; it is neither replaced nor removed: "
+            "choose another directory"
+        )
+
+
+def _not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
+    """Return the error for a save that the disk refused."""
+    free = _free_bytes(path.parent) if free is None else free
+    return CheckpointError(
+        f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "
+        "Free some space or choose another place; what was saved before is untouched."
+    )
+
+
+def _free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a path is on, or would be on."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a checkpoint."""
+    path = directory / _MANIFEST
+    return parse(bytes(read_whole(path, limit=MANIFEST_LIMIT)), str(path))

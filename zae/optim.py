@@ -1,0 +1,283 @@
+"""One or several optimizers and schedulers, brought into one form and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zae.errors import CheckpointMismatch, ConfigError, StepError
+from zae.schedulers import is_plateau, planned_length, steps_taken
+
+__all__ = [
+    "backward_each",
+    "build",
+    "check_groups",
+    "check_optimizers",
+    "check_schedule",
+    "learning_rates",
+    "named",
+    "normalize",
+    "order",
+    "parameters_of",
+    "parameters_to_clip",
+]
+
+_SINGLE = "0"  # The name of an only optimizer, in states and messages.
+
+
+def named(value: Any) -> dict[str, Any]:
+    """Bring None, one object, a list or a dict of them into a dict.
+
+    Examples
+    --------
+    >>> named(None), named("x"), named(["x", "y"]), named({"d": "x"})
+    ({}, {'0': 'x'}, {'0': 'x', '1': 'y'}, {'d': 'x'})
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(index): item for index, item in enumerate(value)}
+    return {_SINGLE: value}
+
+
+def rebuild(value: Any, make: Callable[[str, Any], Any]) -> Any:
+    """Apply a function to one object, or to each of a list or a dict, keeping the form."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: make(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [make(str(index), item) for index, item in enumerate(value)]
+    return make(_SINGLE, value)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters that an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str) -> None:
+    """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer.
+
+    Parameters
+    ----------
+    optimizer, scheduler : object
+        What the user gave: one, several, or factories.
+    model : Module
+        The model.
+    mode : str
+        In "test" mode no optimizer is needed.
+
+    Raises
+    ------
+    ConfigError
+        With the counts of parameters.
+    """
+    if optimizer is None:
+        if mode == "train":
+            raise ConfigError(
+                "optimizer is None, and mode='train' needs one; write optimizer=torch.optim.AdamW(model.parameters()), "
+                "or mode='test'"
+            )
+        return
+    own = {id(p) for p in model.parameters()}
+    for name, each in named(optimizer).items():
+        if isinstance(each, Optimizer):
+            held = parameters_of(each)
+            if own and not any(id(p) in own for p in held):
+                raise ConfigError(
+                    f"optimizer {name} ({type(each).__name__}) holds {len(held)} parameters, and none of them is one "
+                    f"of the model's {len(own)}; build it from the model that is given: "
+                    f"{type(each).__name__}(model.parameters(), ...)"
+                )
+        elif not callable(each):
+            raise ConfigError(
+                f"optimizer {name} is a {type(each).__name__}; give a torch.optim.Optimizer, or a function that makes "
+                "one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+            )
+    known = [each for each in named(optimizer).values() if isinstance(each, Optimizer)]
+    for name, each in named(scheduler).items():
+        if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
+            if not callable(each):
+                raise ConfigError(
+                    f"scheduler {name} is a {type(each).__name__}; give a torch.optim.lr_scheduler.LRScheduler, or a "
+                    "function that makes one: scheduler=lambda optimizer: ..."
+                )
+        elif known and not any(each.optimizer is optimizer for optimizer in known):
+            raise ConfigError(
+                f"scheduler {name} ({type(each).__name__}) drives another optimizer than the one given; build it from "
+                f"the same object: {type(each).__name__}(optimizer, ...)"
+            )
+
+
+def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
+    """List what is clipped together: all parameters for one optimizer, each optimizer's own for several.
+
+    They stand in the model's order, as in ``clip_grad_norm_(model.parameters(), ...)``: the order of a sum of
+    squares decides its last bit.
+    """
+    ordered = [p for p in model.parameters() if p.requires_grad]
+    seen = {id(p) for p in ordered}
+    if len(optimizers) == 1:
+        return [ordered + [p for o in optimizers.values() for p in parameters_of(o) if id(p) not in seen]]
+    lists = []
+    for optimizer in optimizers.values():
+        held = parameters_of(optimizer)
+        mine = {id(p) for p in held}
+        lists.append([p for p in ordered if id(p) in mine] + [p for p in held if id(p) not in seen])
+    return lists
+
+
+def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
+    """Differentiate each loss by the parameters of the optimizer of its name; they may share a graph."""
+    last = list(losses)[-1]
+    for name, loss in losses.items():
+        inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
+        loss.backward(inputs=inputs, retain_graph=name != last)
+
+
+def normalize(
+    counts: list[Any], parameters: Iterable[Tensor], reduce: Callable[[Tensor], Tensor], world_size: int
+) -> None:
+    """Divide the gradients by the number of targets in the window, over all ranks.
+
+    The gradient of a window is then ``sum(n_i * g_i) / sum(n_i)``: every target weighs alike, whichever micro-batch
+    and rank it was in. Ranks average their gradients, so the total is divided by the world size too.
+    """
+    absent = sum(count is None for count in counts)
+    if absent == len(counts):
+        return
+    if absent:
+        raise StepError(
+            f"train_step returned 'num_targets' for {len(counts) - absent} of the {len(counts)} batches of a window; "
+            "return it always, or never"
+        )
+    total = float(sum(float(count) for count in counts))
+    if world_size > 1:
+        total = float(reduce(torch.tensor(total, dtype=torch.float64))) / world_size
+    if not total > 0:
+        raise StepError(f"the steps of a window counted {total:g} targets in all ('num_targets'); there must be some")
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(total)
+
+
+def check_schedule(
+    schedulers: Mapping[str, Any], *, on_batch: bool, epochs: int | None, steps: int | None, has_metric: bool
+) -> None:
+    """Refuse a schedule that cannot last, or that will miss its metric, before the first batch.
+
+    Parameters
+    ----------
+    schedulers : mapping
+        Schedulers by name.
+    on_batch : bool
+        Whether they are stepped after every optimizer step, not every epoch.
+    epochs, steps : int or None
+        What this run will take; None is unknown.
+    has_metric : bool
+        Whether the monitored metric will be there at the end of an epoch.
+
+    Raises
+    ------
+    ConfigError
+        With the numbers.
+    """
+    for name, scheduler in schedulers.items():
+        if is_plateau(scheduler):
+            if not has_metric:
+                raise ConfigError(
+                    f"scheduler {name} (ReduceLROnPlateau) needs a metric after each validation, and run() got no "
+                    "valid_loader; give run(..., valid_loader=...), or monitor='train/loss'"
+                )
+            continue
+        longest = planned_length(scheduler)
+        if longest is None:
+            continue
+        planned, unit = (steps, "optimizer steps") if on_batch else (epochs, "epochs")
+        taken = steps_taken(scheduler)
+        if planned is None:
+            raise ConfigError(
+                f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, and the loader has no "
+                "length to plan with; give run(..., steps_per_epoch=...) or run(..., max_steps=...)"
+            )
+        if taken + planned > longest:
+            raise ConfigError(
+                f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, but this run takes it to "
+                f"{taken + planned} ({planned} {unit} after {taken}); make it that long"
+                + ("" if on_batch else ", or did you mean scheduler_step_on_batch=True?" if longest > planned else "")
+            )
+
+
+def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
+    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
+    if not isinstance(state, Mapping) or "param_groups" not in state:
+        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        raise CheckpointMismatch(
+            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, and the "
+            f"state was saved with {saved}; build it as it was, or load only the weights: apply_weights(path)"
+        )
+
+
+def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+    """Name the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several."""
+    rates: dict[str, float] = {}
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            parts = ["lr", *([name] if len(optimizers) > 1 else []), *([str(index)] if index else [])]
+            rates["/".join(parts)] = float(group["lr"])
+    return rates
+
+
+def order(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """List parameters once each."""
+    return list({id(p): p for p in parameters}.values())
+
+
+def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> Any:
+    """Call the factories among one or several objects.
+
+    Parameters
+    ----------
+    value : object
+        What the user gave.
+    argument : callable
+        Gives what a factory of this name is called with.
+    kind : type
+        What a factory must return.
+    what : str
+        "optimizer" or "scheduler", for the error.
+
+    Raises
+    ------
+    ConfigError
+        A factory returned something else.
+    """
+
+    def make(name: str, each: Any) -> Any:
+        if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
+            return each
+        try:
+            given = argument(name)
+        except KeyError:
+            raise ConfigError(
+                f"{what} {name!r} has no optimizer of that name; give both as dicts with the same keys"
+            ) from None
+        made = cast(Callable[..., Any], each)(given)
+        if not isinstance(made, (kind, ReduceLROnPlateau)):
+            raise ConfigError(
+                f"the factory of {what} {name} returned a {type(made).__name__}; return a {kind.__name__}"
+            )
+        return made
+
+    return rebuild(value, make)

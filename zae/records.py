@@ -1,0 +1,323 @@
+"""What a run remembers: the log of the open epoch, weighted means, the history, and what ``run`` returns."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zae.errors import ConfigError, MonitorError, did_you_mean
+
+__all__ = ["EpochLog", "Metrics", "MetricsDict", "direction_of", "merge_sums", "split_prefix", "to_host"]
+
+_CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
+_SMALLER = (
+    """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl regret brier"""
+)
+_LARGER = """acc accuracy f1 auc auroc precision recall iou miou bleu rouge meteor map mcc r2 psnr ssim dice score
+reward return corr correlation spearman pearson kappa sensitivity specificity hit ndcg mrr top1 top5 elbo likelihood"""
+_PREFIXES = ("train", "valid", "val", "eval", "test")
+
+
+def direction_of(monitor: str, mode: str = "auto") -> str:
+    """Tell whether a smaller or a larger value of a metric is better.
+
+    Parameters
+    ----------
+    monitor : str
+        The metric's name, for instance ``"loss"`` or ``"valid/accuracy"``.
+    mode : {"auto", "min", "max"}
+        The direction; "auto" infers it from the words of the name.
+
+    Returns
+    -------
+    str
+        "min" or "max".
+
+    Raises
+    ------
+    ConfigError
+        The mode is unknown, or the name does not tell.
+
+    Examples
+    --------
+    >>> direction_of("eval_loss"), direction_of("top1_accuracy"), direction_of("foo", "max")
+    ('min', 'max', 'max')
+    """
+    if mode not in ("auto", "min", "max"):
+        raise ConfigError(f"monitor_mode={mode!r}; it must be 'auto', 'min' or 'max'")
+    if mode != "auto":
+        return mode
+    words = monitor.lower().replace("/", "_").replace("-", "_").replace("@", "_").split("_")
+    for word in reversed(words):
+        if word in _SMALLER.split():
+            return "min"
+        if word in _LARGER.split():
+            return "max"
+    raise ConfigError(
+        f"monitor={monitor!r}: its name does not tell whether smaller or larger is better; "
+        "give monitor_mode='min' or monitor_mode='max'"
+    )
+
+
+class _Series:
+    """The values of one scalar in one epoch, and their weighted sum in float64, whenever they are read."""
+
+    __slots__ = ("chunks", "total", "values", "waiting", "weight", "weights")
+
+    def __init__(self) -> None:
+        self.values = array("d")
+        self.weights = array("d")
+        self.total = 0.0
+        self.weight = 0.0
+        self.waiting: list[Tensor] = []
+        self.chunks: Tensor | None = None
+
+    def add(self, value: float, weight: float) -> None:
+        self.values.append(value)
+        self.weights.append(weight)
+        self.total += value * weight
+        self.weight += weight
+
+    def wait(self, value: Tensor, weight: float) -> None:
+        """Keep a value on its device: reading it now would make the host wait for the device."""
+        self.waiting.append(value)
+        self.weights.append(weight)
+        if len(self.waiting) == _CHUNK:
+            packed = torch.stack(self.waiting).double()
+            self.chunks = packed if self.chunks is None else torch.cat([self.chunks, packed])
+            self.waiting = []
+
+    def read(self) -> None:
+        """Bring the waiting values to the host, in their order, so that the sum does not depend on when it is read."""
+        if not self.waiting and self.chunks is None:
+            return
+        parts = [] if self.chunks is None else [self.chunks]
+        parts += [torch.stack(self.waiting).double()] if self.waiting else []
+        for value in torch.cat(parts).tolist():
+            weight = self.weights[len(self.values)]
+            self.values.append(value)
+            self.total += value * weight
+            self.weight += weight
+        self.waiting, self.chunks = [], None
+
+
+class EpochLog(Mapping[str, list[Any]]):
+    """What the steps of one epoch returned: each entry is the list of its values, one for each batch.
+
+    Scalars are kept as floats, and their mean is by sample. Anything else is kept as it is, tensors detached and on
+    the host. It is alive for the epoch: ``trainer.log_train["loss"]``, ``trainer.log_test["output"]``.
+
+    Examples
+    --------
+    >>> log = EpochLog()
+    >>> log.record({"loss": torch.tensor(1.0), "output": torch.zeros(4, 2)}, weight=4)
+    >>> log.record({"loss": torch.tensor(4.0), "output": torch.zeros(1, 2)}, weight=1)
+    >>> log["loss"], log.means(), [tuple(o.shape) for o in log["output"]]
+    ([1.0, 4.0], {'loss': 1.6}, [(4, 2), (1, 2)])
+    """
+
+    def __init__(self, name: str = "log") -> None:
+        self._name = name
+        self._series: dict[str, _Series] = {}
+        self._kept: dict[str, list[Any]] = {}
+
+    def record(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
+        """Take over what one step returned.
+
+        Parameters
+        ----------
+        step_dict : mapping
+            Numbers, 0-dimensional tensors, nested dicts of them, or anything else.
+        weight : float
+            How many samples (or targets) the numbers are the mean over.
+        """
+        for key, value in step_dict.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                series = self._series.get(key)
+                if series is None:
+                    series = self._series[key] = _Series()
+                if value.is_cpu:
+                    series.add(value.item(), weight)
+                else:
+                    series.wait(value.detach(), weight)
+            elif key != "num_targets":
+                self._record_other(key, value, weight)
+
+    def _record_other(self, key: str, value: Any, weight: float) -> None:
+        """Keep what is not a 0-dimensional tensor."""
+        if isinstance(value, (bool, int, float, np.number, np.bool_)):
+            self._series.setdefault(key, _Series()).add(float(value), weight)
+        elif isinstance(value, Mapping):
+            self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)
+        else:
+            self._kept.setdefault(key, []).append(to_host(value))
+
+    def __getitem__(self, key: str) -> list[Any]:
+        if key in self._series:
+            self._series[key].read()
+            return self._series[key].values.tolist()
+        if key in self._kept:
+            return self._kept[key]
+        known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
+        raise MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(key, self)}; it holds {known}")
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._series
+        yield from self._kept
+
+    def __len__(self) -> int:
+        return len(self._series) + len(self._kept)
+
+    def __repr__(self) -> str:
+        return f"{self._name}({', '.join(self)})"
+
+    def clear(self) -> None:
+        """Forget the epoch."""
+        self._series.clear()
+        self._kept.clear()
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return, for each scalar, its weighted sum and the sum of the weights."""
+        for series in self._series.values():
+            series.read()
+        return {key: (series.total, series.weight) for key, series in self._series.items()}
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each scalar, weighted by samples."""
+        return {key: total / weight if weight else math.nan for key, (total, weight) in self.sums().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that was recorded; an epoch that is open in a checkpoint goes on from it."""
+        self.sums()
+        series = {key: [_float64(one.values), _float64(one.weights)] for key, one in self._series.items()}
+        return {"series": series, "kept": {key: list(values) for key, values in self._kept.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Parameters
+        ----------
+        state : mapping
+            The state of a log.
+        """
+        self.clear()
+        for key, (values, weights) in state["series"].items():
+            series = self._series[key] = _Series()
+            for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+                series.add(value, weight)
+        self._kept.update({key: list(values) for key, values in state["kept"].items()})
+
+
+def _float64(values: array[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def to_host(value: Any) -> Any:
+    """Detach a tensor, or the tensors in a list, tuple or mapping, and bring them to the host; copy an array."""
+    if isinstance(value, Tensor):
+        # A view of what the step goes on using would change under the log's hands.
+        return value.detach().clone() if value.is_cpu else value.detach().cpu()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(to_host(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    return value
+
+
+def merge_sums(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add the weighted sums of all ranks up, in the order of the ranks."""
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for key, (total, weight) in part.items():
+            before = merged.get(key, (0.0, 0.0))
+            merged[key] = (before[0] + total, before[1] + weight)
+    return merged
+
+
+class Metrics(dict[str, Any]):
+    """One row of numbers; a name is found with or without ``train``, ``valid``, ``eval`` or ``test`` before it.
+
+    Examples
+    --------
+    >>> row = Metrics({"loss": 0.5, "epoch": 3})
+    >>> row["eval_loss"], row["valid/loss"], row["loss"]
+    (0.5, 0.5, 0.5)
+    """
+
+    def __missing__(self, key: str) -> Any:
+        found = _find(self, key)
+        if found is None:
+            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, self)}; there are {', '.join(self)}")
+        return self[found]
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or (isinstance(key, str) and _find(self, key) is not None)
+
+
+def _find(row: Mapping[str, Any], key: str) -> str | None:
+    """The key of a row that a differently prefixed name means."""
+    prefix, bare = split_prefix(key)
+    names = [bare, *(f"{p}{mark}{bare}" for p in ([prefix] if prefix else _PREFIXES) for mark in "_/")]
+    return next((name for name in names if dict.__contains__(row, name)), None)
+
+
+def split_prefix(key: str) -> tuple[str, str]:
+    """Split ``"valid/loss"`` or ``"valid_loss"`` into the split and the metric; no split is an empty string."""
+    for prefix in _PREFIXES:
+        if key.startswith((prefix + "_", prefix + "/")) and len(key) > len(prefix) + 1:
+            return prefix, key[len(prefix) + 1 :]
+    return "", key
+
+
+class MetricsDict(dict[str, Any]):
+    """What ``run`` returns: the history of a run, printed as a table.
+
+    Keys are ``"best_valid"`` and ``"best_train"`` (the row of the best epoch), ``"train_metrics_history"`` and
+    ``"valid_metrics_history"`` (a row for each epoch, and for each validation), ``"epoch"``, ``"step"``,
+    ``"skipped_steps"`` and ``"stop_reason"``.
+
+    Examples
+    --------
+    >>> history = [Metrics(epoch=1, step=10, train_loss=0.5), Metrics(epoch=2, step=20, train_loss=0.25)]
+    >>> metrics = MetricsDict(best_valid={}, train_metrics_history=history, valid_metrics_history=[])
+    >>> metrics["train_metrics_history"][-1]["train_loss"]
+    0.25
+    >>> print(metrics)
+    epoch  step  train_loss
+        1    10      0.5000
+        2    20      0.2500
+    """
+
+    def __str__(self) -> str:
+        rows: dict[int, dict[str, Any]] = {}
+        for row in [*self.get("train_metrics_history", []), *self.get("valid_metrics_history", [])]:
+            rows.setdefault(row["step"], {}).update(row)
+        if not rows:
+            return "no epoch has been trained"
+        columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+        best = self.get("best_valid") or {}
+        table = [columns, *([_cell(rows[step].get(c)) for c in columns] for step in sorted(rows))]
+        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        marked = [line + ("  best" if best.get("step") == step else "") for line, step in
+                  zip(lines[1:], sorted(rows), strict=True)]  # fmt: skip
+        return "\n".join([lines[0], *marked])
+
+
+def _cell(value: Any) -> str:
+    """A number as it stands in the table."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
+    return str(value)

@@ -1,0 +1,244 @@
+"""What `Trainer.run` and `Trainer.run_epoch` do between the steps: plan, log, validate, judge and count."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from zae import checks, optim
+from zae.errors import LoaderError, MonitorError, did_you_mean
+from zae.loading import check_loader, describe, length_of
+from zae.progress import Every
+from zae.records import EpochLog, Metrics, MetricsDict, merge_sums, split_prefix
+from zae.schedulers import is_plateau
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+_log = logging.getLogger("zae")
+
+
+def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
+    """Find where this call of ``run`` began and is to end, and refuse a schedule that does not fit."""
+    progress = trainer.progress_checker
+    is_new = trainer._calls == len(progress.run_starts)
+    epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
+    last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
+    last_step = sys.maxsize if plan.max_steps is None else step + plan.max_steps
+    in_epoch = plan.steps_per_epoch or trainer.steps_in(trainer.wrap_loader(loader, True))
+    epochs_left = max(0, last_epoch - progress.epoch)
+    planned = None if in_epoch is None else max(0, in_epoch * epochs_left - progress.epoch_step)
+    planned = min(sys.maxsize if planned is None else planned, max(0, last_step - progress.step))
+    optim.check_schedule(
+        trainer._schedulers,
+        on_batch=trainer.scheduler_step_on_batch,
+        epochs=None if plan.n_epoch is None else epochs_left,
+        steps=None if planned > sys.maxsize // 2 else planned,
+        has_metric=trainer._valid[0] is not None or split_prefix(trainer.monitor)[0] == "train",
+    )
+    if is_new:
+        progress.run_starts.append([epoch, step])
+        progress.stop_reason = None
+    trainer._calls += 1
+    trainer._max_step, trainer._epoch_steps = last_step, plan.steps_per_epoch or 0
+    trainer._position.restore_random()
+    return last_epoch
+
+
+def finished(trainer: Trainer) -> bool:
+    return trainer.progress_checker.step >= trainer._max_step or trainer.should_stop
+
+
+def open_epoch(trainer: Trainer, loader: Any) -> None:
+    """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
+    progress = trainer.progress_checker
+    if progress.epoch_batch and not trainer._position.is_of(loader):
+        _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
+        progress.close_epoch()
+    if not progress.epoch_batch:
+        trainer.log_reset()
+    if isinstance(trainer.model, nn.Module) and not trainer.model.training:
+        trainer.model.train()
+    trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
+
+
+def after_step(trainer: Trainer) -> None:
+    """Log, validate and save where it is due, in this order."""
+    step = trainer.progress_checker.step
+    if trainer.log_every.due_at_step(step):
+        log_training(trainer)
+    if trainer._valid[0] is not None and trainer._valid[1].due_at_step(step):
+        trainer.validate()
+    trainer.checkpoint()
+    if trainer._bar.due():
+        trainer._bar.update(trainer.progress_checker.epoch_batch, lambda: shown(trainer))
+
+
+def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
+    """Take the means of an epoch, step its schedulers, and count it."""
+    progress = trainer.progress_checker
+    trainer._bar.close()
+    if not progress.epoch_batch:
+        used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
+        raise LoaderError(
+            f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(loader)})"
+            + (used_up if progress.epoch else "")
+        )
+    if not complete:
+        return Metrics(means(trainer, trainer.log_train))
+    trainer.log_test.clear()
+    trainer.train_metrics = Metrics({**means(trainer, trainer.log_train), **own_metrics(trainer)})
+    trainer.train_history.append(
+        row(trainer, "train", {**trainer.train_metrics, **optim.learning_rates(trainer._optimizers)}, open_epoch=True)
+    )
+    if trainer.log_every.due_at_epoch(progress.epoch + 1):
+        log_training(trainer, trainer.train_metrics)
+    trainer.scheduler_step("epoch")
+    progress.close_epoch()
+    trainer._position.forget()
+    return trainer.train_metrics
+
+
+def judge_epoch(trainer: Trainer) -> None:
+    """Validate where it is due, or judge the epoch by its training metrics where nothing is validated."""
+    loader, every = trainer._valid
+    if loader is None:
+        judge(trainer, "train", trainer.train_metrics)
+    elif every.due_at_epoch(trainer.progress_checker.epoch):
+        trainer.validate()
+    row = {**trainer.train_history[-1], **(trainer.valid_history[-1] if trainer.valid_history else {})}
+    trainer._bar.line(row, "best" if trainer.best.get("step") == trainer.progress_checker.step else "")
+
+
+def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
+    """Note the best so far, and step what waits for a metric."""
+    progress, score = trainer.progress_checker, trainer.score_of(metrics)
+    if trainer.check_better(metrics):
+        trainer.best = Metrics(
+            {**metrics, "score": score, "split": split, "epoch": progress.epoch, "step": progress.step}
+        )
+    for name, scheduler in trainer._schedulers.items():
+        if is_plateau(scheduler):
+            if score is None:
+                raise MonitorError(
+                    f"scheduler {name} needs monitor={trainer.monitor!r}; there are {', '.join(metrics)}"
+                )
+            scheduler.step(score)
+
+
+def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    trainer.test_metrics = Metrics(metrics)
+    trainer.valid_history.append(row(trainer, "valid", metrics))
+    trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)
+
+
+def row(trainer: Trainer, split: str, metrics: Mapping[str, float], open_epoch: bool = False) -> Metrics:
+    """One row of the history."""
+    named = {key if key.startswith("lr") else f"{split}_{key}": value for key, value in metrics.items()}
+    return Metrics(
+        {"epoch": trainer.progress_checker.epoch + open_epoch, "step": trainer.progress_checker.step, **named}
+    )
+
+
+def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> None:
+    """Log the means since the last record (or those given), the learning rates and the gradient norm."""
+    sums = merge_sums(trainer.gather(trainer.log_train.sums()))
+    since = means or {
+        key: (total - trainer._logged.get(key, (0.0, 0.0))[0]) / (weight - trainer._logged.get(key, (0.0, 0.0))[1])
+        for key, (total, weight) in sums.items()
+        if weight > trainer._logged.get(key, (0.0, 0.0))[1]
+    }
+    trainer._logged = sums
+    record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
+    if trainer.grad_norm is not None:
+        record["grad_norm"] = float(trainer.grad_norm)
+    trainer.log(record, trainer.progress_checker.step)
+
+
+def shown(trainer: Trainer) -> dict[str, float]:
+    """What the bar shows."""
+    return {**trainer.log_train.means(), **optim.learning_rates(trainer._optimizers)}
+
+
+def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
+    """The means over all ranks."""
+    sums = merge_sums(trainer.gather(log.sums()))
+    return {key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()}
+
+
+def own_metrics(trainer: Trainer) -> dict[str, float]:
+    """What ``metric_on_epoch_end`` adds; nothing, where it reads the log of the other mode and that is empty."""
+    try:
+        return {key: float(value) for key, value in (trainer.metric_on_epoch_end() or {}).items()}
+    except MonitorError:
+        other = trainer.log_test if trainer.mode == "train" else trainer.log_train
+        if len(other):
+            raise
+        return {}
+
+
+def metrics_of(trainer: Trainer) -> MetricsDict:
+    """The history so far, with what is there of an open epoch."""
+    history = list(trainer.train_history)
+    if trainer.progress_checker.epoch_batch:
+        history.append(row(trainer, "train", trainer.log_train.means(), open_epoch=True))
+    return MetricsDict(
+        best_valid=trainer.best if trainer.best.get("split") == "valid" else Metrics(),
+        best_train=trainer.best if trainer.best.get("split") == "train" else Metrics(),
+        train_metrics_history=history,
+        valid_metrics_history=list(trainer.valid_history),
+        epoch=trainer.progress_checker.epoch,
+        step=trainer.progress_checker.step,
+        skipped_steps=trainer.progress_checker.skipped_steps,
+        stop_reason=trainer.progress_checker.stop_reason,
+    )
+
+
+def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
+    """Look the monitored metric up, under its own name or without a split before it."""
+    prefix, bare = split_prefix(trainer.monitor)
+    source = trainer.train_metrics if prefix == "train" and trainer.monitor not in metrics else metrics
+    for name in (trainer.monitor, bare):
+        if name in source:
+            return float(source[name])
+    if trainer.monitor == "loss":
+        return None
+    raise MonitorError(
+        f"monitor={trainer.monitor!r} is no metric{did_you_mean(bare, source)}; there are {', '.join(source) or 'none'}"
+    )
+
+
+class Plan(NamedTuple):
+    """How long a run is to be, and when it validates."""
+
+    n_epoch: int | None
+    max_steps: int | None
+    valid_every: Every
+    steps_per_epoch: int | None
+
+
+def check_run(
+    n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
+) -> Plan:
+    """Refuse the arguments of ``run`` that cannot be meant."""
+    checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)
+    checks.check_count("max_steps", max_steps, optional=True)
+    checks.check_count("steps_per_epoch", steps_per_epoch, optional=True)
+    check_loader(loader)
+    for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
+        if each is not None:
+            check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
+    return Plan(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
+
+
+def describe_trainer(trainer: Trainer) -> str:
+    """One line that says what and where a trainer is; nothing of its options, which may be secret."""
+    progress = trainer.progress_checker
+    return (
+        f"{type(trainer).__name__}(model={type(trainer.unwrap()).__name__}, device={trainer.device}, "
+        f"mode={trainer.mode}, epoch={progress.epoch}, step={progress.step})"
+    )

@@ -1,0 +1,108 @@
+"""JSON as RFC 8259 has it and no more, from an author who is not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from zae.errors import CheckpointDamaged
+
+__all__ = ["DEPTH_LIMIT", "strict_json"]
+
+DEPTH_LIMIT = 200
+"""The deepest nesting of brackets in a text that is read."""
+
+_STEP = np.zeros(256, np.int8)
+_STEP[[ord("["), ord("{")]] = 1
+_STEP[[ord("]"), ord("}")]] = -1
+
+
+def strict_json(data: bytes, where: str) -> Any:
+    """Parse JSON that must be what RFC 8259 says, in time and depth that do not depend on its author.
+
+    Parameters
+    ----------
+    data : bytes
+        UTF-8 text.
+    where : str
+        The file it comes from, for messages.
+
+    Returns
+    -------
+    Any
+        The value.
+
+    Raises
+    ------
+    CheckpointDamaged
+        No JSON, nested deeper than `DEPTH_LIMIT`, one key twice in an object, a NaN or an infinity,
+        or an integer beyond 64 bits.
+
+    Examples
+    --------
+    >>> strict_json(b'{"step": 12}', "manifest.json")
+    {'step': 12}
+    >>> strict_json(b'{"step": 12, "step": 16}', "manifest.json")
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointDamaged: manifest.json: no JSON that zae writes (the key 'step' stands twice in one object).
+    """
+    try:
+        _refuse_depth(data)
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_int=_small_int,
+            parse_float=_finite,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where}: no JSON that zae writes ({str(error)[:200]}).") from None
+
+
+def _refuse_depth(data: bytes) -> None:
+    """Refuse deep nesting before a parser recurses into it; one pass over the bytes, whatever they are."""
+    # Without escapes every quotation mark opens or closes a text. A backslash outside of a text is no JSON, and
+    # the parser stops there: what this pass takes for brackets behind it is never reached.
+    marks = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    inside, depth = 0, 0
+    for start in range(0, len(marks), 1 << 20):
+        part = marks[start : start + (1 << 20)]
+        quotes = np.cumsum(part == ord('"'), dtype=np.int32) + inside
+        depths = np.cumsum(np.where(quotes & 1, 0, _STEP[part]), dtype=np.int32) + depth
+        if depths.max() > DEPTH_LIMIT:
+            raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
+        inside, depth = int(quotes[-1]) & 1, int(depths[-1])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse one key twice: two readers could each take another of them."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+    return made
+
+
+def _refuse_constant(text: str) -> Any:
+    """Refuse NaN and Infinity, which Python would read but JSON lacks."""
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _small_int(text: str) -> int:
+    """Return an integer of at most 64 bits; Python's own takes time that grows with the square of the digits."""
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+        raise ValueError(f"the integer {text[:20]}... is beyond 64 bits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    """Return a float that was not too large for one."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is beyond a float")
+    return number

@@ -1,0 +1,838 @@
+"""The Trainer: the loop, written as one writes it by hand, and the seams that add-ons override.
+
+Read `Trainer.run`, `run_epoch`, `run_batch` and `gradients` first: they are the loop, and nothing else is. Each verb
+that they call is a seam with a default of a few lines; what is no verb of the loop lives in a file of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zae import checks, evaluation, files, optim, rng, session
+from zae.bar import Bar
+from zae.compose import TrainerMeta, compose, seam, slots_of
+from zae.contexts import NOTHING
+from zae.device import leading_dimension, parse_device, to_device
+from zae.explain import explain
+from zae.loading import Position, check_loader, length_of
+from zae.progress import Every, ProgressChecker
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, to_host
+from zae.schedulers import is_plateau
+from zae.states import load_core, load_weights, read_core
+
+if TYPE_CHECKING:
+    from zae.addon import AddOnBase
+
+__all__ = ["Trainer"]
+
+_log = logging.getLogger("zae")
+AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
+
+
+class Trainer(metaclass=TrainerMeta):
+    """The training loop of PyTorch, with its seams open: subclass it with ``train_step`` and ``test_step``.
+
+    Parameters
+    ----------
+    model : Module
+        What is trained, or a function that returns it.
+    device : str, torch.device, int or list of them
+        "auto" takes one accelerator when there is one, else the CPU. A list needs a parallel add-on.
+    mode : {"train", "test"}
+        What ``run``, ``run_epoch`` and ``run_batch`` do.
+    optimizer : Optimizer, callable, or a list or dict of them
+        One or several, or functions that make them of the model's parameters. None is for mode "test".
+    scheduler : LRScheduler, callable, or a list or dict of them, optional
+        One or several, or functions that make them of the optimizer.
+    log_bar : bool
+        Whether to show progress; it is quiet where standard error is not a terminal.
+    scheduler_step_on_batch : bool
+        Step the schedulers after each optimizer step rather than after each epoch. ``ReduceLROnPlateau`` is stepped
+        after each validation, whatever this says.
+    gradient_clip : float
+        The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own.
+    monitor : str
+        The metric that decides which epoch is best, of the validation where there is one.
+    monitor_mode : {"auto", "min", "max"}
+        Whether smaller or larger is better; "auto" infers it from the metric's name.
+    seed : int, optional
+        Seeds Python, NumPy and torch when the trainer is set up.
+    log_every : Every or int, optional
+        When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        At construction, with the value found and what to write.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         inputs, targets = batch
+    ...         return {"loss": torch.nn.functional.mse_loss(self.model(inputs), targets)}
+    ...     def test_step(self, batch):
+    ...         return self.train_step(batch)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> trainer = Task(model, device="cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 10
+    >>> metrics = trainer.run(2, batches)
+    >>> metrics["step"], len(metrics["train_metrics_history"])
+    (20, 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        device: str | torch.device | int | Sequence[str | torch.device | int] = "auto",
+        mode: str = "train",
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        log_bar: bool = True,
+        scheduler_step_on_batch: bool = False,
+        gradient_clip: float = 0.0,
+        monitor: str = "loss",
+        monitor_mode: str = "auto",
+        seed: int | None = None,
+        log_every: Every | int | None = None,
+    ) -> None:
+        self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
+        self.device = self.devices[0]
+        self.mode = checks.check_mode(mode)
+        self.model: Any = checks.check_model(model)
+        self._module: nn.Module = self.model
+        optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.log_bar = log_bar
+        self.scheduler_step_on_batch = scheduler_step_on_batch
+        self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
+        self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
+        self.seed = checks.check_count("seed", seed, least=0, optional=True)
+        self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
+
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """What a trainer keeps, before anything has happened."""
+        self.progress_checker = ProgressChecker()
+        self.log_train, self.log_test = EpochLog("log_train"), EpochLog("log_test")
+        self.train_metrics, self.test_metrics = Metrics(), Metrics()
+        self.train_history: list[Metrics] = []
+        self.valid_history: list[Metrics] = []
+        self.log_history: list[dict[str, Any]] = []
+        self.best = Metrics()
+        self.grad_norm: Tensor | None = None
+        self._optimizers: dict[str, Optimizer] = {}
+        self._schedulers: dict[str, Any] = {}
+        self._position = Position()
+        self._ready = self._seeded = False
+        self._calls = 0  # Of run, in this process.
+        self._valid: tuple[Any, Every] = (None, Every(epochs=1))
+        self._logged: dict[str, tuple[float, float]] = {}
+        self._max_step, self._epoch_steps = sys.maxsize, 0
+
+    # ------------------------------------------------------------------------------------ what the user writes
+
+    @abstractmethod
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute the loss of one batch; it is differentiated and the optimizer is stepped for you.
+
+        Parameters
+        ----------
+        batch : object
+            What the loader gave, on the trainer's device.
+
+        Returns
+        -------
+        mapping
+            ``"loss"``: a scalar tensor (or, for a dict of optimizers, a dict with one for each: it is differentiated
+            by that optimizer's parameters only). ``"num_targets"``, optional: the count that the loss is the mean
+            over; with it, accumulation and ranks weigh every target alike. Other numbers are recorded.
+        """
+
+    @abstractmethod
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Compute what is to be recorded of one batch, under ``torch.no_grad()`` and in evaluation mode.
+
+        Parameters
+        ----------
+        batch : object
+            What the loader gave, on the trainer's device.
+
+        Returns
+        -------
+        mapping
+            Numbers are averaged by sample; anything else is kept for ``metric_on_epoch_end``.
+        """
+
+    @seam
+    def metric_on_epoch_end(self) -> Mapping[str, float]:
+        """Return further metrics of an epoch, of what ``log_train`` or ``log_test`` hold.
+
+        It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` tells which. When it
+        asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch.
+
+        Returns
+        -------
+        mapping
+            Numbers by name.
+        """
+        return {}
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(
+        self,
+        n_epoch: int | None,
+        loader: Iterable[Any],
+        valid_loader: Any = None,
+        *,
+        max_steps: int | None = None,
+        valid_every: Every | int | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> MetricsDict:
+        """Train for so many epochs more (or evaluate, in mode "test"); a second call goes on where the first ended.
+
+        Parameters
+        ----------
+        n_epoch : int or None
+            Epochs; None with ``max_steps`` goes on until so many steps are done.
+        loader : iterable
+            Batches; anything that can be iterated over once an epoch, with or without a length.
+        valid_loader : iterable, or dict of them, optional
+            Batches to evaluate.
+        max_steps : int, optional
+            Optimizer steps at most, in this call.
+        valid_every : Every or int, optional
+            When to evaluate: steps, or ``Every(epochs=1)``, the default.
+        steps_per_epoch : int, optional
+            Ends an epoch after so many optimizer steps; for streams that do not end.
+
+        Returns
+        -------
+        MetricsDict
+            The history; it prints as a table.
+
+        Raises
+        ------
+        ConfigError, LoaderError
+            Before the first batch.
+        """
+        plan = session.check_run(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+        metrics: MetricsDict = self.launch(self._run, loader, valid_loader, plan)
+        return metrics
+
+    def _run(self, loader: Any, valid_loader: Any, plan: session.Plan) -> MetricsDict:
+        """Run in the process that trains."""
+        try:
+            self._set_up()
+            if self.mode == "test":
+                for _ in range(plan.n_epoch or 1):
+                    session.note_validation(self, self.run_epoch(loader))
+                return self.metrics
+            self._valid = (valid_loader, plan.valid_every)
+            last_epoch = session.begin_run(self, loader, plan)
+            self.on_run_begin()
+            while self.progress_checker.epoch < last_epoch and not session.finished(self):
+                self.on_epoch_begin()
+                self.run_epoch(loader)
+                if not self.progress_checker.epoch_batch:  # Else the run ends in the middle of the epoch.
+                    session.judge_epoch(self)
+                    self.on_epoch_end()
+                    self.checkpoint()
+            self.on_run_end()
+        except BaseException as error:
+            self.on_exception(error)
+            raise
+        finally:
+            self.teardown()
+        return self.metrics
+
+    def run_epoch(self, loader: Iterable[Any]) -> Metrics:
+        """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
+
+        Parameters
+        ----------
+        loader : iterable
+            Batches.
+
+        Returns
+        -------
+        Metrics
+            The epoch's means.
+        """
+        self._set_up()
+        if self.mode == "test":
+            return evaluation.test_epoch(self, loader)
+        loader = self.wrap_loader(loader, True)
+        session.open_epoch(self, loader)
+        complete = True
+        with self.epoch_context():
+            for batch in self.batches(loader):
+                self.run_batch(batch)
+                session.after_step(self)
+                if session.finished(self):
+                    complete = self.progress_checker.epoch_batch == length_of(loader)
+                    break
+                if self.progress_checker.epoch_step == self._epoch_steps:
+                    break
+        return session.close_epoch(self, loader, complete)
+
+    def run_batch(self, batch: Any) -> None:
+        """Make one optimizer step of what ``batches`` gave (in mode "test": evaluate one batch).
+
+        Parameters
+        ----------
+        batch : object
+            One batch, or the batches of one accumulation window.
+        """
+        if not self._ready:
+            self._set_up()
+        if self.mode == "test":
+            return self._test_batch(batch)
+        with self.batch_context():
+            outputs = self.gradients(batch)
+            self.unscale()
+            self.clip()
+            stepped = self.optimizer_step()
+            if stepped:
+                self.scheduler_step("batch")
+            self.zero_grad()
+        self.progress_checker.advance(len(outputs), not stepped)
+        for step_dict, weight in outputs:
+            self.logging(step_dict, weight)
+
+    @seam
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Leave in every ``.grad`` the gradient of the window's mean loss.
+
+        Called by ``run_batch``. An add-on for an engine that does forward and backward in one (a pipeline) replaces
+        it.
+
+        Parameters
+        ----------
+        batch : object
+            What ``run_batch`` was given.
+
+        Returns
+        -------
+        list of (mapping, float)
+            For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
+        """
+        micro_batches = self.micro_batches(batch)
+        count = len(micro_batches)
+        outputs, targets = [], []
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            with self.sync_context(index == count):
+                micro_batch = self.to_device(micro_batch)
+                with self.forward_context():
+                    out = self.train_step(micro_batch)
+                try:
+                    loss, num_targets = out["loss"], out.get("num_targets")
+                    self.backward(self.weigh(loss, num_targets, count))
+                except Exception:
+                    name = f"{type(self).__name__}.train_step"
+                    checks.check_outputs(name, out, micro_batch, train=True, keys=list(self._optimizers))
+                    raise
+            targets.append(num_targets)
+            outputs.append((out, self.weight_of(micro_batch, num_targets)))
+        self.normalize(targets)
+        return outputs
+
+    # ------------------------------------------------------------------------- the seams of a step, in its order
+
+    @seam
+    def micro_batches(self, batch: Any) -> Sequence[Any]:
+        """Split what ``run_batch`` was given into the loader batches it is made of. ``len()`` is asked first."""
+        return (batch,)
+
+    @seam
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch, however nested, to the trainer's device."""
+        return to_device(batch, self.device)
+
+    @seam
+    def batch_context(self) -> AbstractContextManager[None]:
+        """Enclose an optimizer step, from its first forward to ``zero_grad``."""
+        return NOTHING
+
+    @seam
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
+        return NOTHING
+
+    @seam
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Enclose ``train_step`` and ``test_step``, not the backward: the place of autocast."""
+        return NOTHING
+
+    @seam
+    def weigh(self, loss: Any, num_targets: Any, count: int) -> Any:
+        """Give a loss its share of the window: its number of targets (``normalize`` divides), else one part of all.
+
+        It is divided by the true number of micro-batches, as one does by hand; a single one stays as it is.
+        """
+        if count == 1 and (num_targets is None or self.world_size == 1):
+            return loss
+        if isinstance(loss, Mapping):
+            return {key: self.weigh(each, num_targets, count) for key, each in loss.items()}
+        return loss / count if num_targets is None else loss * num_targets
+
+    @seam
+    def backward(self, loss: Any) -> None:
+        """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters."""
+        if isinstance(loss, Mapping):
+            optim.backward_each(loss, self._optimizers)
+        else:
+            loss.backward()
+
+    @seam
+    def weight_of(self, batch: Any, num_targets: Any) -> float:
+        """Tell what a batch weighs in the epoch's means: its targets, else its samples, else 1."""
+        if num_targets is not None:
+            return float(num_targets)
+        return leading_dimension(batch) or 1
+
+    @seam
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
+        if len(num_targets) == 1 and (num_targets[0] is None or self.world_size == 1):
+            return
+        optim.normalize(num_targets, self.parameters, self.reduce, self.world_size)
+
+    @seam
+    def unscale(self) -> None:
+        """Take a loss scale out of the gradients: from here on they are the true ones."""
+
+    @seam
+    def clip(self) -> None:
+        """Clip the gradients to the norm ``gradient_clip``, which leaves ``grad_norm`` behind."""
+        if self.gradient_clip:
+            for parameters in self._clipped:
+                self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.gradient_clip)
+
+    @seam
+    def optimizer_step(self) -> bool:
+        """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
+        stepped = True
+        for optimizer in self._optimizers.values():
+            stepped = self.step_one(optimizer) and stepped
+        return stepped
+
+    @seam
+    def step_one(self, optimizer: Optimizer) -> bool:
+        """Step one optimizer; return whether that took place."""
+        optimizer.step()
+        return True
+
+    @seam
+    def scheduler_step(self, when: str) -> None:
+        """Step the schedulers whose turn it is: ``when`` is "batch" (an optimizer step) or "epoch"."""
+        if (when == "batch") == self.scheduler_step_on_batch:
+            for scheduler in self._schedulers.values():
+                if not is_plateau(scheduler):
+                    scheduler.step()
+
+    @seam
+    def zero_grad(self) -> None:
+        """Drop every gradient at once: none outlives its step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @seam
+    def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
+        """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
+        (self.log_train if self.mode == "train" else self.log_test).record(step_dict, weight)
+
+    # ---------------------------------------------------------------------------------- the seams around the step
+
+    @seam
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the loop, here or in the processes that an add-on starts."""
+        return function(*args)
+
+    @seam
+    def setup(self) -> None:
+        """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
+        if self.seed is not None and not self._seeded:
+            rng.seed_everything(self.seed)
+        self._seeded = True
+        self._module.to(self.device)
+        self.model = self.wrap_model(self._module)
+        self.optimizer = self.build_optimizer()
+        self._optimizers = optim.named(self.optimizer)
+        self.scheduler = self.build_scheduler()
+        self._schedulers = optim.named(self.scheduler)
+        self._clipped = optim.parameters_to_clip(self._optimizers, self._module)
+        held = (p for o in self._optimizers.values() for p in optim.parameters_of(o))
+        self.parameters = optim.order([*self._module.parameters(), *held])
+        self._bar = Bar(self.log_bar and self.is_main)
+
+    @seam
+    def teardown(self) -> None:
+        """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
+        if self._ready:
+            self._bar.close()
+        self._ready, self._valid = False, (None, Every(epochs=1))
+        self.model = self._module
+
+    @seam
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given."""
+        return model
+
+    @seam
+    def build_optimizer(self) -> Any:
+        """Return the optimizers that were given, made of the model's parameters where they are factories."""
+        return optim.build(self.optimizer, lambda name: self._module.parameters(), Optimizer, "optimizer")
+
+    @seam
+    def build_scheduler(self) -> Any:
+        """Return the schedulers that were given, made of their optimizers where they are factories."""
+        return optim.build(self.scheduler, self._optimizers.__getitem__, LRScheduler, "scheduler")
+
+    @seam
+    def wrap_loader(self, loader: Any, training: bool) -> Any:
+        """Return the loader to iterate over, for instance with a sampler for this rank."""
+        return loader
+
+    @seam
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield what ``run_batch`` takes, from where the epoch stands."""
+        return self._position.batches(loader, self.progress_checker.epoch_batch, self.progress_checker.batch)
+
+    @seam
+    def steps_in(self, loader: Any) -> int | None:
+        """Tell how many optimizer steps an epoch of this loader takes; None when it has no length."""
+        return length_of(loader)
+
+    @seam
+    def epoch_context(self) -> AbstractContextManager[None]:
+        """Enclose the batches of an epoch of training."""
+        return NOTHING
+
+    @seam
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Enclose an evaluation, for instance with averaged weights in the model."""
+        return NOTHING
+
+    @seam
+    def on_run_begin(self) -> None:
+        """Called when a run is set up and checked, before its first batch."""
+
+    @seam
+    def on_run_end(self) -> None:
+        """Called when a run has ended by itself, before ``teardown``."""
+
+    @seam
+    def on_epoch_begin(self) -> None:
+        """Called by ``run`` before an epoch, or the rest of one."""
+
+    @seam
+    def on_epoch_end(self) -> None:
+        """Called by ``run`` after an epoch, its validation and its schedulers."""
+
+    @seam
+    def on_exception(self, error: BaseException) -> None:
+        """Called when a run ends by an exception, which goes on afterwards."""
+
+    @seam
+    def checkpoint(self) -> None:
+        """Save when it is due: called between steps, after the validation of that moment, and after each epoch."""
+
+    @seam
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
+        self.log_history.append({"step": step, **metrics})
+
+    @seam
+    def reduce(self, value: Tensor) -> Tensor:
+        """Sum a tensor over the ranks."""
+        return value
+
+    @seam
+    def gather(self, value: Any) -> list[Any]:
+        """List a value of every rank."""
+        return [value]
+
+    @seam
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    @property
+    @seam
+    def rank(self) -> int:
+        """The number of this process among those that train."""
+        return 0
+
+    @property
+    @seam
+    def world_size(self) -> int:
+        """How many processes train."""
+        return 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that logs and saves."""
+        return self.rank == 0
+
+    @property
+    @seam
+    def should_stop(self) -> bool:
+        """Whether the run was told to stop."""
+        return self.progress_checker.stop_reason is not None
+
+    @seam
+    def stop(self, reason: str) -> None:
+        """End the run after this step.
+
+        Parameters
+        ----------
+        reason : str
+            Kept as ``metrics["stop_reason"]``.
+        """
+        self.progress_checker.stop_reason = reason
+
+    @seam
+    def check_better(self, metrics: Mapping[str, float]) -> bool:
+        """Tell whether the monitored metric is better than ever before; called with each epoch's validation.
+
+        Parameters
+        ----------
+        metrics : mapping
+            The validation's metrics, or those of training where nothing is validated.
+
+        Returns
+        -------
+        bool
+            NaN is never better.
+        """
+        value, best = self.score_of(metrics), self.best.get("score")
+        if value is None or value != value:
+            return False
+        return best is None or (value < best if self.monitor_mode == "min" else value > best)
+
+    # -------------------------------------------------------------------------------- evaluation and inference
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Return the means of what ``test_step`` gives over a loader; training is left exactly as it is.
+
+        Parameters
+        ----------
+        loader : iterable, or dict of them
+            Batches. Of several loaders the metrics are named ``"<loader>/<metric>"``, and the plain name is the mean
+            over the loaders.
+
+        Returns
+        -------
+        dict of str to float
+            Means by sample, and what ``metric_on_epoch_end`` adds.
+        """
+        with evaluation.session_of(self):
+            return evaluation.evaluate(self, loader)
+
+    def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
+        """Return what ``test_step`` gives for each batch, detached and on the host; no log is touched.
+
+        Parameters
+        ----------
+        loader : iterable
+            Batches.
+
+        Returns
+        -------
+        list of dict
+            One for each batch.
+        """
+        check_loader(loader)
+        with evaluation.session_of(self), evaluation.testing(self, loader):
+            return [to_host(evaluation.test(self, b)[0]) for b in self.wrap_loader(loader, False) if b is not None]
+
+    def validate(self) -> dict[str, float]:
+        """Evaluate the ``valid_loader`` of the present run and note the result."""
+        metrics = self.evaluate(self._valid[0])
+        session.note_validation(self, metrics)
+        session.judge(self, "valid", metrics)
+        return metrics
+
+    def toggle(self, mode: str | None = None) -> None:
+        """Switch between training and evaluation.
+
+        Parameters
+        ----------
+        mode : {"train", "test"}, optional
+            The mode; None takes the other one.
+        """
+        self.mode = checks.check_mode(mode or ("test" if self.mode == "train" else "train"))
+        self.model.train(self.mode == "train")
+
+    # ------------------------------------------------------------------------------------- weights and state
+
+    def unwrap(self) -> nn.Module:
+        """Return the module that was given, whatever is wrapped around it."""
+        return self._module
+
+    @seam
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights under the keys of ``unwrap().state_dict()``, whole on this rank."""
+        return self._module.state_dict()
+
+    @seam
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs; an add-on adds an entry under its own class name.
+
+        Returns
+        -------
+        dict
+            "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on.
+        """
+        return read_core(self)
+
+    @seam
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a state over, all of it or, on an error, none; an add-on takes its own entry out first.
+
+        Parameters
+        ----------
+        state : mapping
+            What ``state_dict`` returned.
+        strict : bool
+            Refuse entries that nobody takes and weights that are missing or unexpected; else warn.
+
+        Raises
+        ------
+        CheckpointMismatch
+            With what differs.
+        """
+        load_core(self, state, strict)
+
+    @seam
+    def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
+        """Take of a state only what evaluation needs: the weights. Training goes on from them."""
+        load_weights(self._module, state["model"], strict=True)
+
+    def save_model(self, path: str | Path) -> Path:
+        """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
+
+        Parameters
+        ----------
+        path : str or Path
+            A file; its folder is made.
+
+        Returns
+        -------
+        Path
+            The file.
+        """
+        return files.save_weights(Path(path), self.model_state(), {"step": str(self.progress_checker.step)})
+
+    def apply_weights(self, weights: str | Path | Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load weights into the model, and nothing else.
+
+        Parameters
+        ----------
+        weights : str, Path or mapping
+            A file of ``save_model``, or a state dict; prefixes that wrappers leave are taken off.
+        strict : bool
+            Refuse missing and unexpected keys.
+
+        Raises
+        ------
+        CheckpointMismatch, CheckpointNotFound
+            The model is unchanged.
+        """
+        found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
+        load_weights(self._module, found, strict)
+
+    # ------------------------------------------------------------------------------------------- what is shown
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """The history so far, as ``run`` returns it."""
+        return session.metrics_of(self)
+
+    def get_loss_history(self, mode: str = "train") -> list[float]:
+        """Return the mean loss of each epoch ("train"), or of each validation ("test")."""
+        rows, name = (self.train_history, "train_loss") if mode == "train" else (self.valid_history, "valid_loss")
+        return [row[name] for row in rows if name in row]
+
+    def print_log(self) -> None:
+        """Write the history to standard output, as a table."""
+        sys.stdout.write(f"{self.metrics}\n")
+
+    def log_reset(self) -> None:
+        """Forget what the open epoch has logged."""
+        self.log_train.clear()
+        self.log_test.clear()
+        self._logged = {}
+
+    def score_of(self, metrics: Mapping[str, float]) -> float | None:
+        """Look the monitored metric up.
+
+        Parameters
+        ----------
+        metrics : mapping
+            The metrics of a validation, or of an epoch of training.
+
+        Returns
+        -------
+        float or None
+            None only for the default monitor, where no step returns a loss.
+
+        Raises
+        ------
+        MonitorError
+            With the names there are.
+        """
+        return session.score_of(self, metrics)
+
+    @classmethod
+    def add_on(cls: type[AnyTrainer], *add_ons: type[AddOnBase] | str) -> type[AnyTrainer]:
+        """Return this class with add-ons; the order they are named in does not matter, and this class is unchanged.
+
+        Parameters
+        ----------
+        *add_ons : type
+            Add-on classes (or the names they are installed under).
+
+        Returns
+        -------
+        type
+            A subclass; the same set gives the same class.
+
+        Raises
+        ------
+        AddOnError
+            With the remedy.
+        """
+        return cast("type[AnyTrainer]", compose(cls, add_ons))
+
+    explain = explain
+
+    def __repr__(self) -> str:
+        return session.describe_trainer(self)
+
+    # ------------------------------------------------------------------------------------------------ the rest
+
+    def _set_up(self) -> None:
+        if not self._ready:
+            self.setup()
+            self._ready = True
+
+    def _test_batch(self, batch: Any) -> None:
+        out, batch = evaluation.test(self, batch)
+        self.logging(out, self.weight_of(batch, out.get("num_targets")))
