@@ -1,0 +1,15 @@
+"""The add-ons that come with zae; a package that one of them needs is imported when a trainer is set up."""
+
+from zae.addons.accumulation import GradientAccumulationAddon
+from zae.addons.amp import AMPAddon
+from zae.addons.early_stopping import EarlyStoppingAddon
+from zae.addons.ema import EMAAddon
+from zae.addons.state_manager import StateManagerAddon
+
+__all__ = [
+    "AMPAddon",
+    "EMAAddon",
+    "EarlyStoppingAddon",
+    "GradientAccumulationAddon",
+    "StateManagerAddon",
+]

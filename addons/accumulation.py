@@ -1,0 +1,118 @@
+"""Gradient accumulation: one optimizer step of several loader batches, the last short window included."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zae.addon import AddOnBase
+from zae.checks import check_count
+from zae.errors import LoaderError
+from zae.loading import length_of
+
+__all__ = ["GradientAccumulationAddon"]
+
+
+class GradientAccumulationAddon(AddOnBase):
+    """Make each optimizer step of several loader batches.
+
+    A window's gradient is the mean over its true number of batches: of 5 batches with
+    ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. When ``train_step`` returns
+    ``num_targets``, every target of a window weighs alike instead. Of a loader with a length, one batch is held at a
+    time; of any other, the batches of one window are, because its length must be known before its first backward.
+
+    Parameters
+    ----------
+    gradient_accumulation_steps : int
+        Loader batches for one optimizer step; 1 changes nothing.
+
+    Raises
+    ------
+    ConfigError
+        It is not a whole number of at least 1.
+    LoaderError
+        A loader gave fewer batches than its length.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import GradientAccumulationAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(GradientAccumulationAddon)(
+    ...     model, "cpu", optimizer=optimizer, gradient_accumulation_steps=4)
+    >>> trainer.run(1, [torch.ones(8, 2)] * 5)["step"]
+    2
+    """
+
+    layer = "loop"
+    slot = "accumulation"
+
+    def __init__(self, *args: Any, gradient_accumulation_steps: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Group the loader's batches into windows."""
+        batches = super().batches(loader)
+        length = length_of(loader)
+        if length is None:
+            yield from _look_ahead(batches, self.gradient_accumulation_steps)
+            return
+        left = length - self.progress_checker.epoch_batch
+        while left > 0:
+            window = _Window(batches, min(self.gradient_accumulation_steps, left))
+            left -= len(window)
+            yield window
+        for _ in batches:  # A loader may count what it gave only when it is asked once more.
+            raise LoaderError(f"the loader has a length of {length}, and gave more batches; mend its __len__")
+
+    def micro_batches(self, batch: Any) -> Sequence[Any]:
+        """Give the batches of a window; anything else is a window of its own."""
+        return batch if isinstance(batch, (_Window, _List)) else super().micro_batches(batch)
+
+    def steps_in(self, loader: Any) -> int | None:
+        """Count windows, the short one at the end too."""
+        length = super().steps_in(loader)
+        return None if length is None else -(-length // self.gradient_accumulation_steps)
+
+
+class _List(list[Any]):
+    """A window whose batches are all there; not a batch that happens to be a list."""
+
+
+class _Window(Sequence[Any]):
+    """A window whose length is known and whose batches are fetched one by one."""
+
+    def __init__(self, batches: Iterator[Any], count: int) -> None:
+        self._batches = batches
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("the batches of a window are given once, in their order: iterate over it")
+
+    def __iter__(self) -> Iterator[Any]:
+        given = 0
+        for batch in itertools.islice(self._batches, self._count):
+            given += 1
+            yield batch
+        if given < self._count:
+            raise LoaderError(
+                f"the loader ended after {given} of the {self._count} batches of a window that its length promised; "
+                "mend its __len__, or drop it (batches that are None count as well)"
+            )
+
+
+def _look_ahead(batches: Iterator[Any], count: int) -> Iterator[_List]:
+    """Fetch whole windows: nobody knows how long the last one is."""
+    while window := _List(itertools.islice(batches, count)):
+        yield window

@@ -1,0 +1,196 @@
+"""Mixed precision: autocast around the forward, and for fp16 a loss scale around the backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zae.addon import AddOnBase, replaces
+from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
+
+__all__ = ["AMPAddon"]
+
+_log = logging.getLogger("zae")
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+class AMPAddon(AddOnBase):
+    """Run forward passes in bfloat16 or float16, with gradients unscaled before they are clipped.
+
+    A float16 step whose gradients overflow is skipped: parameters, optimizer, schedulers and averages stay as they
+    are, the loss scale is halved, and ``progress_checker.skipped_steps`` counts it; ``step`` counts it too.
+
+    Parameters
+    ----------
+    precision : {"auto", "bf16", "fp16", "fp32"} or list of them
+        "auto" is ``["bf16", "fp16"]``. Of a list, the first that the device computes in natively is taken, else
+        "fp32", which changes nothing.
+    loss_scale : (float, float)
+        For fp16, the first scale and the least it may fall to. It doubles after 2000 steps without an overflow
+        (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+
+    Raises
+    ------
+    ConfigError
+        A precision is unknown, or the scales are not positive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import AMPAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         output = self.model(batch)
+    ...         self.seen = output.dtype
+    ...         return {"loss": output.float().square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(AMPAddon)(model, "cpu", optimizer=optimizer, precision="bf16")
+    >>> _ = trainer.run(1, [torch.ones(8, 2)])
+    >>> trainer.seen
+    torch.bfloat16
+    """
+
+    layer = "precision"
+    slot = "precision"
+
+    def __init__(
+        self,
+        *args: Any,
+        precision: str | Sequence[str] = "auto",
+        loss_scale: tuple[float, float] = (65536.0, 1.0),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        wanted = ["bf16", "fp16"] if precision == "auto" else [precision] if isinstance(precision, str) else precision
+        for name in wanted:
+            if name not in _TYPES:
+                raise ConfigError(
+                    f"precision={precision!r}; it must be 'auto', 'bf16', 'fp16', 'fp32' or a list of them"
+                    + did_you_mean(str(name), _TYPES)
+                )
+        if not (isinstance(loss_scale, (tuple, list)) and len(loss_scale) == 2 and 0 < loss_scale[1] <= loss_scale[0]):
+            raise ConfigError(f"loss_scale={loss_scale!r}; it must be (first, least) with 0 < least <= first")
+        self._wanted = list(wanted)
+        self._asked_for_one = isinstance(precision, str) and precision != "auto"
+        self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
+        self.precision = "fp32"
+        self.scaler: torch.amp.GradScaler | None = None
+        self._scaler_state: dict[str, Any] = {}
+        self._stepped = False
+        self._hooks: list[Any] = []
+
+    def setup(self) -> None:
+        """Choose the precision for the device, and prepare the loss scale."""
+        super().setup()
+        # What is asked for by one name is taken; a list, or "auto", is a preference among what is native.
+        native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
+        self.precision = native[0] if native else "fp32"
+        if self.precision == "fp16":
+            scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale[0])
+            if self._scaler_state:
+                scaler.load_state_dict(self._scaler_state)
+            self.scaler = scaler
+            self._hooks = [o.register_step_post_hook(self._note_step) for o in self._optimizers.values()]
+
+    def teardown(self) -> None:
+        """Keep the loss scale for the next run."""
+        self._scaler_state = self._read_scaler()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.scaler = [], None
+        super().teardown()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Autocast the forward; the loss that is computed in it runs in float32 where torch deems it needful."""
+        dtype = _TYPES[self.precision]
+        with super().forward_context():
+            if dtype is None:
+                yield
+            else:
+                with torch.autocast(self.device.type, dtype=dtype):
+                    yield
+
+    def backward(self, loss: Any) -> None:
+        """Scale the loss, so that small float16 gradients do not vanish."""
+        super().backward(loss if self.scaler is None else _scaled(loss, self.scaler))
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, before anybody looks at them."""
+        super().unscale()
+        if self.scaler is not None:
+            for optimizer in self._optimizers.values():
+                self.scaler.unscale_(optimizer)
+
+    @replaces
+    def step_one(self, optimizer: Optimizer) -> bool:
+        """Step through the scaler, which skips an optimizer whose gradients overflowed."""
+        if self.scaler is None:
+            return super().step_one(optimizer)
+        self._stepped = False
+        self.scaler.step(optimizer)
+        return self._stepped
+
+    def optimizer_step(self) -> bool:
+        """Move the loss scale after the step."""
+        stepped = super().optimizer_step()
+        if self.scaler is not None:
+            self.scaler.update()
+            if not stepped:
+                self._keep_scale_up(self.scaler)
+        return stepped
+
+    def _note_step(self, *_: Any) -> None:
+        """Called by an optimizer that really stepped: reading the scale to find out would wait for the device."""
+        self._stepped = True
+
+    def _keep_scale_up(self, scaler: torch.amp.GradScaler) -> None:
+        """Hold the scale at its least value, after a skipped step."""
+        if scaler.get_scale() < self.loss_scale[1]:
+            scaler.update(self.loss_scale[1])
+            _log.warning(
+                "step %d overflowed at the smallest loss scale, %g", self.progress_checker.step, self.loss_scale[1]
+            )
+
+    def _read_scaler(self) -> dict[str, Any]:
+        return self._scaler_state if self.scaler is None else dict(self.scaler.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the loss scale and the steps since it last changed."""
+        return {**super().state_dict(), "AMPAddon": {"scaler": self._read_scaler()}}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the loss scale over."""
+        own, rest = self.take(state, "AMPAddon", strict)
+        if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scaler"), Mapping)):
+            raise CheckpointMismatch("the state of AMPAddon holds no 'scaler'")
+        super().load_state_dict(rest, strict)
+        if own is not None:
+            self._scaler_state = dict(own["scaler"])
+            if self.scaler is not None and self._scaler_state:
+                self.scaler.load_state_dict(self._scaler_state)
+
+
+def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:
+    """Scale one loss, or each of several."""
+    if isinstance(loss, Mapping):
+        return {key: scaler.scale(each) for key, each in loss.items()}
+    return scaler.scale(loss) if isinstance(loss, Tensor) else loss
+
+
+def _is_native(precision: str, device: torch.device) -> bool:
+    """Whether a device computes in a precision itself, rather than through a slow emulation."""
+    if precision == "fp32":
+        return True
+    if device.type == "cuda":
+        return precision == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision == "bf16" if device.type == "cpu" else precision == "fp16"

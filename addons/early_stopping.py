@@ -1,0 +1,125 @@
+"""Early stopping: end the run when the monitored metric has not improved for a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zae.addon import AddOnBase
+from zae.checks import check_count, check_number
+from zae.errors import CheckpointMismatch, ConfigError, MonitorError
+
+__all__ = ["EarlyStoppingAddon"]
+
+
+class EarlyStoppingAddon(AddOnBase):
+    """Stop when ``monitor`` has not become better by more than ``delta`` in ``patience`` validations in a row.
+
+    It counts validations (epochs of training, where there is no ``valid_loader``), it survives a resume, and each
+    new call of ``run`` counts from the start. NaN never counts as better.
+
+    Parameters
+    ----------
+    patience : int
+        Validations in a row without a better score after which the run ends.
+    delta : float
+        By how much a score must be better to count.
+    early_stopper : callable, optional
+        ``early_stopper(step, score) -> bool`` decides instead: True stops.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of its range.
+    MonitorError
+        At the first validation, when no metric has the name ``monitor``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import EarlyStoppingAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     def test_step(self, batch):
+    ...         return {"loss": 1.0}
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(EarlyStoppingAddon)(model, "cpu", optimizer=optimizer, patience=2)
+    >>> metrics = trainer.run(100, [torch.ones(8, 2)], [torch.ones(8, 2)])
+    >>> metrics["epoch"], metrics["stop_reason"]
+    (3, 'loss has not become better than 1 in 2 validations')
+    """
+
+    layer = "control"
+    slot = "early_stopping"
+
+    def __init__(
+        self,
+        *args: Any,
+        patience: int = 3,
+        delta: float = 0.0,
+        early_stopper: Callable[[int, float], bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.patience = check_count("patience", patience)
+        self.delta = check_number("delta", delta)
+        if early_stopper is not None and not callable(early_stopper):
+            raise ConfigError(f"early_stopper={early_stopper!r}; it must be a function (step, score) -> bool")
+        self.early_stopper = early_stopper
+        self._best: float | None = None
+        self._waited = 0
+        self._runs = 0
+
+    def on_run_begin(self) -> None:
+        """Count from the start in a new run; a resumed one goes on counting."""
+        super().on_run_begin()
+        runs = len(self.progress_checker.run_starts)
+        if runs != self._runs:
+            self._best, self._waited, self._runs = None, 0, runs
+
+    def check_better(self, metrics: Mapping[str, float]) -> bool:
+        """Count this validation, and stop the run when it is one too many."""
+        better = super().check_better(metrics)
+        score = self.score_of(metrics)
+        if score is None:
+            raise MonitorError(
+                f"early stopping watches {self.monitor!r}, and no step returns it; there are {', '.join(metrics)}: "
+                "give monitor=..."
+            )
+        if self.early_stopper is not None:
+            if self.early_stopper(self.progress_checker.step, score):
+                self.stop(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
+        elif self._improves(score):
+            self._best, self._waited = score, 0
+        else:
+            self._waited += 1
+            if self._waited >= self.patience:
+                best = "NaN" if self._best is None else f"{self._best:g}"
+                self.stop(f"{self.monitor} has not become better than {best} in {self.patience} validations")
+        return better
+
+    def _improves(self, score: float) -> bool:
+        if math.isnan(score):
+            return False
+        if self._best is None:
+            return True
+        gain = self._best - score if self.monitor_mode == "min" else score - self._best
+        return gain > self.delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the best score and how long it has stood."""
+        own = {"best": self._best, "waited": self._waited, "runs": self._runs}
+        return {**super().state_dict(), "EarlyStoppingAddon": own}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the count over."""
+        own, rest = self.take(state, "EarlyStoppingAddon", strict)
+        if own is not None and not (isinstance(own, Mapping) and {"best", "waited", "runs"} <= set(own)):
+            raise CheckpointMismatch("the state of EarlyStoppingAddon holds no best, waited and runs")
+        super().load_state_dict(rest, strict)
+        if own is not None:
+            self._best, self._waited, self._runs = own["best"], own["waited"], own["runs"]

@@ -1,0 +1,152 @@
+"""An exponential moving average of the weights, used wherever the model is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zae import files
+from zae.addon import AddOnBase
+from zae.errors import CheckpointMismatch, ConfigError
+
+__all__ = ["EMAAddon"]
+
+
+class EMAAddon(AddOnBase):
+    """Keep an average of the weights, and evaluate with it.
+
+    After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak &
+    Juditsky 1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1).
+    Accumulation windows count once, skipped steps not at all. Buffers are copied. Training and the saved model file
+    hold the training weights; the average is saved beside them.
+
+    Parameters
+    ----------
+    decay : float
+        In [0, 1): how much of the average stays at each step.
+
+    Raises
+    ------
+    ConfigError
+        ``decay`` is outside of its range.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import EMAAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": (self.model.weight * batch).sum()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> trainer = Task.add_on(EMAAddon)(model, "cpu", optimizer=optimizer, decay=0.5)
+    >>> _ = trainer.run(1, [torch.ones(1, 1)] * 2)
+    >>> model.weight.item(), trainer.average["weight"].item()
+    (-2.0, -1.25)
+    """
+
+    layer = "control"
+
+    def __init__(self, *args: Any, decay: float = 0.999, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay < 1:
+            raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
+        self.decay = float(decay)
+        self.average: dict[str, Tensor] = {}
+        self._averaged: list[tuple[Tensor, Tensor]] = []
+        self._copied: list[tuple[Tensor, Tensor]] = []
+
+    def setup(self) -> None:
+        """Start the average at the present weights, unless there is one already."""
+        super().setup()
+        self._pair()
+
+    def _pair(self) -> None:
+        """Put each tensor of the average beside the one that it follows, so that a step looks nothing up."""
+        module = self.unwrap()
+        live = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        if not self.average:
+            self.average = {key: value.detach().clone() for key, value in live.items()}
+        self.average = {key: value.to(live[key].device) for key, value in self.average.items()}
+        trained = {id(parameter) for parameter in module.parameters()}
+        pairs = {id(value): (self.average[key], value) for key, value in live.items()}
+        self._averaged = [pair for key, pair in pairs.items() if key in trained and pair[0].is_floating_point()]
+        averaged = {id(pair[1]) for pair in self._averaged}
+        self._copied = [pair for key, pair in pairs.items() if key not in averaged]
+
+    def optimizer_step(self) -> bool:
+        """Move the average, after a step that took place."""
+        stepped = super().optimizer_step()
+        if stepped:
+            with torch.no_grad():
+                for average, weight in self._averaged:
+                    average.mul_(self.decay).add_(weight, alpha=1 - self.decay)
+                for average, buffer in self._copied:
+                    average.copy_(buffer)
+        return stepped
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Evaluate with the average in the model; the training weights come back, whatever happens."""
+        with super().evaluation_context(), torch.no_grad():
+            pairs = [*self._averaged, *self._copied]
+            kept = [weight.detach().clone() for _, weight in pairs]
+            try:
+                for average, weight in pairs:
+                    weight.copy_(average)
+                yield
+            finally:
+                for before, (_, weight) in zip(kept, pairs, strict=True):
+                    weight.copy_(before)
+
+    def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
+        """Take the average that was evaluated, beside the weights."""
+        super().load_evaluation_state(state)
+        if "EMAAddon" in state:
+            self.average = {key: value.detach().clone() for key, value in state["EMAAddon"]["average"].items()}
+            self._pair()
+
+    def save_average(self, path: str | Path) -> Path:
+        """Save the averaged weights alone, under the keys of the model.
+
+        Parameters
+        ----------
+        path : str or Path
+            A file; its suffix is the format, as for ``save_model``.
+
+        Returns
+        -------
+        Path
+            The file.
+        """
+        return files.save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the average."""
+        return {**super().state_dict(), "EMAAddon": {"average": dict(self.average)}}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the average over."""
+        own, rest = self.take(state, "EMAAddon", strict)
+        if own is not None:
+            live = self.unwrap().state_dict()
+            average = own.get("average") if isinstance(own, Mapping) else None
+            fits = isinstance(average, Mapping) and all(
+                key in live and isinstance(value, Tensor) and value.shape == live[key].shape
+                for key, value in average.items()
+            )
+            if not fits:
+                raise CheckpointMismatch("the state of EMAAddon holds no average of this model's weights")
+        super().load_state_dict(rest, strict)
+        if own is not None:
+            self.average = {key: value.detach().clone() for key, value in own["average"].items()}
+            if self.average:
+                self._pair()
