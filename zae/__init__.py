@@ -1,27 +1,31 @@
 """zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
 
-from zae.addon import AddOnBase, replaces, seam
-from zae.errors import (
-    AddOnConflict,
-    AddOnError,
-    AddOnOrder,
-    AddOnRequirement,
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotFound,
-    ConfigError,
-    DistributedError,
-    LoaderError,
-    MonitorError,
-    NonFiniteError,
-    OptionError,
-    StepError,
-    ZaeError,
-)
-from zae.progress import Every, ProgressChecker
-from zae.records import MetricsDict
-from zae.trainer import Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zae.addon import AddOnBase, replaces, seam
+    from zae.errors import (
+        AddOnConflict,
+        AddOnError,
+        AddOnOrder,
+        AddOnRequirement,
+        CheckpointDamaged,
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointNotFound,
+        ConfigError,
+        DistributedError,
+        LoaderError,
+        MonitorError,
+        NonFiniteError,
+        OptionError,
+        StepError,
+        ZaeError,
+    )
+    from zae.progress import Every, ProgressChecker
+    from zae.records import MetricsDict
+    from zae.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -51,3 +55,23 @@ __all__ = [
     "replaces",
     "seam",
 ]
+
+_HOMES = {
+    "zae.addon": ("AddOnBase", "replaces", "seam"),
+    "zae.progress": ("Every", "ProgressChecker"),
+    "zae.records": ("MetricsDict",),
+    "zae.trainer": ("Trainer",),
+}  # All others are errors.
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for: `python -m zae --help` does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'zae' has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "zae.errors")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,55 @@
+"""The commands of `python -m zae`: each is a module of its own, imported only when it is the one that was asked for.
+
+A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, whose result is the exit status: 0 when
+all is well, 1 when it found something, 2 for wrong usage. Neither this module nor theirs may import torch at the top:
+``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "diff": ("zae.diff", "name the first step and stage at which two runs part"),
+}
+"""Each command, the module that it is in, and its line in the help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit status.
+
+    Examples
+    --------
+    >>> main([])
+    2
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    # A command that is named is asked for its own arguments; the help of all needs none of their modules.
+    name = next((word for word in given if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="python -m zae", description="Tools around runs of zae.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for command, (module, line) in COMMANDS.items():
+        sub = commands.add_parser(command, help=line, description=line[0].upper() + line[1:] + ".")
+        if command == name:
+            importlib.import_module(module).add_arguments(sub)
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.print_usage(sys.stderr)
+        return 2
+    status: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+    return status

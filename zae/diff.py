@@ -1,0 +1,164 @@
+"""`python -m zae diff runA runB`: the first step and stage at which the ledgers of two runs part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zae.errors import ConfigError
+
+__all__ = ["STAGES", "Difference", "add_arguments", "compare", "read_ledger", "run"]
+
+STAGES = ("batch", "forward", "backward", "clip", "step")
+"""The parts of a step in the order in which they happen."""
+
+_NAMES = {
+    "samples": "the samples of the batch",
+    "data": "the hash of the batch",
+    "random": "the random state",
+    "loss": "the loss",
+    "gradients": "the gradients",
+    "norm": "the norm of the gradients",
+    "weights": "the weights",
+    "lr": "the learning rate",
+    "stepped": "whether the optimizer stepped",
+    "step": "the counter of steps",
+}
+
+
+class Difference(NamedTuple):
+    """Where two runs part: the stage of a step, what differs there, and both values."""
+
+    step: int
+    stage: str
+    what: str
+    first: Any
+    second: Any
+
+
+def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
+    """Read a ledger.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file that ``LedgerAddon`` wrote, or the folder of a run with one ``ledger.jsonl`` in it.
+
+    Returns
+    -------
+    dict of int to dict
+        The entry of each step. Of a run that was resumed, what was trained twice is there once, as it was the last
+        time; of a file that several runs began, the last one is there.
+
+    Raises
+    ------
+    ConfigError
+        There is no ledger, or it cannot be read.
+    """
+    path = Path(path)
+    file = path / "ledger.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} holds no ledger ({error.strerror}); give the file that LedgerAddon wrote, or the folder of a run "
+            "with a ledger.jsonl in it"
+        ) from None
+    entries: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            if "ledger" in entry:
+                if entry["begins_after"] == 0:
+                    entries.clear()
+                continue
+            entries[entry["step"]] = entry
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break  # A run that was killed leaves half a line.
+            raise ConfigError(f"{file}, line {number} is not one of a ledger: {line:.60}") from None
+    return entries
+
+
+def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> Difference | None:
+    """Find the first step and stage at which two ledgers part.
+
+    Parameters
+    ----------
+    first, second : mapping
+        What ``read_ledger`` returned.
+
+    Returns
+    -------
+    Difference or None
+        None where every step that both have is the same.
+
+    Examples
+    --------
+    >>> a = {1: {"forward": {"loss": [0.5]}}, 2: {"forward": {"loss": [0.25]}}}
+    >>> b = {1: {"forward": {"loss": [0.5]}}, 2: {"forward": {"loss": [0.26]}}}
+    >>> compare(a, b)
+    Difference(step=2, stage='forward', what='loss', first=[0.25], second=[0.26])
+    """
+    for step in sorted(first.keys() & second.keys()):
+        for stage in STAGES:
+            a, b = first[step].get(stage, {}), second[step].get(stage, {})
+            for what in dict.fromkeys([*a, *b]):
+                if repr(a.get(what)) != repr(b.get(what)):  # NaN is what it was.
+                    return Difference(step, stage, what, a.get(what), b.get(what))
+    return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("first", metavar="runA", type=Path, help="a ledger, or a folder with a ledger.jsonl")
+    parser.add_argument("second", metavar="runB", type=Path, help="the same, of the other run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print where two runs part; the status is 1 when they do."""
+    try:
+        first, second = read_ledger(arguments.first), read_ledger(arguments.second)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        sys.stderr.write(f"no step is in both ledgers ({len(first)} and {len(second)} steps); write them with the same "
+                         "every=\n")  # fmt: skip
+        return 2
+    difference = compare(first, second)
+    ends = max(first), max(second)
+    if arguments.json:
+        found: dict[str, Any] = {"same": difference is None and ends[0] == ends[1], "compared": len(common)}
+        found |= {"ends": ends} | (difference._asdict() if difference else {})
+        sys.stdout.write(json.dumps(found) + "\n")
+        return 0 if found["same"] else 1
+    if difference is None:
+        longer = "" if ends[0] == ends[1] else f"; runA goes on to step {ends[0]}, runB to step {ends[1]}"
+        sys.stdout.write(f"the same in all {len(common)} steps that both have, up to step {common[-1]}{longer}\n")
+        return 0 if ends[0] == ends[1] else 1
+    sys.stdout.write(_told(difference, common) + "\n")
+    return 1
+
+
+def _told(found: Difference, common: list[int]) -> str:
+    """A difference in words."""
+    before = [step for step in common if step < found.step]
+    same = f"the same up to step {before[-1]}" if before else "no step before it was compared"
+    begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
+    begun = begun if before and found.step - before[-1] > 1 else ""
+    return (
+        f"the runs part at step {found.step}, in the stage {found.stage!r}: {_NAMES.get(found.what, found.what)} "
+        f"differs ({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = "nothing recorded" if value is None else json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
