@@ -127,6 +127,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._uses: Counter[str] = Counter()
         self._seen: dict[tuple[object, ...], str] = {}
         self._makers: dict[type, Callable[[Any, Any, int], Any]] = {
             type(None): _itself,
@@ -221,10 +222,10 @@ class _Encoder:
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a name made of its path; ASCII and unique."""
         base = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", str(key)) for key in _keys(path)) or "value"
-        name, count = base, 1
+        name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
-            count += 1
-            name = f"{base}.{count}"
+            self._uses[base] += 1
+            name = f"{base}.{self._uses[base] + 1}"
         self.tensors[name] = tensor
         return name
 
@@ -383,7 +384,7 @@ def _numpy(data: memoryview, text: Any, shape: tuple[int, ...]) -> np.ndarray[An
         raise _Malformed(f"names the numpy dtype {text!r:.80}")
     dtype = np.dtype(text)
     if dtype.itemsize * math.prod(shape) != len(data):
-        raise _Malformed(f"holds {len(data)} bytes for a numpy array of shape {shape} and dtype {text}")
+        raise _Malformed(f"holds {len(data)} bytes for a numpy array of shape {shape!s:.80} and dtype {text}")
     array = np.empty(shape, dtype)
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = data

@@ -67,6 +67,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TIES = "zae.tied"
+_AXES = 1024  # torch takes time with the square of their number
 _LENGTH = 8  # the header's length, little endian, opens the file
 
 
@@ -166,7 +167,7 @@ def byte_view(tensor: Tensor) -> memoryview:
     size = tensor.element_size()
     count = tensor.numel() * size
     if not count:
-        return memoryview(b"")
+        return memoryview(bytearray())
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (count,), (1,))
     return flat.numpy().data
@@ -201,8 +202,8 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
     """
     made = torch.empty(0, dtype=dtype, device="cpu")
     # set_ would enlarge the memory to fit, and what it adds is not initialised.
-    if data.dtype is not torch.uint8 or math.prod(shape) * made.element_size() != data.numel():
-        raise ValueError(f"{data.numel()} values of {data.dtype} are no tensor of shape {shape} and {dtype}")
+    if len(shape) > _AXES or data.dtype is not torch.uint8 or math.prod(shape) * made.element_size() != data.numel():
+        raise ValueError(f"{data.numel()} values of {data.dtype} are no tensor of shape {shape!s:.80} and {dtype}")
     if not data.numel():
         return torch.empty(shape, dtype=dtype, device="cpu")
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -533,8 +534,8 @@ def _layout(header: dict[str, Any], room: int) -> Iterator[tuple[str, torch.dtyp
         shape, offsets, dtype = entry["shape"], entry["data_offsets"], DTYPES.get(str(entry["dtype"]))
         if dtype is None:
             raise ValueError(f"{name!r:.80} is of the dtype {entry['dtype']!r:.40}, which is unknown here")
-        if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
-            raise ValueError(f"{name!r:.80} has a shape or offsets that are no whole numbers from 0")
+        if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or len(shape) > _AXES:
+            raise ValueError(f"{name!r:.80} has a shape or offsets that are no few whole numbers from 0")
         if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
             raise ValueError(f"{name!r:.80} has a shape of {math.prod(shape)} elements in bytes {offsets}")
         parts.append((offsets[0], offsets[1], name, dtype, tuple(shape)))
