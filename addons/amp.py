@@ -85,7 +85,7 @@ class AMPAddon(AddOnBase):
         self.precision = "fp32"
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
-        self._stepped = False
+        self._stepped = self._unscaled = False
         self._hooks: list[Any] = []
 
     def setup(self) -> None:
@@ -99,6 +99,7 @@ class AMPAddon(AddOnBase):
             if self._scaler_state:
                 scaler.load_state_dict(self._scaler_state)
             self.scaler = scaler
+            self.nonfinite.scaled = True  # An overflow is what the scale is for.
             self._hooks = [o.register_step_post_hook(self._note_step) for o in self._optimizers.values()]
 
     def teardown(self) -> None:
@@ -106,7 +107,7 @@ class AMPAddon(AddOnBase):
         self._scaler_state = self._read_scaler()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.scaler = [], None
+        self._hooks, self.scaler, self.nonfinite.scaled = [], None, False
         super().teardown()
 
     @contextmanager
@@ -130,6 +131,7 @@ class AMPAddon(AddOnBase):
         if self.scaler is not None:
             for optimizer in self._optimizers.values():
                 self.scaler.unscale_(optimizer)
+            self._unscaled = True
 
     @replaces
     def step_one(self, optimizer: Optimizer) -> bool:
@@ -144,10 +146,18 @@ class AMPAddon(AddOnBase):
         """Move the loss scale after the step."""
         stepped = super().optimizer_step()
         if self.scaler is not None:
+            self._unscaled = False
             self.scaler.update()
             if not stepped:
                 self._keep_scale_up(self.scaler)
         return stepped
+
+    def zero_grad(self) -> None:
+        """Close a step that was left out before the optimizer: the scale takes no second look at its gradients."""
+        super().zero_grad()
+        if self.scaler is not None and self._unscaled:
+            self._unscaled = False
+            self.scaler.update()
 
     def _note_step(self, *_: Any) -> None:
         """Called by an optimizer that really stepped: reading the scale to find out would wait for the device."""

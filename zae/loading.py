@@ -43,7 +43,8 @@ def describe(loader: Any) -> str:
     dataset = getattr(loader, "dataset", None)
     if dataset is not None:
         size = length_of(dataset)
-        parts.append("dataset of unknown length" if size is None else f"dataset length {size}")
+        name = "dataset" if type(dataset).__name__.lower() == "dataset" else f"dataset {type(dataset).__name__}"
+        parts.append(f"{name} of unknown length" if size is None else f"{name} of length {size}")
     for name in ("batch_size", "drop_last"):
         if getattr(loader, name, None) is not None:
             parts.append(f"{name}={getattr(loader, name)}")
@@ -84,20 +85,20 @@ class Position:
     """
 
     def __init__(self) -> None:
-        self._loader: Any = None
+        self.loader: Any = None
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loader": None}  # A loader seldom travels to another process, and never has to.
+        return {**self.__dict__, "loader": None}  # A loader seldom travels to another process, and never has to.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data and of every random stream, at this moment."""
         if self._resume is not None:
             return self._resume
         state = {"begin": self._begin, "present": self._capture(), "loader": None}
-        if _is_stateful(self._loader):
-            state["loader"] = self._loader.state_dict()
+        if _is_stateful(self.loader):
+            state["loader"] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +116,7 @@ class Position:
 
     def is_of(self, loader: Any) -> bool:
         """Whether the open epoch can be gone on with by this loader."""
-        return self._resume is not None or self._loader is loader
+        return self._resume is not None or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
         """Walk a loader.
@@ -135,7 +136,7 @@ class Position:
             Batches; those that are None are passed over.
         """
         resume, self._resume = self._resume, None
-        self._loader = loader
+        self.loader = loader
         if resume is None and not used:
             self._begin = self._capture()
             yield from _present(iter(loader), loader)
@@ -160,11 +161,11 @@ class Position:
         yield from _present(iterator, loader)
 
     def _capture(self) -> dict[str, Any]:
-        return {"random": rng.capture(), "generators": rng.capture_generators(self._loader)}
+        return {"random": rng.capture(), "generators": rng.capture_generators(self.loader)}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         rng.restore(state["random"])
-        rng.restore_generators(self._loader, state["generators"])
+        rng.restore_generators(self.loader, state["generators"])
 
 
 def iter_once(loader: Any) -> bool:

@@ -124,6 +124,8 @@ class ProgressChecker:
         The same two, within the epoch that is open; both 0 between epochs.
     skipped_steps : int
         Steps that did not change the weights.
+    nonfinite_steps : int
+        Steps with a loss or a gradient norm that was NaN or infinite, left out or taken as ``on_nonfinite`` says.
     run_starts : list of [int, int]
         Epoch and step at which each call of ``run`` began: a resumed script's calls find their goal again.
     stop_reason : str or None
@@ -146,6 +148,7 @@ class ProgressChecker:
     epoch_step: int = 0
     epoch_batch: int = 0
     skipped_steps: int = 0
+    nonfinite_steps: int = 0
     run_starts: list[list[int]] = field(default_factory=list)
     stop_reason: str | None = None
 

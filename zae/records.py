@@ -284,7 +284,7 @@ class MetricsDict(dict[str, Any]):
 
     Keys are ``"best_valid"`` and ``"best_train"`` (the row of the best epoch), ``"train_metrics_history"`` and
     ``"valid_metrics_history"`` (a row for each epoch, and for each validation), ``"epoch"``, ``"step"``,
-    ``"skipped_steps"`` and ``"stop_reason"``.
+    ``"skipped_steps"``, ``"nonfinite_steps"`` and ``"stop_reason"``.
 
     Examples
     --------

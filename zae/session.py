@@ -88,6 +88,7 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
             f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(loader)})"
             + (used_up if progress.epoch else "")
         )
+    trainer.nonfinite.settle(trainer)
     if not complete:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
@@ -156,6 +157,8 @@ def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> 
     record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
     if trainer.grad_norm is not None:
         record["grad_norm"] = float(trainer.grad_norm)
+    if trainer.progress_checker.nonfinite_steps:
+        record["nonfinite_steps"] = float(trainer.progress_checker.nonfinite_steps)
     trainer.log(record, trainer.progress_checker.step)
 
 
@@ -194,6 +197,7 @@ def metrics_of(trainer: Trainer) -> MetricsDict:
         epoch=trainer.progress_checker.epoch,
         step=trainer.progress_checker.step,
         skipped_steps=trainer.progress_checker.skipped_steps,
+        nonfinite_steps=trainer.progress_checker.nonfinite_steps,
         stop_reason=trainer.progress_checker.stop_reason,
     )
 

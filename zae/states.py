@@ -27,6 +27,7 @@ _SHOWN = 10
 
 def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
+    trainer.nonfinite.settle(trainer)
     return {
         "model": trainer.model_state(),
         "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},

@@ -6,7 +6,6 @@ that they call is a seam with a default of a few lines; what is no verb of the l
 
 from __future__ import annotations
 
-import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,9 @@ from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
 from zae.device import leading_dimension, parse_device, to_device
 from zae.explain import explain
+from zae.faults import explain_error
 from zae.loading import Position, check_loader, length_of
+from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, to_host
 from zae.schedulers import is_plateau
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-_log = logging.getLogger("zae")
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 
@@ -70,6 +70,9 @@ class Trainer(metaclass=TrainerMeta):
         Seeds Python, NumPy and torch when the trainer is set up.
     log_every : Every or int, optional
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
+    on_nonfinite : {"raise", "skip", "warn"}
+        What a loss that is NaN or infinite does, or a gradient norm where ``gradient_clip`` computes one: raise before
+        the optimizer steps, leave the step out, or only warn. See `zae.nonfinite.NonFiniteGuard`.
 
     Raises
     ------
@@ -109,6 +112,7 @@ class Trainer(metaclass=TrainerMeta):
         monitor_mode: str = "auto",
         seed: int | None = None,
         log_every: Every | int | None = None,
+        on_nonfinite: str = "raise",
     ) -> None:
         self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device = self.devices[0]
@@ -117,12 +121,12 @@ class Trainer(metaclass=TrainerMeta):
         self._module: nn.Module = self.model
         optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.log_bar = log_bar
-        self.scheduler_step_on_batch = scheduler_step_on_batch
+        self.log_bar, self.scheduler_step_on_batch = log_bar, scheduler_step_on_batch
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
         self.seed = checks.check_count("seed", seed, least=0, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
+        self.nonfinite = NonFiniteGuard(on_nonfinite)
 
         self._begin_empty()
 
@@ -308,7 +312,7 @@ class Trainer(metaclass=TrainerMeta):
             outputs = self.gradients(batch)
             self.unscale()
             self.clip()
-            stepped = self.optimizer_step()
+            stepped = self.nonfinite.allows(self, outputs) and self.optimizer_step()
             if stepped:
                 self.scheduler_step("batch")
             self.zero_grad()
@@ -422,8 +426,8 @@ class Trainer(metaclass=TrainerMeta):
     def clip(self) -> None:
         """Clip the gradients to the norm ``gradient_clip``, which leaves ``grad_norm`` behind."""
         if self.gradient_clip:
-            for parameters in self._clipped:
-                self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.gradient_clip)
+            norms = [nn.utils.clip_grad_norm_(parameters, self.gradient_clip) for parameters in self._clipped]
+            self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
     @seam
     def optimizer_step(self) -> bool:
@@ -548,7 +552,8 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def on_exception(self, error: BaseException) -> None:
-        """Called when a run ends by an exception, which goes on afterwards."""
+        """Called when a run ends by an exception, which goes on afterwards with a note of where it happened."""
+        explain_error(self, error)
 
     @seam
     def checkpoint(self) -> None:

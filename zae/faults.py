@@ -1,0 +1,70 @@
+"""What a failed run adds to its exception: a note of where it happened; the traceback stays as it is."""
+
+from __future__ import annotations
+
+import traceback
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from zae.checks import describe_batch
+from zae.loading import describe
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["explain_error"]
+
+
+def explain_error(trainer: Trainer, error: BaseException) -> None:
+    """Note on an exception in which epoch, step and batch it was raised, or of which loader.
+
+    Nothing is kept for it while all goes well: the batch is read from the frames of the traceback.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose run failed.
+    error : BaseException
+        Its notes are printed after its own message.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> import torch
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         raise torch.OutOfMemoryError("no memory is left")
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> try:
+    ...     _ = trainer.run(1, [torch.ones(8, 2)])
+    ... except torch.OutOfMemoryError as error:
+    ...     print(error.__notes__[0])
+    zae: in epoch 1, step 1 (batch 1), on cpu; the batch was Tensor[8, 2] float32
+    """
+    if not isinstance(error, Exception):
+        return
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    progress = trainer.progress_checker
+    where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
+    note = ""
+    if any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
+        batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
+        note = f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
+    if any(_is(frame, "batches", "zae.loading") for frame in frames) or "DataLoader worker" in str(error):
+        loader = trainer._position.loader
+        workers = getattr(loader, "num_workers", 0)
+        asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+        note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "")
+    if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
+        error.add_note(f"zae: {note}")
+
+
+def _is(frame: FrameType, function: str, module: str) -> bool:
+    return frame.f_code.co_name == function and frame.f_globals.get("__name__") == module
+
+
+def _local(frames: list[FrameType], function: str, name: str, default: Any) -> Any:
+    """A local variable of the outermost frame of one of the trainer's own methods."""
+    return next((f.f_locals[name] for f in frames if _is(f, function, "zae.trainer") and name in f.f_locals), default)
