@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Mapping
@@ -261,7 +262,8 @@ class StateManagerAddon(AddOnBase):
             if name not in kept:
                 del self._scores[name]
                 if self.is_main:
-                    files.remove_checkpoint(self.save_path / name)
+                    with contextlib.suppress(CheckpointNotFound):  # Somebody made room by hand.
+                        files.remove_checkpoint(self.save_path / name)
         for path in self._to_replace:
             if path.name not in self._scores and self.is_main:
                 files.remove_checkpoint(path)
@@ -289,11 +291,8 @@ class StateManagerAddon(AddOnBase):
         manifest, model, state = files.load_checkpoint(found)
         self.load_state_dict({"model": model, **state}, strict)
         self.run_id = manifest["run_id"]
-        # What was kept when this was saved may be gone by now, and it itself was not yet in its own list.
-        listed = {p.name for p in files.list_checkpoints(self.save_path)}
-        self._scores = {name: score for name, score in self._scores.items() if name in listed}
-        if found.parent == self.save_path and found.name in listed:
-            self._scores.setdefault(found.name, None)
+        if found in files.list_checkpoints(self.save_path):
+            self._scores.setdefault(found.name, None)  # It itself was not yet in its own list.
         self._saved_at = (self.progress_checker.epoch, self.progress_checker.step)
         _log.info("loaded %s (step %d)", found, self.progress_checker.step)
 
@@ -331,4 +330,7 @@ class StateManagerAddon(AddOnBase):
             raise CheckpointMismatch("the state of StateManagerAddon holds no list of scores")
         super().load_state_dict(rest, strict)
         if own is not None:
-            self._scores, self.run_id = dict(own["scores"]), own["run_id"]
+            # What was kept when this was saved may be gone by now, or be in another folder.
+            listed = {path.name for path in files.list_checkpoints(self.save_path)}
+            self._scores = {name: score for name, score in own["scores"].items() if name in listed}
+            self.run_id = own["run_id"]

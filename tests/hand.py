@@ -1,0 +1,138 @@
+"""Loops as one writes them by hand: plain PyTorch, and nothing of zae. What the trainer does is compared with them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 of tensors, or of all parameters and buffers of modules."""
+    sha = hashlib.sha256()
+    for part in parts:
+        for tensor in [part] if isinstance(part, Tensor) else part.state_dict().values():
+            tensor = tensor.detach().cpu().contiguous()
+            sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def data(size: int = 22, seed: int = 3) -> TensorDataset:
+    """Inputs of 4 features and a class of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 4, generator=generator)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def loader(size: int = 22, batch_size: int = 4, seed: int = 3, **options: Any) -> DataLoader[Any]:
+    """By default 6 batches, the last one short, in a new order each epoch, drawn from the global stream."""
+    options.setdefault("shuffle", "sampler" not in options)
+    return DataLoader(data(size, seed), batch_size=batch_size, **options)
+
+
+def network(seed: int = 1) -> nn.Sequential:
+    """All that watching could disturb: dropout draws numbers, BatchNorm has buffers and a mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
+
+
+def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=TYPES[precision]) if precision in TYPES else contextlib.nullcontext()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: DataLoader[Any],
+    n_epoch: int,
+    *,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    precision: str = "fp32",
+    scale: float = 65536.0,
+    decay: float | None = None,
+    patience: int | None = None,
+    delta: float = 0.0,
+    valid: Iterable[Any] = (),
+    scheduler: Any = None,
+    every_step: bool = False,
+    watch: Callable[[], Any] | None = None,
+) -> dict[str, Any]:
+    """Train a classifier with everything that a loop is usually given, in the order in which it is right."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if precision == "fp16" else None
+    average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    means, scores, waited, best = [], [], 0, float("inf")
+    for _ in range(n_epoch):
+        model.train()
+        total, seen = 0.0, 0
+        for index, (inputs, targets) in enumerate(batches):
+            window = min(accumulate, len(batches) - index // accumulate * accumulate)
+            with autocast(precision):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            part = loss / window if window > 1 else loss
+            (part if scaler is None else scaler.scale(part)).backward()
+            total, seen = total + loss.item() * len(inputs), seen + len(inputs)
+            if (index + 1) % accumulate and index + 1 < len(batches):
+                continue
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if watch is not None:
+                watch()
+            if scaler is None:
+                optimizer.step()
+                stepped = True
+            else:
+                scaler.step(optimizer)
+                before = scaler.get_scale()
+                scaler.update()
+                stepped = scaler.get_scale() >= before
+            optimizer.zero_grad()
+            if stepped and scheduler is not None and every_step:
+                scheduler.step()
+            if stepped and decay is not None:
+                with torch.no_grad():
+                    for name, p in model.named_parameters():
+                        average[name].mul_(decay).add_(p, alpha=1 - decay)
+                    for name, buffer in model.named_buffers():
+                        average[name].copy_(buffer)
+        if scheduler is not None and not every_step:
+            scheduler.step()
+        means.append(total / seen)
+        if valid:
+            scores.append(evaluate(model, valid, precision, average if decay is not None else None))
+            if best - scores[-1] > delta:
+                best, waited = scores[-1], 0
+            else:
+                waited += 1
+            if patience is not None and waited >= patience:
+                break
+    return {"means": means, "scores": scores, "average": average, "scaler": scaler}
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[Any], precision: str = "fp32", average: dict[str, Tensor] | None = None
+) -> float:
+    """The mean loss by sample, with the average in the model where there is one, and no trace left behind."""
+    kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    total, seen = 0.0, 0
+    model.eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        model.load_state_dict(kept if average is None else average)
+        for inputs, targets in batches:
+            with autocast(precision):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            total, seen = total + loss.item() * len(inputs), seen + len(inputs)
+        model.load_state_dict(kept)
+    model.train()
+    return total / seen

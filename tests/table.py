@@ -1,0 +1,165 @@
+"""Every add-on with its options: one that changes nothing, one that bites, and the same in a loop written by hand."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hand
+from zae import AddOnBase, Trainer
+from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.encoding import encode
+
+Options = Callable[[Path], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One add-on with one way to set it.
+
+    Attributes
+    ----------
+    add_on : type
+        The class.
+    neutral, biting : callable
+        Options, of a folder of one's own: with the first ones it changes nothing, bitwise.
+    by_hand : mapping
+        What `hand.train` is given to do the same as with the options that bite.
+    packages : tuple of str
+        What it needs beside zae's own requirements.
+    stateful : bool
+        Whether training changes something in it that a resume needs.
+    name : str
+        The key of its state.
+    transient : tuple of str
+        Attributes that change and that a resume does not need.
+    comparable : callable
+        Leaves out of its state what is not the same in two equal runs.
+    """
+
+    add_on: type[AddOnBase]
+    neutral: Options
+    biting: Options
+    by_hand: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    stateful: bool = False
+    name: str = ""
+    transient: tuple[str, ...] = ()
+    comparable: Callable[[Any], Any] = copy.deepcopy
+    variant: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.add_on.__name__ + (f"-{self.variant}" if self.variant else "")
+
+    @property
+    def key(self) -> str:
+        return self.name or self.add_on.__name__
+
+
+def fixed(**options: Any) -> Options:
+    """Options that need no folder."""
+    return lambda folder: options
+
+
+_SCALER = ("scaler", "precision", "_hooks", "_stepped")
+
+TABLE = [
+    Entry(
+        AMPAddon, fixed(precision="fp32"), fixed(precision="bf16"), {"precision": "bf16"},
+        stateful=True, transient=_SCALER, variant="bf16",
+    ),
+    Entry(
+        # From so large a scale the first steps overflow and are skipped, and then it is small enough.
+        AMPAddon, fixed(precision="fp32"), fixed(precision="fp16", loss_scale=(2.0**19, 1.0)),
+        {"precision": "fp16", "scale": 2.0**19}, stateful=True, transient=_SCALER, variant="fp16",
+    ),
+    Entry(
+        GradientAccumulationAddon, fixed(gradient_accumulation_steps=1), fixed(gradient_accumulation_steps=4),
+        {"accumulate": 4},
+    ),
+    Entry(
+        EMAAddon, fixed(decay=0.0), fixed(decay=0.75), {"decay": 0.75},
+        stateful=True, transient=("_averaged", "_copied"),
+    ),
+    Entry(
+        EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0}, stateful=True,
+    ),
+    Entry(
+        StateManagerAddon,
+        lambda folder: {"save_path": folder / "neutral", "overwrite": True},
+        lambda folder: {"save_path": folder / "biting", "save_every": 1, "keep_last": 1, "overwrite": True},
+        stateful=True, transient=("_resumed", "_to_replace", "_saved_at"),
+        comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
+    ),
+]  # fmt: skip
+
+
+class Task(Trainer):
+    """A classifier."""
+
+    def train_step(self, batch):
+        inputs, targets = batch
+        return {"loss": nn.functional.cross_entropy(self.model(inputs), targets)}
+
+    def test_step(self, batch):
+        inputs, targets = batch
+        output = self.model(inputs)
+        accuracy = (output.argmax(1) == targets).float().mean()
+        return {"loss": nn.functional.cross_entropy(output, targets), "accuracy": accuracy}
+
+
+def composed(*entries: Entry) -> type[Trainer]:
+    return Task.add_on(*(entry.add_on for entry in entries))
+
+
+def parts(seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = hand.network(seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, **options: Any) -> Any:
+    """A fresh trainer with add-ons, all "neutral" or all "biting"."""
+    model, optimizer = parts()
+    for entry in entries:
+        options.update(getattr(entry, setting)(folder))
+    options.setdefault("gradient_clip", 0.5)
+    return composed(*entries)(model, "cpu", optimizer=optimizer, **options)
+
+
+def compatible(*entries: Entry) -> bool:
+    """Whether these may stand together: two fillers of a slot may not."""
+    slots = [entry.add_on.slot for entry in entries if entry.add_on.slot]
+    return len(set(slots)) == len(slots)
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of a nested state, to the last bit."""
+    structure, tensors = encode(value)
+    sha = hashlib.sha256(json.dumps(structure, sort_keys=True).encode())
+    for name in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(hand.digest(tensors[name]).encode())
+    return sha.hexdigest()
+
+
+def core_of(trainer: Any) -> dict[str, Any]:
+    """All that training has left behind, but for what add-ons keep."""
+    state = trainer.state_dict()
+    progress = {k: v for k, v in state["progress"].items() if k != "run_starts"}
+    records = {k: v for k, v in state["records"].items() if k not in ("logged", "log_train")}
+    return {
+        **{key: state[key] for key in ("model", "optimizer", "scheduler")},
+        "progress": progress,
+        "records": records,
+        "random": state["position"]["present"],
+    }

@@ -1,0 +1,220 @@
+"""Every add-on alone, in every pair and in orders of three: it composes, commutes, pickles, trains and resumes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import json
+import pickle
+from typing import Any
+
+import hand
+import pytest
+import torch
+from table import TABLE, Task, build, compatible, composed, core_of, fingerprint, parts
+
+import zae.addons
+from zae.compose import arrange
+from zae.encoding import decode, encode
+
+IDS = [entry.id for entry in TABLE]
+PAIRS = [pair for pair in itertools.combinations(TABLE, 2) if compatible(*pair)]
+TRIPLES = [triple for triple in itertools.combinations(TABLE, 3) if compatible(*triple)]
+EPOCHS = 3
+
+
+def together(entries: tuple[Any, ...]) -> str:
+    return " + ".join(entry.id for entry in entries)
+
+
+def train(trainer: Any, valid: bool = True, **options: Any) -> Any:
+    """Train from a fixed seed; watched, unless said otherwise."""
+    torch.manual_seed(7)
+    trainer.run(EPOCHS, hand.loader(), hand.loader(seed=9, shuffle=False) if valid else None, **options)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The run without any add-on, and without watching."""
+    return train(build([], "neutral", None), valid=False)  # type: ignore[arg-type]
+
+
+def by_hand(*entries: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The loop that does what these add-ons do."""
+    model, optimizer = parts()
+    options = {key: value for entry in entries for key, value in entry.by_hand.items()}
+    torch.manual_seed(7)
+    out = hand.train(
+        model, optimizer, hand.loader(), EPOCHS, clip=0.5, valid=hand.loader(seed=9, shuffle=False), **options
+    )
+    return model, out
+
+
+# --- the table itself
+
+
+def test_every_add_on_is_in_the_table() -> None:
+    """F-B3."""
+    assert {entry.add_on.__name__ for entry in TABLE} == set(zae.addons.__all__)
+    assert {entry.add_on for entry in TABLE} == {getattr(zae.addons, name) for name in zae.addons.__all__}
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=IDS)
+def test_packages_are_there(entry: Any) -> None:
+    assert [package for package in entry.packages if importlib.util.find_spec(package) is None] == []
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=IDS)
+def test_what_training_changes_in_an_add_on_is_in_its_state(entry: Any, tmp_path: Any) -> None:
+    """F-B3: an attribute that a run changes is in the state, or the table says why no resume needs it."""
+    trainer, other = build([entry], "biting", tmp_path), build([], "neutral", tmp_path)
+    before = {name: snapshot(value) for name, value in vars(trainer).items() if name not in vars(other)}
+    train(trainer)
+    changed = {name for name, value in before.items() if snapshot(vars(trainer)[name]) != value}
+    unknown = set(vars(trainer)) - set(vars(train(other))) - set(before)
+    assert unknown == set(), "an attribute that __init__ does not make"
+    kept = changed - set(entry.transient)
+    own = trainer.state_dict().get(entry.key)
+    assert entry.stateful == (own is not None)
+    assert not kept or own is not None, f"{entry.id} changes {kept}, and saves nothing"
+
+
+def snapshot(value: Any) -> str:
+    """What a value is, for a comparison."""
+    try:
+        return fingerprint(value)
+    except ValueError:  # no plain value: what it is made of
+        return repr(value)
+
+
+# --- composing
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=together)
+def test_pairs_commute(pair: Any) -> None:
+    """P-50: one class, whatever the order and however it is spelt."""
+    first, second = (entry.add_on for entry in pair)
+    made = Task.add_on(first, second)
+    assert made is Task.add_on(second, first) is Task.add_on(first).add_on(second) is Task.add_on(second).add_on(first)
+    assert made is Task.add_on(first, second, first)
+    by_class = type("ByClass", (*arrange([first, second]), Task), {"__module__": __name__})
+    assert [c for c in by_class.__mro__ if c in (first, second)] == [c for c in made.__mro__ if c in (first, second)]
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=together)
+def test_triples_commute(triple: Any) -> None:
+    """P-50: in all six orders."""
+    classes = {Task.add_on(*(entry.add_on for entry in order)) for order in itertools.permutations(triple)}
+    assert len(classes) == 1
+
+
+@pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
+def test_pickles(entries: Any, tmp_path: Any) -> None:
+    """P-38: the class comes back as the same class, and a trainer goes on where it was."""
+    assert pickle.loads(pickle.dumps(composed(*entries))) is composed(*entries)
+    trainer = build(entries, "biting", tmp_path)
+    train(trainer)
+    twins = [pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)]
+    ends = []
+    for each in [trainer, *twins]:
+        train(each)
+        ends.append(hand.digest(each.model))
+    assert ends[0] == ends[1] == ends[2]
+
+
+# --- training
+
+
+@pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
+def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: Any) -> None:
+    """P-48: bitwise, with a validation that the plain run does not have; weights, optimizer and random streams."""
+    trainer = train(build(entries, "neutral", tmp_path))
+    found, expected = core_of(trainer), core_of(plain)
+    for part in ("model", "optimizer", "scheduler", "progress", "random"):
+        assert fingerprint(found[part]) == fingerprint(expected[part]), part
+    assert trainer.train_history == plain.train_history
+
+
+@pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS + TRIPLES, ids=together)
+def test_biting_setting_is_the_hand_loop(entries: Any, tmp_path: Any, plain: Any) -> None:
+    """P-01, P-05, P-06, P-10, P-48: bitwise the weights, the epoch means and the validation's losses."""
+    trainer = train(build(entries, "biting", tmp_path))
+    model, out = by_hand(*entries)
+    assert hand.digest(trainer.model) == hand.digest(model)
+    assert trainer.get_loss_history("train") == out["means"]
+    assert trainer.get_loss_history("test") == out["scores"]
+    if any("decay" in entry.by_hand for entry in entries):
+        assert all(torch.equal(trainer.average[name], value) for name, value in out["average"].items())
+    if out["scaler"] is not None:
+        assert trainer.progress_checker.skipped_steps > 0
+        assert trainer._scaler_state == out["scaler"].state_dict()
+    bites = {key for entry in entries for key in entry.by_hand} & {"accumulate", "precision", "patience"}
+    assert not bites or hand.digest(model) != hand.digest(plain.model), "the setting changes nothing"
+
+
+def test_all_together_is_the_hand_loop(tmp_path: Any) -> None:
+    """P-50: as many as can stand together."""
+    for left_out in ("fp16", "bf16"):
+        entries = [entry for entry in TABLE if entry.variant != left_out]
+        assert compatible(*entries)
+        trainer = train(build(entries, "biting", tmp_path / left_out))
+        model, out = by_hand(*entries)
+        assert hand.digest(trainer.model) == hand.digest(model)
+        assert trainer.get_loss_history("test") == out["scores"]
+
+
+# --- resuming
+
+
+def through_disk(state: Any) -> Any:
+    """What a checkpoint would give back: nothing of the trainer that it came from."""
+    structure, tensors = encode(state)
+    return decode(json.loads(json.dumps(structure)), {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def interrupted(entries: Any, stop: int, folder: Any, expected: Any) -> None:
+    """Stop after a step, load the state into a fresh trainer with other streams, go on, and compare everything."""
+    trainer = build(entries, "biting", folder / f"{stop}a", log_every=2)
+    loader, valid = hand.loader(), hand.loader(seed=9, shuffle=False)
+    states = []
+    trainer.logging = lambda out, weight=1: type(trainer).logging(trainer, out, weight)  # an instance may be patched
+    checkpoint = trainer.checkpoint
+
+    def look() -> None:
+        checkpoint()
+        if trainer.progress_checker.step == stop and not states:
+            states.append(through_disk(trainer.state_dict()))
+
+    trainer.checkpoint = look
+    torch.manual_seed(7)
+    trainer.run(EPOCHS, loader, valid, valid_every=4)
+    fresh = build(entries, "biting", folder / f"{stop}b", log_every=2)
+    torch.manual_seed(stop)
+    fresh.load_state_dict(states[0])
+    fresh._calls = 0  # It is the first call of a script that was started again.
+    fresh.run(EPOCHS, hand.loader(), hand.loader(seed=9, shuffle=False), valid_every=4)
+    found = core_of(fresh)
+    for part, value in core_of(trainer).items():
+        assert fingerprint(found[part]) == fingerprint(value), f"{part} differs after a stop at step {stop}"
+    for entry in entries:
+        if entry.stateful:
+            ends = [entry.comparable(each.state_dict()[entry.key]) for each in (trainer, fresh)]
+            assert fingerprint(ends[0]) == fingerprint(ends[1]), entry.id
+    assert expected is None or hand.digest(fresh.model) == expected
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=IDS)
+def test_state_round_trips_at_every_step(entry: Any, tmp_path: Any) -> None:
+    """P-12, P-17, F-B1, F-B3: stopped after any step, in the middle of an epoch or at its end."""
+    steps = train(build([entry], "biting", tmp_path), valid_every=4).progress_checker.step
+    assert steps > 2
+    for stop in range(1, steps + 1):
+        interrupted([entry], stop, tmp_path, None)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=together)
+def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any) -> None:
+    """P-12, F-B3: in the middle of an epoch."""
+    interrupted(pair, 3, tmp_path, None)
