@@ -4,6 +4,7 @@ from zae.addons.accumulation import GradientAccumulationAddon
 from zae.addons.amp import AMPAddon
 from zae.addons.early_stopping import EarlyStoppingAddon
 from zae.addons.ema import EMAAddon
+from zae.addons.ledger import LedgerAddon
 from zae.addons.state_manager import StateManagerAddon
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "EMAAddon",
     "EarlyStoppingAddon",
     "GradientAccumulationAddon",
+    "LedgerAddon",
     "StateManagerAddon",
 ]

@@ -17,8 +17,7 @@ STAGES = ("batch", "forward", "backward", "clip", "step")
 """The parts of a step in the order in which they happen."""
 
 _NAMES = {
-    "samples": "the samples of the batch",
-    "data": "the hash of the batch",
+    "data": "the samples of the batch, or the hash of its content,",
     "random": "the random state",
     "loss": "the loss",
     "gradients": "the gradients",
@@ -26,7 +25,6 @@ _NAMES = {
     "weights": "the weights",
     "lr": "the learning rate",
     "stepped": "whether the optimizer stepped",
-    "step": "the counter of steps",
 }
 
 
@@ -76,7 +74,7 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
                 if entry["begins_after"] == 0:
                     entries.clear()
                 continue
-            entries[entry["step"]] = entry
+            entries[int(entry["step"])] = {**entry, "stages": dict(entry["stages"])}
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 break  # A run that was killed leaves half a line.
@@ -99,14 +97,14 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
 
     Examples
     --------
-    >>> a = {1: {"forward": {"loss": [0.5]}}, 2: {"forward": {"loss": [0.25]}}}
-    >>> b = {1: {"forward": {"loss": [0.5]}}, 2: {"forward": {"loss": [0.26]}}}
+    >>> a = {1: {"stages": {"forward": {"loss": [0.5]}}}, 2: {"stages": {"forward": {"loss": [0.25]}}}}
+    >>> b = {1: {"stages": {"forward": {"loss": [0.5]}}}, 2: {"stages": {"forward": {"loss": [0.26]}}}}
     >>> compare(a, b)
     Difference(step=2, stage='forward', what='loss', first=[0.25], second=[0.26])
     """
     for step in sorted(first.keys() & second.keys()):
         for stage in STAGES:
-            a, b = first[step].get(stage, {}), second[step].get(stage, {})
+            a, b = (run[step]["stages"].get(stage, {}) for run in (first, second))
             for what in dict.fromkeys([*a, *b]):
                 if repr(a.get(what)) != repr(b.get(what)):  # NaN is what it was.
                     return Difference(step, stage, what, a.get(what), b.get(what))

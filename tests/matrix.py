@@ -1,0 +1,309 @@
+"""Which add-ons go together: compositions run against the hand-written loop of tests/oracle.py, and the table of it.
+
+``python tests/matrix.py`` writes docs/composition.md; tests/test_composition.py fails when that page is stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import oracle
+import torch
+from oracle import Options, Outcome
+
+import zae
+import zae.compose
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "composition.md"
+
+
+class Piece(NamedTuple):
+    """How an add-on takes part: what it adds to the oracle's options, and what the trainer is then given."""
+
+    draw: Callable[[random.Random], dict[str, Any]]
+    keywords: Callable[[Options, Path], dict[str, Any]]
+
+
+def _nothing(_: random.Random) -> dict[str, Any]:
+    """An observer changes nothing that the oracle knows of."""
+    return {}
+
+
+PIECES: dict[str, Piece] = {
+    "AMPAddon": Piece(
+        lambda draw: {"precision": draw.choice(["bf16", "fp16"]), "scale": 2.0 ** draw.choice([10, 16, 22])},
+        lambda o, _: {"precision": o.precision, "loss_scale": (o.scale, 1.0)},
+    ),
+    "GradientAccumulationAddon": Piece(
+        lambda draw: {"accumulate": draw.choice([1, 2, 3, 4, 7])},
+        lambda o, _: {"gradient_accumulation_steps": o.accumulate},
+    ),
+    "EMAAddon": Piece(lambda draw: {"decay": draw.choice([0.0, 0.5, 0.9])}, lambda o, _: {"decay": o.decay}),
+    "EarlyStoppingAddon": Piece(
+        lambda draw: {"patience": draw.choice([1, 2, 3]), "delta": draw.choice([0.0, 0.05])},
+        lambda o, _: {"patience": o.patience, "delta": o.delta},
+    ),
+    "StateManagerAddon": Piece(_nothing, lambda _, folder: {"save_path": folder / "save", "save_every": 3}),
+    "JSONLLoggerAddon": Piece(_nothing, lambda _, folder: {"jsonl_path": folder / "log.jsonl"}),
+    "TensorBoardLoggerAddon": Piece(_nothing, lambda _, folder: {"log_dir": folder / "board"}),
+    "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
+}
+"""Every add-on that one process runs with, and that a test can afford in all combinations."""
+
+ELSEWHERE = {
+    "MultiGPUAddon": "of several processes",
+    "FSDPAddon": "of several processes",
+    "PipelineAddon": "of several processes",
+    "DeepSpeedAddon": "of several processes",
+    "AccelerateAddon": "of several processes",
+    "WandBLoggerAddon": "its client takes half a second to start",
+    "NeptuneLoggerAddon": "its client takes seconds to start",
+}
+"""Add-ons whose own tests hold them against the loop, and why that is not done here."""
+
+
+def add_ons() -> dict[str, Any]:
+    """The add-ons of `PIECES` that are installed."""
+    import zae.addons
+
+    return {name: getattr(zae.addons, name) for name in PIECES if name in zae.addons.__all__}
+
+
+# ---------------------------------------------------------------------------------------------------- the trainer
+
+
+class Task(zae.Trainer):
+    """The steps of the oracle's problem, as a user of zae writes them."""
+
+    settings: Options
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        losses, targets = oracle.losses_of(self.model, batch, self.settings)
+        out: dict[str, Any] = {"loss": losses[0]} if len(losses) == 1 else {"loss": dict(zip("ab", losses))}
+        return out if targets is None else {**out, "num_targets": targets}
+
+    test_step = train_step
+
+
+def build(cls: Any, options: Options, folder: Path, chosen: Iterable[str]) -> tuple[Any, Any, Any]:
+    """Make a trainer and its loaders from the oracle's own parts."""
+    model, optimizers, schedulers, loader, valid = oracle.make(options)
+    keywords: dict[str, Any] = {}
+    for name in chosen:
+        keywords |= PIECES[name].keywords(options, folder)
+    single = options.networks == 1
+    trainer = cls(
+        model,
+        "cpu",
+        optimizer=optimizers[0] if single else dict(zip("ab", optimizers)),
+        scheduler=(schedulers[0] if single else dict(zip("ab", schedulers))) if schedulers else None,
+        scheduler_step_on_batch=options.scheduler == "batch",
+        gradient_clip=options.clip,
+        monitor="loss" if single else "loss/a",
+        log_every=1,
+        **keywords,
+    )
+    trainer.settings = options
+    return trainer, loader, valid
+
+
+def run(cls: Any, options: Options, chosen: Iterable[str]) -> Any:
+    """Train with zae; return the trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, loader, valid = build(cls, options, Path(folder), chosen)
+        every = options.validate if isinstance(options.validate, int) else zae.Every(epochs=1)
+        trainer.run(options.epochs, loader, valid, valid_every=every, max_steps=options.max_steps)
+        return trainer
+
+
+# -------------------------------------------------------------------------------------------------- the comparison
+
+
+@cache
+def expected(options: Options) -> Outcome:
+    return oracle.train(options)
+
+
+def difference(trainer: Any, options: Options) -> str | None:
+    """Name the first thing in which a trainer's run differs from the hand-written one."""
+    want = expected(options)
+    random_now = torch.get_rng_state()
+    steps = [{"step": r["step"], **_named(r, "train/")} for r in trainer.log_history if any("train/" in k for k in r)]
+    steps = steps if trainer.log_every == zae.Every(steps=1) else want.step_rows
+    ends = len(want.train_rows)  # At the end of an epoch its own means are logged once more, only with epochs=1.
+    have: dict[str, tuple[Any, Any]] = {
+        "weights": (want.weights, trainer.model.state_dict()),
+        "optimizer state": (want.optimizers, [o.state_dict() for o in trainer._optimizers.values()]),
+        "scheduler state": (want.schedulers, [s.state_dict() for s in trainer._schedulers.values()]),
+        "losses of the epochs": (want.train_rows, [_named(r, "train_") for r in trainer.train_history][:ends]),
+        "losses of the validations": (want.valid_rows, [_named(r, "valid_") for r in trainer.valid_history]),
+        "losses of the steps": (want.step_rows, steps),
+        "number of steps": (want.step, trainer.progress_checker.step),
+        "number of skipped steps": (want.skipped, trainer.progress_checker.skipped_steps),
+        "early stop": (want.stopped, trainer.progress_checker.stop_reason is not None),
+        "random state": (want.random, random_now),
+    }
+    if want.average is not None:
+        have["average"] = (want.average, trainer.average)
+    if want.scaler is not None:
+        have["loss scale"] = (want.scaler, trainer._scaler_state)
+    for what, (a, b) in have.items():
+        found = first_difference(a, b)
+        if found is not None:
+            return f"{what}{found}"
+    return None
+
+
+def _named(row: Any, prefix: str) -> dict[str, float]:
+    """A row under the oracle's names."""
+    kept = {k: v for k, v in row.items() if k in ("epoch", "step") or k.startswith((prefix, "lr"))}
+    if prefix == "train/":
+        return {k.removeprefix(prefix): v for k, v in kept.items() if k.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in kept.items()}
+
+
+def first_difference(a: Any, b: Any, where: str = "") -> str | None:
+    """Compare nested states bitwise; return where they differ, and how."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+        return None if same else f"{where}: {a.flatten()[:3].tolist()} by hand, {b.flatten()[:3].tolist()} here"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f"{where}: {sorted(map(str, a))} by hand, {sorted(map(str, b))} here"
+        return next((f for k in a if (f := first_difference(a[k], b[k], f"{where}[{k!r}]")) is not None), None)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return f"{where}: {len(a)} by hand, {len(b)} here"
+        return next((f for i, x in enumerate(a) if (f := first_difference(x, b[i], f"{where}[{i}]")) is not None), None)
+    return None if repr(a) == repr(b) else f"{where}: {a!r} by hand, {b!r} here"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes: NaN is what it was, and -0.0 is not 0.0."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------- the proof
+
+
+def prove(chosen: Iterable[str], options: Options) -> None:
+    """Raise with the smallest set of add-ons that does not do what the hand-written loop does."""
+    chosen = list(chosen)
+    known = add_ons()
+    trainer = run(Task.add_on(*(known[name] for name in chosen)), options, chosen)
+    found = difference(trainer, options)
+    if found is not None:
+        raise AssertionError(blame(chosen, options, found))
+
+
+def without(options: Options, absent: Iterable[str]) -> Options:
+    """The options with those of some add-ons back at their defaults."""
+    fields: set[str] = set()
+    for name in absent:
+        fields |= PIECES[name].draw(random.Random(0)).keys()
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    return dataclasses.replace(options, **{name: defaults[name] for name in fields})
+
+
+def blame(chosen: list[str], options: Options, found: str) -> str:
+    """Say which add-ons it takes to go wrong: none, one, a pair, or more."""
+    known = add_ons()
+    for size in range(len(chosen) + 1):
+        for few in itertools.combinations(sorted(chosen), size):
+            fewer = without(options, set(chosen) - set(few))
+            try:
+                trainer = run(Task.add_on(*(known[name] for name in few)) if few else Task, fewer, few)
+                differs = difference(trainer, fewer)
+            except Exception as error:
+                differs = f"{type(error).__name__}: {error}"
+            if differs is not None:
+                who = " with ".join(few) if few else "the loop itself, without any add-on,"
+                return f"{who} is not the hand-written loop: {differs}\n  options: {fewer}\n  found in: {chosen}"
+    return f"{' with '.join(chosen)} went wrong once and not again: {found}"
+
+
+def draw_options(draw: random.Random, chosen: Iterable[str]) -> Options:
+    """Random options for the loop, and for some add-ons."""
+    fields: dict[str, Any] = {
+        "clip": draw.choice([0.0, 0.05, 0.5]),
+        "count_targets": draw.random() < 0.5,
+        "scheduler": draw.choice([None, "batch", "epoch", "plateau"]),
+        "validate": draw.choice([None, 1, 2, 3, "epoch"]),
+        "networks": draw.choice([1, 1, 2]),
+        "optimizer": draw.choice(["adamw", "sgd"]),
+        "epochs": draw.choice([1, 2, 3]),
+        "max_steps": draw.choice([None, None, 4, 5]),
+        "seed": draw.randrange(100),
+    }
+    if fields["scheduler"] == "plateau" and fields["validate"] is None:
+        fields["validate"] = "epoch"  # Refused otherwise, before the first batch.
+    for name in chosen:
+        fields |= PIECES[name].draw(draw)
+    return Options(**fields)
+
+
+# -------------------------------------------------------------------------------------------------------- the page
+
+_HEADER = """# Which add-ons go together
+
+This page is written by `python tests/matrix.py`; a test fails when it is stale.
+
+A set of add-ons, named in any order, is one class. **=** says that the two together train bitwise like the loop that
+one would write by hand in plain PyTorch (tests/oracle.py): the same weights, optimizer and scheduler state, recorded
+losses and random state; so does every larger set of the add-ons that have this sign, as tests/test_composition.py shows
+for all of them. **+** says that the class is made; these add-ons are held against the loop in their own tests, since
+they need {reasons}. A number points to why the pair is refused when the class is created.
+
+"""
+
+
+def page() -> str:
+    """The text of docs/composition.md."""
+    import zae.addons
+
+    found = {name: getattr(zae.addons, name) for name in zae.addons.__all__ if name.endswith("Addon")}
+    names = sorted(found, key=lambda name: (zae.compose.LAYERS.index(found[name].layer), name))
+    refusals: list[str] = []
+    rows = []
+    for name in names:
+        cells = [_cell(name, other, found, refusals) for other in names]
+        rows.append(f"| {name.removesuffix('Addon')} | {' | '.join(cells)} |")
+    heads = [name.removesuffix("Addon") for name in names]
+    text = _HEADER.replace("they need {reasons}", "they need several processes, or a client that is slow to start")
+    text += f"| | {' | '.join(heads)} |\n|---|{':-:|' * len(heads)}\n" + "\n".join(rows) + "\n"
+    if refusals:
+        text += "\n" + "\n".join(f"{index}. {why}" for index, why in enumerate(refusals, start=1)) + "\n"
+    text += "\nThe layers, innermost first, and the slots, which one add-on fills:\n\n"
+    text += "| layer | add-on | slot |\n|---|---|---|\n"
+    for name in names:
+        text += f"| {found[name].layer} | {name} | {found[name].slot or ''} |\n"
+    return text
+
+
+def _cell(name: str, other: str, found: dict[str, Any], refusals: list[str]) -> str:
+    """One cell: both together, or the number of the reason why not."""
+    if name == other:
+        return ""
+    try:
+        Task.add_on(found[name], found[other])
+    except zae.AddOnError as error:
+        if str(error) not in refusals:
+            refusals.append(str(error))
+        return str(refusals.index(str(error)) + 1)
+    return "=" if name in PIECES and other in PIECES else "+"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"{PAGE} is written\n")

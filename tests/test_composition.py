@@ -1,0 +1,172 @@
+"""P-50: any set of add-ons, in any order, is one class, and trains bitwise like the loop of tests/oracle.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import matrix
+import oracle
+import pytest
+import torch
+from matrix import PIECES, Task, add_ons, difference, prove, run
+from oracle import Options
+
+import zae
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon
+
+# PyTorch warns, as it does for the hand-written loop, when a scheduler's epoch had nothing but skipped steps.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+
+NAMES = sorted(add_ons())
+SUBSETS = [few for size in range(len(NAMES) + 1) for few in itertools.combinations(NAMES, size)]
+CONFIGURATIONS = [
+    # fp16 that overflows at first, a short last window, schedulers that wait for skipped steps, validation by steps.
+    Options(precision="fp16", scale=2.0**19, accumulate=4, decay=0.8, patience=3, clip=0.5, scheduler="batch",
+            validate=2, epochs=3),
+    # Two networks with an optimizer each, targets that are counted, a plateau scheduler, validation by epochs.
+    Options(precision="bf16", accumulate=3, decay=0.9, patience=2, clip=0.1, count_targets=True, networks=2,
+            scheduler="plateau", validate="epoch", epochs=3),
+    # Nothing is validated: training's own loss decides; the last epoch stays open.
+    Options(precision="fp16", accumulate=2, decay=0.5, patience=2, count_targets=True, scheduler="epoch", epochs=4,
+            optimizer="sgd", max_steps=8),
+    Options(precision="fp16", scale=2.0**21, accumulate=5, decay=0.7, patience=1, delta=0.01, clip=0.05, networks=2,
+            scheduler="batch", validate=1, epochs=2, optimizer="sgd"),
+]  # fmt: skip
+
+
+def only(options: Options, chosen: tuple[str, ...]) -> Options:
+    """The options of the chosen add-ons alone."""
+    return matrix.without(options, set(PIECES) - set(chosen))
+
+
+def id_of(chosen: tuple[str, ...]) -> str:
+    return "+".join(name.removesuffix("Addon") for name in chosen) or "none"
+
+
+@pytest.mark.parametrize("chosen", SUBSETS, ids=id_of)
+def test_every_subset_is_the_hand_written_loop(chosen: tuple[str, ...]) -> None:
+    """P-50, P-48: all 2^n subsets; observers among them change no bit."""
+    prove(chosen, only(CONFIGURATIONS[SUBSETS.index(chosen) % 2], chosen))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chosen", SUBSETS, ids=id_of)
+def test_every_subset_with_every_configuration(chosen: tuple[str, ...]) -> None:
+    """P-50: the same for all configurations."""
+    for options in CONFIGURATIONS:
+        prove(chosen, only(options, chosen))
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(NAMES, 2)), ids=id_of)
+def test_every_ordered_pair_is_one_class(pair: tuple[str, str]) -> None:
+    """P-50: the order of naming does not matter, and a class written by hand is the same trainer or is refused."""
+    first, second = (add_ons()[name] for name in pair)
+    cls = Task.add_on(first, second)
+    assert cls is Task.add_on(second, first)
+    assert cls is Task.add_on(first).add_on(second)
+    assert cls is Task.add_on(second).add_on(first).add_on(first)
+    try:
+        by_hand = type("ByHand", (first, second, Task), {"__module__": __name__})
+    except zae.AddOnOrder as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert f"class ByHand({second.__name__}, {first.__name__}, Task)" in refused
+        return
+    options = only(CONFIGURATIONS[0], pair)
+    assert difference(run(by_hand, options, pair), options) is None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_permutations_with_random_options(seed: int) -> None:
+    """P-50: every add-on at once, or all but a few, named in a random order, with random options."""
+    draw = random.Random(seed)
+    chosen = draw.sample(NAMES, len(NAMES) - draw.choice([0, 0, 0, 1, 2]))
+    assert Task.add_on(*(add_ons()[name] for name in chosen)) is Task.add_on(*(add_ons()[n] for n in sorted(chosen)))
+    prove(chosen, matrix.draw_options(draw, chosen))
+
+
+def test_the_configurations_reach_what_they_are_for() -> None:
+    """The proof proves nothing where no step is skipped, no window is short and nothing stops early."""
+    outcomes = [oracle.train(options) for options in CONFIGURATIONS]
+    assert outcomes[0].skipped
+    assert outcomes[0].skipped < outcomes[0].step
+    assert outcomes[3].skipped
+    assert any(outcome.stopped for outcome in outcomes)
+    assert not all(outcome.stopped for outcome in outcomes)
+    assert outcomes[2].step == 8
+    assert len(outcomes[2].train_rows) == 2
+    windows = list(oracle.windows(oracle.make(CONFIGURATIONS[0])[3], 4))
+    assert [len(window) for window in windows] == [4, 2]
+    plain = dataclasses.replace(CONFIGURATIONS[0], clip=0.0)
+    assert matrix.first_difference(oracle.train(plain).weights, outcomes[0].weights) is not None
+
+
+# ------------------------------------------------------------------------------------ planted faults are named
+
+
+def clip_before_unscale(patch: pytest.MonkeyPatch) -> None:
+    unscale = AMPAddon.unscale
+
+    def clip(self):
+        super(AMPAddon, self).clip()
+        unscale(self)
+
+    def too_late(self):
+        super(AMPAddon, self).unscale()
+
+    patch.setattr(AMPAddon, "clip", clip, raising=False)
+    patch.setattr(AMPAddon, "unscale", too_late)
+
+
+def divide_by_the_configured_window(patch: pytest.MonkeyPatch) -> None:
+    def weigh(self, loss, num_targets, count):
+        return super(GradientAccumulationAddon, self).weigh(loss, num_targets, self.gradient_accumulation_steps)
+
+    patch.setattr(GradientAccumulationAddon, "weigh", weigh, raising=False)
+
+
+def average_after_skipped_steps(patch: pytest.MonkeyPatch) -> None:
+    def optimizer_step(self):
+        stepped = super(EMAAddon, self).optimizer_step()
+        with torch.no_grad():
+            for average, weight in self._averaged:
+                average.mul_(self.decay).add_(weight, alpha=1 - self.decay)
+            for average, buffer in self._copied:
+                average.copy_(buffer)
+        return stepped
+
+    patch.setattr(EMAAddon, "optimizer_step", optimizer_step)
+
+
+FAULTS = [
+    (clip_before_unscale, "AMPAddon is not the hand-written loop: weights"),
+    (divide_by_the_configured_window, "GradientAccumulationAddon is not the hand-written loop: weights"),
+    (average_after_skipped_steps, "AMPAddon with EMAAddon is not the hand-written loop: "),
+]
+
+
+@pytest.mark.parametrize(("plant", "told"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_fault_is_named(plant, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison names the add-on, or the pair of them, that it takes to go wrong."""
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=told):
+        prove(NAMES, CONFIGURATIONS[0])
+
+
+# -------------------------------------------------------------------------------------------------- the matrix
+
+
+def test_every_add_on_is_in_the_proof_or_said_to_be_elsewhere() -> None:
+    import zae.addons
+
+    known = PIECES.keys() | matrix.ELSEWHERE.keys()
+    unknown = [name for name in zae.addons.__all__ if name.endswith("Addon") and name not in known]
+    assert not unknown, f"put {unknown} into PIECES of tests/matrix.py, or into ELSEWHERE with the reason"
+
+
+def test_the_page_of_the_matrix_is_fresh() -> None:
+    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.page(), "stale: run python tests/matrix.py"
