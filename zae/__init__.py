@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         OptionError,
         StepError,
+        TaskError,
         ZaeError,
     )
     from zae.progress import Every, ProgressChecker
@@ -49,6 +50,7 @@ __all__ = [
     "OptionError",
     "ProgressChecker",
     "StepError",
+    "TaskError",
     "Trainer",
     "ZaeError",
     "__version__",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from zae.compose import _BASES, LAYERS, replaces, seam
 from zae.errors import CheckpointMismatch
+from zae.options import BASES
+from zae.seams import LAYERS, replaces, seam
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -109,4 +110,4 @@ class AddOnBase(Trainer):
         return state.get(name), {key: value for key, value in state.items() if key != name}
 
 
-_BASES.append(AddOnBase)
+BASES.append(AddOnBase)

@@ -10,10 +10,11 @@ The tree, with the built-in family each one also belongs to, so that an
     |-- LoaderError (ValueError)           what a loader gave, or did not give
     |-- MonitorError (KeyError, ValueError)  a metric name that nothing records
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
-    |-- AddOnError (TypeError)             a class that cannot be made
-    |   |-- AddOnConflict                  two add-ons that exclude each other
-    |   |-- AddOnRequirement               an add-on that needs another one, or a package
-    |   `-- AddOnOrder                     relations that no order fulfils
+    |-- TaskError (TypeError)              a trainer class that cannot work as it is written
+    |   `-- AddOnError                     an add-on, or a class made of add-ons, that cannot
+    |       |-- AddOnConflict              two add-ons that exclude each other
+    |       |-- AddOnRequirement           an add-on that needs another one, or a package
+    |       `-- AddOnOrder                 relations that no order fulfils
     |-- CheckpointError (ValueError)       a state that was not loaded, or not saved
     |   |-- CheckpointNotFound (FileNotFoundError)
     |   |-- CheckpointDamaged              a file is absent, cut, changed or hostile
@@ -44,6 +45,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "StepError",
+    "TaskError",
     "ZaeError",
 ]
 
@@ -80,8 +82,12 @@ class NonFiniteError(ZaeError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
 
 
-class AddOnError(ZaeError, TypeError):
-    """A class that cannot be made of these add-ons."""
+class TaskError(ZaeError, TypeError):
+    """A trainer class cannot work as it is written."""
+
+
+class AddOnError(TaskError):
+    """An add-on cannot work as it is written, or a class cannot be made of these add-ons."""
 
 
 class AddOnConflict(AddOnError):
