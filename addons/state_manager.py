@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,19 @@ from zae import files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_folder
 from zae.compose import add_ons_of
-from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
+from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
+from zae.locks import FolderLock
 from zae.progress import Every
+from zae.records import split_prefix
+from zae.resume import check_resume, find_checkpoint, foreign_checkpoints
+from zae.retention import Retention
+from zae.saver import Job, Saver
+from zae.signals import StopSignals
 
 __all__ = ["StateManagerAddon"]
 
 _log = logging.getLogger("zae")
+_SIGNALED = "a signal asked for the end"
 
 
 class StateManagerAddon(AddOnBase):
@@ -27,7 +33,9 @@ class StateManagerAddon(AddOnBase):
     A checkpoint is a folder ``step-00000012`` under ``save_path``: the weights under the keys of the model's own
     ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written beside its place and
     renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` says so, when a validation was
-    the best so far, and at the end of a run.
+    the best so far, and at the end of a run. At SIGTERM, SIGUSR1 or Ctrl-C the step is finished, the state saved, and
+    the process ends with status 143 or 130. After an exception the state goes to ``crash-00000012``, which is never
+    resumed from by itself.
 
     Parameters
     ----------
@@ -47,6 +55,15 @@ class StateManagerAddon(AddOnBase):
     overwrite : bool
         Whether to begin afresh in a folder that holds the checkpoints of an earlier run; they are removed once the
         first new one is complete.
+    save_async : bool
+        Go on training once the state is copied, while a thread writes it. A failure is raised after the next step.
+    on_save_error : {"raise", "warn"}
+        What a disk that refuses does: end the run, or warn each time and train on.
+    save_on_signal : bool
+        Whether to deal with the signals at all.
+    allow_partial : sequence of str
+        Files of the checkpoint ``resume=path`` that may be absent or damaged, for instance ``["state.json"]``: what
+        they held begins afresh.
 
     Raises
     ------
@@ -90,6 +107,10 @@ class StateManagerAddon(AddOnBase):
         keep_best: int = 1,
         resume: bool | str | Path = False,
         overwrite: bool = False,
+        save_async: bool = False,
+        on_save_error: str = "raise",
+        save_on_signal: bool = True,
+        allow_partial: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -101,25 +122,32 @@ class StateManagerAddon(AddOnBase):
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)
         self.keep_best = check_count("keep_best", keep_best, least=0)
-        if not isinstance(resume, (bool, str, Path)):
-            raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
-        self.resume, self.overwrite = resume, overwrite
+        check_resume(resume, on_save_error, allow_partial)
+        self.resume, self.overwrite, self.allow_partial = resume, overwrite, list(allow_partial)
+        self.save_async, self.on_save_error, self.save_on_signal = bool(save_async), on_save_error, save_on_signal
         self.run_id = ""
-        self._scores: dict[str, float | None] = {}
-        self._resumed = False
+        self._retention = Retention(self.keep_last, self.keep_best, 1 if self.monitor_mode == "min" else -1)
+        self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
+        self._folder_lock = FolderLock(self.save_path)
+        self._folder_lock.check()
+        self._resumed = self._run_failed = False
+        self._in_step: bool | None = None  # None before the first step.
         self._passed_over: set[str] = set()
         self._to_replace: list[Path] = []
         self._saved_at: tuple[int, int] | None = None
+        self._undo_save: tuple[dict[str, float | None], list[Path]] = ({}, [])
 
     @property
     def last_path(self) -> Path | None:
         """The newest checkpoint of this run, None before the first."""
-        return self.save_path / max(self._scores) if self._scores else None
+        self._settle_save()
+        return self.save_path / max(self._retention.scores) if self._retention.scores else None
 
     @property
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
-        ranked = self._ranked()
+        self._settle_save()
+        ranked = self._retention.ranked()
         return self.save_path / ranked[0] if ranked else None
 
     def setup(self) -> None:
@@ -127,69 +155,96 @@ class StateManagerAddon(AddOnBase):
         super().setup()
         if not self._resumed:
             self._resumed = True
-            found = self._find_resume()
+            found, self._passed_over = find_checkpoint(self.resume, self.save_path)
             if found is not None:
                 calls = self._calls
-                self.load_state(found)
+                self._load_from(found, strict=True, resuming=True)
                 self._calls = calls  # The calls of run that this script has made, not those that were saved.
         self.run_id = self.run_id or secrets.token_hex(8)
 
-    def _find_resume(self) -> Path | None:
-        """The checkpoint that ``resume`` means."""
-        if self.resume is False:
-            return None
-        folder = self.save_path if self.resume in (True, "auto") else Path(self.resume)  # type: ignore[arg-type]
-        if folder != self.save_path and not files.list_checkpoints(folder):
-            return folder
-        found = files.newest_valid(folder)
-        if found is None:
-            if self.resume == "auto":
-                _log.info("no checkpoint in %s: beginning afresh", folder)
-                return None
-            raise CheckpointNotFound(
-                f"resume={self.resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then"
-            )
-        path, _, passed_over = found
-        self._passed_over = {damaged.name for damaged, _ in passed_over}
-        for damaged, why in passed_over:
-            _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
-        return path
-
     def on_run_begin(self) -> None:
-        """Refuse to mix the checkpoints of two runs in one folder."""
+        """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
-        if not self.is_main:
-            return
-        others = [
-            p for p in files.list_checkpoints(self.save_path) if p.name not in self._scores.keys() | self._passed_over
-        ]
-        if others and not self.overwrite:
-            raise ConfigError(
-                f"save_path={str(self.save_path)!r} holds {len(others)} checkpoints of another run, or newer than this "
-                f"one (newest: {others[0].name}); write resume='auto' to go on from it, another save_path, or "
-                "overwrite=True to replace them"
-            )
-        self._to_replace = others
+        self._run_failed, self._in_step = False, None
+        if self.is_main:
+            self._folder_lock.acquire()
+            known = self._retention.scores.keys() | self._passed_over
+            self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite)
+        if self.save_on_signal:
+            self._stop_signals.install()
+
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Note that a step has begun: what fails in it leaves a state that is not exactly of any step."""
+        self._in_step = True
+        return super().gradients(batch)
 
     def checkpoint(self) -> None:
-        """Save when it is due, or when the validation of this moment was the best."""
+        """Save when it is due, or when the validation of this moment was the best; end after a signal."""
         super().checkpoint()
+        self._in_step = False
+        self._settle_save(wait=False)
         progress = self.progress_checker
         between = progress.epoch_batch == 0
         due = self.save_every.due_at_epoch(progress.epoch) if between else self.save_every.due_at_step(progress.step)
-        best = (
-            self.keep_best and self.best.get("step") == progress.step and self.best_path != self._path_of(progress.step)
-        )
-        if due or best:
+        best = self.keep_best and self.best.get("step") == progress.step
+        if due or (best and self._retention.ranked()[:1] != [self._path_at(progress.step).name]):
             self.save_state()
+        if self._stop_signals.received is not None and progress.stop_reason is None:
+            self.stop(_SIGNALED)
 
     def on_run_end(self) -> None:
-        """Save the end of the run, unless that was just done."""
+        """Save the end of the run, unless that was just done; after a signal, leave."""
         super().on_run_end()
-        if self._saved_at != (self.progress_checker.epoch, self.progress_checker.step):
+        progress = self.progress_checker
+        signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
+        if progress.stop_reason == _SIGNALED:
+            progress.stop_reason = None  # It goes on when it is resumed.
+        if self._saved_at != (progress.epoch, progress.step):
             self.save_state()
+        if signal is not None:
+            self._settle_save()
+            _log.warning("signal %d: saved at step %d, in %s", signal, progress.step, self.last_path)
+            self._stop_signals.end(signal)
 
-    def _path_of(self, step: int) -> Path:
+    def on_exception(self, error: BaseException) -> None:
+        """Save apart what there is; nothing that fails here hides the error."""
+        super().on_exception(error)
+        self._run_failed = True
+        if not isinstance(error, Exception) or isinstance(error, CheckpointError) or self._in_step is None:
+            return
+        signal = self._stop_signals.received
+        if signal is not None and not self._in_step and self.world_size == 1:
+            self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
+            self._stop_signals.end(signal)
+        # Of several ranks one may be here alone: a state that the others must help to gather would wait for ever.
+        if self.world_size == 1 and self.progress_checker.step:
+            self._save_crash(error)
+
+    def _save_crash(self, error: Exception) -> None:
+        folder = self.save_path / f"crash-{self.progress_checker.step:08d}"
+        try:
+            older = [path for path in self.save_path.glob("crash-*") if path != folder]
+            self._hand_over(folder, older, {"error": type(error).__name__, "in_step": self._in_step})
+            self._saver.wait()
+            _log.warning("%s: the state is saved in %s", type(error).__name__, folder)
+        except Exception as second:
+            _log.warning("%s: the state could not be saved in %s: %s", type(error).__name__, folder, second)
+
+    def teardown(self) -> None:
+        """Wait for the last save, and give folder and signals back."""
+        try:
+            self._settle_save()
+        finally:
+            self._folder_lock.release()
+            signal = None if self._run_failed else self._stop_signals.received
+            try:
+                super().teardown()
+            finally:
+                if signal is not None:
+                    self._stop_signals.end(signal)
+                self._stop_signals.restore()
+
+    def _path_at(self, step: int) -> Path:
         return self.save_path / files.checkpoint_name(step)
 
     def save_state(self, path: str | Path | None = None) -> Path:
@@ -211,65 +266,69 @@ class StateManagerAddon(AddOnBase):
         CheckpointError
             The disk refuses; what was there is intact.
         """
+        self._settle_save()
         progress = self.progress_checker
-        target = self._path_of(progress.step) if path is None else Path(path)
-        kept = dict(self._scores)
+        target = self._path_at(progress.step) if path is None else Path(path)
+        self._undo_save = (dict(self._retention.scores), self._to_replace)
         if path is None:
-            self._scores[target.name] = self._present_score()
-        state = self.state_dict()
-        if self.is_main:
-            about = {
-                "run_id": self.run_id or "unset",
-                "step": progress.step,
-                "epoch": progress.epoch,
-                "composition": [add_on.__name__ for add_on in add_ons_of(type(self))],
-                "world_size": self.world_size,
-                "info": {"score": self._present_score(), "monitor": self.monitor},
-            }
-            rest = {key: value for key, value in state.items() if key != "model"}
-            try:
-                files.save_checkpoint(target, state["model"], rest, model_format=self.save_format, manifest_info=about)
-            except BaseException:
-                self._scores = kept
-                raise
-        if path is None:
-            self._saved_at = (progress.epoch, progress.step)
-            self._prune()
+            self._retention.scores[target.name] = self._present_score()
+            doomed = self._retention.doomed()
+            replaces = [self.save_path / name for name in doomed]
+            replaces += [each for each in self._to_replace if each.name not in self._retention.scores]
+        try:
+            self._hand_over(target, replaces if path is None else [])
+            if path is None:
+                self._saved_at, self._to_replace = (progress.epoch, progress.step), []
+                for name in doomed:
+                    del self._retention.scores[name]
+        except BaseException as error:
+            self._take_save_back(error)
         self.barrier()
         return target
+
+    def _hand_over(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any] | None = None) -> None:
+        """Hand the state to the saver, on the rank that saves."""
+        state, progress = self.state_dict(), self.progress_checker
+        about = {
+            "run_id": self.run_id or "unset",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "composition": [add_on.__name__ for add_on in add_ons_of(type(self))],
+            "world_size": self.world_size,
+            "info": {"score": self._present_score(), "monitor": self.monitor, **(info or {})},
+        }
+        trained = {name for name, parameter in self.unwrap().named_parameters() if parameter.requires_grad}
+        if self.is_main:
+            self._saver.save(Job(target, state, self.save_format, about, replaces, trained))
+
+    def _settle_save(self, wait: bool = True) -> None:
+        """Take note of what became of a background save."""
+        try:
+            self._saver.wait() if wait else self._saver.poll()
+        except BaseException as error:
+            self._take_save_back(error)
+
+    def _take_save_back(self, error: BaseException) -> None:
+        """Forget a save that failed; what was there is still there."""
+        (self._retention.scores, self._to_replace), self._saved_at = self._undo_save, None
+        by_disk = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
+        not_finite = isinstance(error, NonFiniteError) and self.nonfinite.policy != "raise"
+        if not ((by_disk and self.on_save_error == "warn") or not_finite or (self._run_failed and by_disk)):
+            raise error
+        _log.warning("not saved at step %d: %s", self.progress_checker.step, error)
 
     def _present_score(self) -> float | None:
         """The monitored metric, when it was measured on these very weights."""
         progress = self.progress_checker
-        history = self.valid_history or ([] if self._valid[0] is not None else self.train_history)
+        by_training = split_prefix(self.monitor)[0] == "train" or not (self.valid_history or self._valid[0] is not None)
+        history = self.train_history if by_training else self.valid_history
         if not history or history[-1]["step"] != progress.step:
             return None
-        return self.score_of(self.test_metrics if self.valid_history else self.train_metrics)
+        return self.score_of(self.train_metrics if by_training else self.test_metrics)
 
-    def _ranked(self) -> list[str]:
-        """Checkpoints that have a score, best first; of equal ones the older."""
-        sign = 1 if self.monitor_mode == "min" else -1
-        scored = [(sign * score, name) for name, score in self._scores.items() if score is not None and score == score]
-        return [name for _, name in sorted(scored)]
-
-    def _prune(self) -> None:
-        """Remove what neither rule keeps; only called when a new checkpoint is complete."""
-        names = sorted(self._scores)
-        kept = set(names if self.keep_last is None else names[-self.keep_last :]) | set(
-            self._ranked()[: self.keep_best]
-        )
-        for name in names:
-            if name not in kept:
-                del self._scores[name]
-                if self.is_main:
-                    with contextlib.suppress(CheckpointNotFound):  # Somebody made room by hand.
-                        files.remove_checkpoint(self.save_path / name)
-        for path in self._to_replace:
-            if path.name not in self._scores and self.is_main:
-                files.remove_checkpoint(path)
-        self._to_replace = []
-
-    def load_state(self, path: str | Path | None = None, strict: bool = True) -> None:
+    def load_state(
+        self, path: str | Path | None = None, strict: bool = True, allow_partial: Sequence[str] = ()
+    ) -> None:
         """Load a checkpoint: everything, or on an error nothing.
 
         Parameters
@@ -278,21 +337,37 @@ class StateManagerAddon(AddOnBase):
             A checkpoint, or a folder of them, of which the newest whole one is taken; by default ``save_path``.
         strict : bool
             Refuse the state of add-ons that are not here, and weights that do not fit.
+        allow_partial : sequence of str
+            Files that may be absent or damaged: what they held stays as it is.
 
         Raises
         ------
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
             With what to do.
         """
+        self._settle_save()
         found = Path(path) if path is not None else self.save_path
         if files.list_checkpoints(found):
             newest = files.newest_valid(found)
             found = newest[0] if newest else found
-        manifest, model, state = files.load_checkpoint(found)
-        self.load_state_dict({"model": model, **state}, strict)
+        self.allow_partial = list(allow_partial)
+        self._load_from(found, strict)
+
+    def _load_from(self, found: Path, strict: bool, resuming: bool = False) -> None:
+        manifest, model, state = files.load_checkpoint(found, allow_partial=self.allow_partial)
+        if resuming and manifest["world_size"] != self.world_size:
+            raise CheckpointMismatch(
+                f"{found} is of {manifest['world_size']} ranks, and this run has {self.world_size}; use as many ranks, "
+                "or take only the weights: apply_weights(path)"
+            )
+        if self.allow_partial and not (model and state):
+            _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
+        if not state and self.allow_partial:
+            return self.apply_weights(model, strict)
+        self.load_state_dict({"model": model or self.model_state(), **state}, strict)
         self.run_id = manifest["run_id"]
         if found in files.list_checkpoints(self.save_path):
-            self._scores.setdefault(found.name, None)  # It itself was not yet in its own list.
+            self._retention.scores.setdefault(found.name, None)  # It itself was not yet in its own list.
         self._saved_at = (self.progress_checker.epoch, self.progress_checker.step)
         _log.info("loaded %s (step %d)", found, self.progress_checker.step)
 
@@ -320,7 +395,7 @@ class StateManagerAddon(AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the run's name, and what is kept with which score."""
-        own = {"run_id": self.run_id, "scores": dict(self._scores)}
+        own = {"run_id": self.run_id, "scores": dict(self._retention.scores)}
         return {**super().state_dict(), "StateManagerAddon": own}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -332,5 +407,5 @@ class StateManagerAddon(AddOnBase):
         if own is not None:
             # What was kept when this was saved may be gone by now, or be in another folder.
             listed = {path.name for path in files.list_checkpoints(self.save_path)}
-            self._scores = {name: score for name, score in own["scores"].items() if name in listed}
+            self._retention.scores = {name: score for name, score in own["scores"].items() if name in listed}
             self.run_id = own["run_id"]

@@ -1,0 +1,122 @@
+"""What a run finds in its folder: a checkpoint to go on from, or those of another run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from zae import files
+from zae.errors import CheckpointNotFound, ConfigError
+
+__all__ = ["check_resume", "find_checkpoint", "foreign_checkpoints"]
+
+_log = logging.getLogger("zae")
+
+
+def check_resume(resume: object, on_save_error: object, allow_partial: Collection[str]) -> None:
+    """Refuse options of the state manager that cannot be meant.
+
+    Parameters
+    ----------
+    resume, on_save_error, allow_partial : object
+        As they were given.
+
+    Raises
+    ------
+    ConfigError
+        With what may be given.
+
+    Examples
+    --------
+    >>> check_resume("auto", "raise", ())
+    """
+    if not isinstance(resume, (bool, str, Path)):
+        raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
+    if on_save_error not in ("raise", "warn"):
+        raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
+    if isinstance(allow_partial, str):
+        raise ConfigError(f"allow_partial={allow_partial!r}; it must be a list of files: [{allow_partial!r}]")
+    if allow_partial and resume in (False, True, "auto"):
+        raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
+
+
+def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | None, set[str]]:
+    """Find the checkpoint that ``resume`` means.
+
+    Parameters
+    ----------
+    resume : bool, "auto", str or Path
+        What the user asked for.
+    save_path : Path
+        Where the run saves.
+
+    Returns
+    -------
+    path, passed_over : tuple
+        The checkpoint, None to begin afresh; and the names of newer ones that are damaged.
+
+    Raises
+    ------
+    CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+        There is none, none that is whole, or the newest is of a newer zae.
+
+    Examples
+    --------
+    >>> find_checkpoint("auto", Path("runs/no-such-run"))
+    (None, set())
+    """
+    if resume is False:
+        return None, set()
+    folder = save_path if resume in (True, "auto") else Path(resume)  # type: ignore[arg-type]
+    if folder != save_path and not files.list_checkpoints(folder):
+        return folder, set()
+    found = files.newest_valid(folder)
+    if found is None:
+        if resume == "auto":
+            _log.info("no checkpoint in %s: beginning afresh", folder)
+            return None, set()
+        raise CheckpointNotFound(
+            f"resume={resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then"
+        )
+    path, _, passed_over = found
+    for damaged, why in passed_over:
+        _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
+    return path, {damaged.name for damaged, _ in passed_over}
+
+
+def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool) -> list[Path]:
+    """List the checkpoints of another run in a folder, and refuse to mix two runs unless that was asked for.
+
+    Parameters
+    ----------
+    save_path : Path
+        Where the run saves.
+    known : collection of str
+        The names of its own checkpoints.
+    overwrite : bool
+        Whether the others may be replaced.
+
+    Returns
+    -------
+    list of Path
+        What is to be removed once the run has a checkpoint of its own.
+
+    Raises
+    ------
+    ConfigError
+        There are some, and they may not be replaced.
+
+    Examples
+    --------
+    >>> foreign_checkpoints(Path("runs/no-such-run"), (), overwrite=False)
+    []
+    """
+    others = [path for path in files.list_checkpoints(save_path) if path.name not in known]
+    if others and not overwrite:
+        raise ConfigError(
+            f"save_path={str(save_path)!r} holds {len(others)} checkpoints of another run, or newer than this one "
+            f"(newest: {others[0].name}); write resume='auto' to go on from it, another save_path, or overwrite=True "
+            "to replace them"
+        )
+    return others

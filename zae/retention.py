@@ -1,0 +1,46 @@
+"""Which checkpoints of a run are kept: the newest ones, and the best."""
+
+from __future__ import annotations
+
+__all__ = ["Retention"]
+
+
+class Retention:
+    """Names of checkpoints with their scores, and the rule that keeps some of them.
+
+    Parameters
+    ----------
+    last : int or None
+        How many of the newest are kept; None keeps all.
+    best : int
+        How many of the best are kept beside them.
+    sign : int
+        1 where a smaller score is better, -1 where a larger one is.
+
+    Attributes
+    ----------
+    scores : dict of str to (float or None)
+        The checkpoints that are there, by name.
+
+    Examples
+    --------
+    >>> kept = Retention(last=1, best=1, sign=1)
+    >>> kept.scores = {"step-00000001": 0.5, "step-00000002": 0.7, "step-00000003": 0.6}
+    >>> kept.ranked(), kept.doomed()
+    (['step-00000001', 'step-00000003', 'step-00000002'], ['step-00000002'])
+    """
+
+    def __init__(self, last: int | None, best: int, sign: int) -> None:
+        self.last, self.best, self.sign = last, best, sign
+        self.scores: dict[str, float | None] = {}
+
+    def ranked(self) -> list[str]:
+        """Return those that have a score, best first; of equal ones the older. NaN is no score."""
+        scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
+        return [name for score, name in sorted(pair for pair in scored if pair[0] == pair[0])]
+
+    def doomed(self) -> list[str]:
+        """Return those that neither rule keeps; the newest is never among them."""
+        names = sorted(self.scores)
+        kept = set(names if self.last is None else names[-self.last :]) | set(self.ranked()[: self.best])
+        return [name for name in names if name not in kept]

@@ -1,0 +1,183 @@
+"""How a checkpoint gets to the disk: at once, or in the background from a copy; then what it replaces is removed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zae import files
+from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
+from zae.nonfinite import bad_parameters
+from zae.tensors import view_key
+
+__all__ = ["Job", "Saver", "Snapshots"]
+
+_log = logging.getLogger("zae")
+
+
+class Job(NamedTuple):
+    """One checkpoint to be written, the ones to be removed once it is whole, and the weights that must be finite."""
+
+    target: Path
+    state: Mapping[str, Any]
+    model_format: str
+    about: Mapping[str, Any]
+    replaces: Sequence[Path]
+    trained: Collection[str]
+
+    def write(self) -> None:
+        """Write, read back, and only then remove."""
+        weights = self.state["model"]
+        if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
+            raise NonFiniteError(
+                f"{self.target} was not saved: the parameter {sorted(bad)[0]} holds NaN or an infinity"
+                + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
+                + "; go on from an older checkpoint, with a lower learning rate or gradient_clip=1.0"
+            )
+        rest = {key: value for key, value in self.state.items() if key != "model"}
+        files.save_checkpoint(self.target, weights, rest, model_format=self.model_format, manifest_info=self.about)
+        if not self.replaces:
+            return
+        files.verify(self.target)
+        for path in self.replaces:
+            try:
+                files.remove_checkpoint(path)
+            except CheckpointNotFound:  # Somebody made room by hand.
+                continue
+            except CheckpointError as error:  # A folder that stays costs space, not the run.
+                _log.warning("%s", error)
+
+
+class Saver:
+    """Writes checkpoints, one at a time.
+
+    Parameters
+    ----------
+    background : bool
+        Whether `save` returns once the state is copied; a thread then writes it. A failure is raised by the next
+        `save`, `wait` or `poll`.
+
+    Examples
+    --------
+    >>> Saver(background=True).wait()
+    """
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self._snapshots = Snapshots()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return {"background": self.background}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["background"])  # type: ignore[misc]
+
+    def save(self, job: Job) -> None:
+        """Write a checkpoint, or begin to."""
+        self.wait()
+        if not self.background:
+            job.write()
+            return
+        copied = job._replace(state=self._snapshots.take(job.state))
+        # No daemon: a script that ends waits for its last checkpoint.
+        self._thread = threading.Thread(target=self._work, args=(copied,), name="zae-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self.poll()
+
+    def poll(self) -> None:
+        """Raise what the last background save failed with, when it is over."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread, error, self._error = None, self._error, None
+            if error is not None:
+                raise error
+
+    def _work(self, job: Job) -> None:
+        try:
+            job.write()
+        except BaseException as error:
+            self._error = error
+
+
+class Snapshots:
+    """Copies of states on the host, into memory that is used again for the next one.
+
+    New memory costs as much as the copy itself, so that of the last snapshot is kept: a state is held twice.
+
+    Examples
+    --------
+    >>> snapshots, weight = Snapshots(), torch.zeros(2)
+    >>> state = snapshots.take({"model": {"a": weight, "b": weight}})
+    >>> _ = weight.add_(1)
+    >>> state["model"]["a"].tolist(), state["model"]["a"] is state["model"]["b"]
+    ([0.0, 0.0], True)
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[Any, Tensor]] = []
+
+    def take(self, state: Any) -> Any:
+        """Copy a state, which may change as soon as this has returned.
+
+        Parameters
+        ----------
+        state : object
+            Dicts, lists and tuples of tensors and plain values. What is one tensor stays one.
+
+        Returns
+        -------
+        object
+            Of the same structure, on the host.
+        """
+        spare: dict[Any, list[Tensor]] = {}
+        for kind, buffer in self._buffers:
+            spare.setdefault(kind, []).append(buffer)
+        self._buffers = []
+        copied = self._copy(state, spare, {})
+        if any(pinned for (*_, pinned), _ in self._buffers):
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, value: Any, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach(), spare, copies)
+        if isinstance(value, dict):
+            made = {key: self._copy(each, spare, copies) for key, each in value.items()}
+            return made if type(value) is dict else _like(value, made)
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(each, spare, copies) for each in value)
+        return value.copy() if hasattr(value, "dtype") and hasattr(value, "copy") else value
+
+    def _tensor(self, value: Tensor, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Tensor:
+        key = view_key(value)
+        if key is None or type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+            return value.clone()
+        if key not in copies:
+            pinned = value.device.type == "cuda"
+            kind = (value.dtype, value.shape, pinned)
+            buffers = spare.get(kind)
+            buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            copies[key] = buffer.copy_(value, non_blocking=pinned)
+            self._buffers.append((kind, buffer))
+        return copies[key]
+
+
+def _like(value: Any, made: dict[Any, Any]) -> Any:
+    """A dict of the same class: what the encoder tells apart stays apart."""
+    copy = value.copy()
+    for key, each in made.items():
+        copy[key] = each
+    return copy
