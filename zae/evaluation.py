@@ -12,6 +12,7 @@ from torch import nn
 from zae import checks, rng, session
 from zae.contexts import NOTHING
 from zae.errors import LoaderError
+from zae.fast_data import batches_of
 from zae.loading import check_loader, describe
 from zae.records import Metrics
 
@@ -52,7 +53,7 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
     """Evaluate one loader."""
     trainer.log_test.clear()
     with testing(trainer, loader):
-        for batch in trainer.wrap_loader(loader, False):
+        for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
             if batch is not None:
                 trainer.run_batch(batch)
         metrics = Metrics({**session.means(trainer, trainer.log_test), **session.own_metrics(trainer)})

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae import rng
 from zae.errors import LoaderError
+from zae.fast_data import batches_of
 
 __all__ = ["Position", "check_loader", "describe", "length_of"]
 
@@ -84,8 +85,9 @@ class Position:
     passed over in the sampler, so that the dataset is not asked for them; then the present state is put back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fast: bool = True) -> None:
         self.loader: Any = None
+        self._fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
 
@@ -139,7 +141,7 @@ class Position:
         self.loader = loader
         if resume is None and not used:
             self._begin = self._capture()
-            yield from _present(iter(loader), loader)
+            yield from _present(batches_of(loader, self._fast), loader)
             return
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
@@ -149,11 +151,12 @@ class Position:
             iterator = iter(loader)
         elif used and begin is not None:
             self._restore(begin)
-            iterator = _skip(loader, used)
+            iterator = _skip(loader, used, self._fast)
         else:
             self._restore(present)
             begin = self._capture()
-            iterator = _skip(loader, used_before if resume is not None and iter_once(loader) else used)
+            skipped = used_before if resume is not None and iter_once(loader) else used
+            iterator = _skip(loader, skipped, self._fast)
         self._begin = begin
         if used:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
@@ -224,10 +227,10 @@ class _SkipFirst:
         return getattr(self.__dict__["_sampler"], name)
 
 
-def _skip(loader: Any, count: int) -> Iterator[Any]:
+def _skip(loader: Any, count: int, fast: bool) -> Iterator[Any]:
     """Begin a loader after its first batches; a DataLoader over a sampler does not load them."""
     if not count:
-        return iter(loader)
+        return batches_of(loader, fast)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         if isinstance(loader, DataLoader):
             _log.warning("resuming in the middle of an epoch of an IterableDataset: %d batches are read again and "
@@ -242,6 +245,6 @@ def _skip(loader: Any, count: int) -> Iterator[Any]:
     # DataLoader forbids setting these after its construction, for the sake of its own iterators; this copy has none.
     object.__setattr__(rest, name, sampler)
     object.__setattr__(rest, "_iterator", None)
-    iterator = iter(rest)
+    iterator = batches_of(rest, fast)
     sampler.skip()
     return iterator

@@ -24,6 +24,7 @@ from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
 from zae.device import leading_dimension, parse_device, to_device
 from zae.explain import explain
+from zae.fast_data import batches_of
 from zae.faults import explain_error
 from zae.loading import Position, check_loader, length_of
 from zae.nonfinite import NonFiniteGuard
@@ -73,6 +74,9 @@ class Trainer(metaclass=TrainerMeta):
     on_nonfinite : {"raise", "skip", "warn"}
         What a loss that is NaN or infinite does, or a gradient norm where ``gradient_clip`` computes one: raise before
         the optimizer steps, leave the step out, or only warn. See `zae.nonfinite.NonFiniteGuard`.
+    fast_data : bool
+        Take the batches of a DataLoader over tensors in memory with one gather each, bitwise as the loader gives them.
+        See `zae.fast_data`.
 
     Raises
     ------
@@ -113,6 +117,7 @@ class Trainer(metaclass=TrainerMeta):
         seed: int | None = None,
         log_every: Every | int | None = None,
         on_nonfinite: str = "raise",
+        fast_data: bool = True,
     ) -> None:
         self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device = self.devices[0]
@@ -127,6 +132,7 @@ class Trainer(metaclass=TrainerMeta):
         self.seed = checks.check_count("seed", seed, least=0, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
+        self.fast_data = fast_data
 
         self._begin_empty()
 
@@ -142,7 +148,7 @@ class Trainer(metaclass=TrainerMeta):
         self.grad_norm: Tensor | None = None
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
-        self._position = Position()
+        self._position = Position(self.fast_data)
         self._ready = self._seeded = False
         self._calls = 0  # Of run, in this process.
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
@@ -286,11 +292,13 @@ class Trainer(metaclass=TrainerMeta):
         session.open_epoch(self, loader)
         complete = True
         with self.epoch_context():
-            for batch in self.batches(loader):
+            batches = self.batches(loader)
+            for batch in batches:
                 self.run_batch(batch)
                 session.after_step(self)
                 if session.finished(self):
-                    complete = self.progress_checker.epoch_batch == length_of(loader)
+                    # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
+                    complete = self.progress_checker.epoch_batch == length_of(loader) and next(batches, None) is None
                     break
                 if self.progress_checker.epoch_step == self._epoch_steps:
                     break
@@ -665,7 +673,8 @@ class Trainer(metaclass=TrainerMeta):
         """
         check_loader(loader)
         with evaluation.session_of(self), evaluation.testing(self, loader):
-            return [to_host(evaluation.test(self, b)[0]) for b in self.wrap_loader(loader, False) if b is not None]
+            batches = batches_of(self.wrap_loader(loader, False), self.fast_data)
+            return [to_host(evaluation.test(self, b)[0]) for b in batches if b is not None]
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
