@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, replaces
 from zae.checks import check_count
 from zae.errors import LoaderError
 from zae.loading import length_of
@@ -73,6 +73,7 @@ class GradientAccumulationAddon(AddOnBase):
         for _ in batches:  # A loader may count what it gave only when it is asked once more.
             raise LoaderError(f"the loader has a length of {length}, and gave more batches; mend its __len__")
 
+    @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:
         """Give the batches of a window; anything else is a window of its own."""
         return batch if isinstance(batch, (_Window, _List)) else super().micro_batches(batch)

@@ -90,6 +90,11 @@ class LedgerAddon(AddOnBase):
         self._stages: dict[str, dict[str, Any]] = {}  # Of the open step, when it is to be written.
         self._loaders: tuple[Any, Any] = (None, None)  # The user's loader, and the copy of it that notes samples.
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the loader and the file behind: they belong to this process."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return {**state, "_file": None, "_loaders": (None, None)}
+
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note which samples the sampler of training gives."""
         loader = super().wrap_loader(loader, training)

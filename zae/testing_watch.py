@@ -1,0 +1,207 @@
+"""What the checks of `zae.testing` watch a trainer with: files, random streams, global settings, calls, transfers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zae import rng
+
+__all__ = [
+    "Calls",
+    "Transfers",
+    "difference",
+    "effects",
+    "global_settings",
+    "graph_in",
+    "hooks_of",
+    "output",
+    "streams",
+]
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_listening: list[list[str]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what reaches out of the process while somebody listens; a hook of the interpreter stays for good."""
+    if not _listening or threading.current_thread() is not threading.main_thread():
+        return
+    if event == "open":
+        path, mode, flags = arguments
+        writes = (isinstance(mode, str) and set(mode) & set("wax+")) or (mode is None and flags and flags & _WRITES)
+        if writes and isinstance(path, (str, bytes, os.PathLike)) and not str(path).startswith("/dev/"):
+            _listening[-1].append(f"opens {os.fsdecode(path)!r} for writing")
+    elif event == "os.mkdir":
+        _listening[-1].append(f"makes the folder {str(arguments[0])!r}")
+    elif event in ("subprocess.Popen", "socket.connect", "os.fork"):
+        _listening[-1].append(f"calls {event}")
+
+
+@contextlib.contextmanager
+def effects() -> Iterator[list[str]]:
+    """List what is done to files, processes and the network inside, in words."""
+    if not getattr(_audit, "installed", False):
+        sys.addaudithook(_audit)
+        _audit.installed = True  # type: ignore[attr-defined]
+    _listening.append([])
+    try:
+        yield _listening[-1]
+    finally:
+        _listening.pop()
+
+
+@contextlib.contextmanager
+def output() -> Iterator[io.StringIO]:
+    """Collect what is printed inside."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        yield text
+
+
+def streams() -> dict[str, Any]:
+    """The random streams, by name."""
+    state = rng.capture()
+    return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in state.items()}
+
+
+def global_settings() -> dict[str, Any]:
+    """What a context that is left open leaves changed in the process."""
+    return {
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(torch.get_default_device()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "profiler": torch.autograd._profiler_enabled(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "working folder": os.getcwd(),
+        "threads of torch": torch.get_num_threads(),
+    }
+
+
+def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
+    """Count the hooks on a model and its optimizers."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = {kind: sum(len(getattr(module, kind)) for module in model.modules()) for kind in kinds}
+    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        found[kind] = sum(len(getattr(optimizer, kind)) for optimizer in optimizers)
+    found["parameter hooks"] = sum(len(p._backward_hooks or ()) for p in model.parameters())
+    return found
+
+
+def difference(a: Any, b: Any, where: str = "") -> str | None:
+    """Name the first place where two nested values differ bitwise; what cannot be compared is passed over."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        return None if same else where
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        if a.keys() != b.keys():
+            return f"{where}[{next(iter(a.keys() ^ b.keys()))!r}]"
+        return next((f for key in a if (f := difference(a[key], b[key], f"{where}[{key!r}]")) is not None), None)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return where
+        pairs = enumerate(zip(a, b, strict=True))
+        return next((f for i, (x, y) in pairs if (f := difference(x, y, f"{where}[{i}]")) is not None), None)
+    plain = (int, float, complex, str, bytes, bool, type(None))
+    if isinstance(a, plain) or isinstance(b, plain):
+        return None if type(a) is type(b) and repr(a) == repr(b) else where
+    if isinstance(a, (set, frozenset)) and isinstance(b, (set, frozenset)):
+        return None if a == b else where
+    return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def graph_in(value: Any, where: str, depth: int = 4) -> str | None:
+    """Name the first tensor in a nested value that holds on to an autograd graph."""
+    if isinstance(value, Tensor):
+        return where if value.grad_fn is not None else None
+    if not depth or isinstance(value, (nn.Module, str, bytes)):
+        return None
+    if isinstance(value, Mapping):
+        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        parts = [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    return next((found for name, item in parts if (found := graph_in(item, name, depth - 1)) is not None), None)
+
+
+class Calls:
+    """Counts the calls of some functions, and lets somebody look when the outermost of them returns.
+
+    Parameters
+    ----------
+    codes : mapping
+        Names of the functions of interest, by their code.
+    on_return : callable, optional
+        Called with the name of each function as it returns to code that is not one of them.
+    """
+
+    def __init__(self, codes: Mapping[CodeType, str], on_return: Callable[[str], None] | None = None) -> None:
+        self.codes = codes
+        self.count = dict.fromkeys(codes.values(), 0)
+        self._on_return = on_return
+        self._seen: dict[int, FrameType] = {}  # Frames are kept: a generator is called once and entered often.
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        name = self.codes.get(frame.f_code)
+        if name is None:
+            return
+        if event == "call" and id(frame) not in self._seen:
+            self.count[name] += 1
+            if frame.f_code.co_flags & 0x20:  # A generator.
+                self._seen[id(frame)] = frame
+        elif event == "return" and self._on_return is not None:
+            self._on_return(name)
+
+
+_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+class Transfers(TorchFunctionMode):
+    """Notes where some functions read a tensor's value, for which the host waits for the device.
+
+    Parameters
+    ----------
+    codes : set of CodeType
+        The functions to watch; what torch itself reads inside of them is not theirs to avoid.
+    """
+
+    def __init__(self, codes: set[CodeType]) -> None:
+        super().__init__()
+        self._codes = codes
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in _READS:
+            frame = sys._getframe(1)
+            if frame.f_code in self._codes:
+                self.found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}")
+        return function(*args, **(kwargs or {}))
