@@ -490,7 +490,9 @@ def test_two_add_ons_of_one_name_are_refused():
 
 def test_what_is_no_add_on_is_refused():
     """E3"""
-    with pytest.raises(AddOnError, match=r"int is not an add-on; write class int\(AddOnBase\): ..., and Task.add_on"):
+    with pytest.raises(AddOnError, match=r"Odd is not an add-on; write class Odd\(AddOnBase\): ..., and Task.add_on"):
+        Task.add_on(type("Odd", (), {}))
+    with pytest.raises(AddOnError, match=r"int is not an add-on; write class MyAddon\(AddOnBase\)"):
         Task.add_on(int)
     with pytest.raises(AddOnError, match=r"Task is not an add-on; write class MyAddon\(AddOnBase\)"):
         Trainer.add_on(Task)

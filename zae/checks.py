@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = [
     "check_count",
     "check_devices",
     "check_folder",
+    "check_metrics",
     "check_mode",
     "check_model",
     "check_number",
@@ -94,7 +96,15 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
     return type(batch).__name__
 
 
-def check_outputs(name: str, out: Any, batch: Any, *, train: bool, keys: list[str] | None = None) -> None:
+def check_outputs(
+    name: str,
+    out: Any,
+    batch: Any,
+    *,
+    train: bool,
+    keys: list[str] | None = None,
+    error: Exception | None = None,
+) -> None:
     """Refuse what a step returned, saying why; returns when nothing is wrong with it.
 
     Parameters
@@ -109,6 +119,8 @@ def check_outputs(name: str, out: Any, batch: Any, *, train: bool, keys: list[st
         Whether a loss to be differentiated is needed.
     keys : list of str, optional
         Names of several optimizers; ``loss`` may be a dict with one entry for each.
+    error : Exception, optional
+        What was raised of it; it gets a note where we know more.
 
     Raises
     ------
@@ -123,10 +135,9 @@ def check_outputs(name: str, out: Any, batch: Any, *, train: bool, keys: list[st
         return
     if "loss" not in out:
         found = ", ".join(map(repr, out)) or "no key"
-        raise StepError(
-            f"{where} returned a dict without 'loss'; it holds {found}{did_you_mean('loss', map(str, out))} "
-            "Return {'loss': loss, ...}"
-        )
+        near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
+        cure = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
+        raise StepError(f"{where} returned a dict without 'loss'; it holds {found}; {cure}")
     loss = out["loss"]
     if isinstance(loss, Mapping):
         if not keys or set(map(str, loss)) != set(keys):
@@ -138,6 +149,42 @@ def check_outputs(name: str, out: Any, batch: Any, *, train: bool, keys: list[st
             _check_loss(f"{where}, loss[{key!r}]", each)
     else:
         _check_loss(where, loss)
+    _check_targets(where, out.get("num_targets"))
+    if error is not None and "backward through the graph a second time" in str(error):
+        error.add_note(
+            f"zae: {name} computes the loss, and backward(), optimizer.step() and zero_grad() are done for you; take "
+            "them out of it"
+        )
+
+
+def _check_targets(where: str, count: Any) -> None:
+    """Refuse a number of targets that is none."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        count = count.item()
+    good = isinstance(count, (int, float, np.integer, np.floating)) and count >= 0
+    if count is not None and not good:
+        raise StepError(
+            f"{where} returned num_targets {_describe(count)}; return how many targets the loss is the mean over, "
+            "for instance 'num_targets': targets.numel()"
+        )
+
+
+def check_metrics(name: str, metrics: Any) -> dict[str, float]:
+    """Take over what ``metric_on_epoch_end`` returned, or say why not."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise StepError(f"{name} returned {type(metrics).__name__} {_describe(metrics)}; return a dict of numbers")
+    numbers = {}
+    for key, value in metrics.items():
+        try:
+            numbers[str(key)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise StepError(
+                f"{name} returned {key!r} of type {type(value).__name__} {_describe(value)}; return a number, for "
+                f"instance the mean"
+            ) from None
+    return numbers
 
 
 def _check_loss(where: str, loss: Any) -> None:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from zae.contract import check_class, check_complete, check_instance
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
-from zae.options import check_call, check_owners, options_of
+from zae.options import check_call, check_owners, missing_attribute, options_of
 from zae.seams import LAYERS, add_ons_of, is_add_on, is_trainer, replaces, seam, seams_of, slots_of
 
 __all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
@@ -40,6 +40,8 @@ class TrainerMeta(ABCMeta):
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
         parents = [base for base in bases if isinstance(base, TrainerMeta)]
         namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
+        if not parents:
+            namespace.setdefault("__getattr__", missing_attribute)  # Asked only for what is not there.
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:
@@ -164,7 +166,7 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
         raise AddOnError(f"add_on() takes classes, and got an instance, {add_on!r:.80}; write add_on(SomeAddon)")
     if not is_add_on(add_on) or add_on.__dict__.get("_is_base"):
         what = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
-        name = "MyAddon" if is_trainer(add_on) else add_on.__name__
+        name = "MyAddon" if is_trainer(add_on) or add_on.__module__ == "builtins" else add_on.__name__
         raise AddOnError(
             f"{add_on.__name__} is {what}; write class {name}(AddOnBase): ..., and {base.__name__}.add_on({name})"
         )

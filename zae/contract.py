@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
-from zae.hints import foreign_hook
+from zae.hints import FOREIGN_HOOKS, foreign_hook
 from zae.seams import LAYERS, add_ons_of, calls_super, function_of, is_add_on, is_marked, is_trainer, names_in, seams_of
 
 __all__ = ["check_class", "check_complete", "check_instance"]
@@ -68,8 +68,8 @@ def _check_declaration(cls: Any) -> None:
     for fixed in FIXED:
         if fixed in cls.__dict__:
             raise AddOnError(
-                f"{name} overrides {fixed}, which is the loop itself; override a seam inside it: "
-                f"{', '.join(seams_of(cls))}"
+                f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
+                "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
             )
 
 
@@ -165,16 +165,16 @@ def _check_name(cls: Any, klass: Any, name: str) -> None:
     """Refuse a method that looks like a hook, and that neither the loop nor the class itself calls."""
     seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if (len(s) > 5 or s == "setup") and s != name]
     near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 else ""
-    hint = foreign_hook(name)
-    if is_marked(klass.__dict__[name], "__seam__") or not (hint or near):
+    hint = f"; {foreign_hook(name)}." if name in FOREIGN_HOOKS or (foreign_hook(name) and not near) else near
+    if is_marked(klass.__dict__[name], "__seam__") or not hint:
         return
     for other, value in ((n, v) for c in cls.__mro__ for n, v in c.__dict__.items()):
         function = function_of(value)
         if other != name and isinstance(function, FunctionType) and name in names_in(function.__code__):
             return  # It is a helper of the class's own.
     raise _error(klass)(
-        f"{klass.__name__}.{name} would never be called{near or '; ' + hint}; "
-        "if the method is your own, give it another name or begin it with an underscore"
+        f"{klass.__name__}.{name} would never be called{hint} "
+        "If the method is your own, give it another name or begin it with an underscore"
     )
 
 
@@ -258,7 +258,7 @@ def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
 
 def check_complete(cls: Any) -> None:
     """Refuse a class without its steps, showing the few lines to write."""
-    missing = sorted(cls.__abstractmethods__)
+    missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
     root, ordered = cls.__dict__.get("_recipe", (cls, ()))
@@ -270,7 +270,7 @@ def check_complete(cls: Any) -> None:
             "        inputs, targets = batch",
             '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
         ],
-        "test_step": ["    def test_step(self, batch):", "        return self.train_step(batch)"],
+        "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
     }
     lines = [f"class {name}(Trainer):", *(line for m in missing for line in bodies.get(m, [f"    def {m}(self): ..."]))]
     raise TaskError(

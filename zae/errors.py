@@ -5,6 +5,7 @@ The tree, with the built-in family each one also belongs to, so that an
 
     ZaeError (Exception)
     |-- OptionError (TypeError)            an argument nobody takes, or one that is missing
+    |-- MissingError (AttributeError)      a method or an attribute that the trainer does not have
     |-- ConfigError (ValueError)           an argument with a value that cannot be meant
     |-- StepError (TypeError, ValueError)  what train_step or test_step returned
     |-- LoaderError (ValueError)           what a loader gave, or did not give
@@ -27,7 +28,7 @@ Every message says what was wrong, where, what was found, and what to write inst
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 __all__ = [
     "AddOnConflict",
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DistributedError",
     "LoaderError",
+    "MissingError",
     "MonitorError",
     "NonFiniteError",
     "OptionError",
@@ -56,6 +58,23 @@ class ZaeError(Exception):
 
 class OptionError(ZaeError, TypeError):
     """An argument that nobody takes, or one that is missing."""
+
+
+class MissingError(ZaeError, AttributeError):
+    """A trainer has no method or attribute of this name.
+
+    What to write instead is looked up when the text is asked for: ``hasattr`` does not wait for it.
+    """
+
+    def __init__(self, *args: object, explain: Callable[[], str] | None = None) -> None:
+        super().__init__(*args)
+        self._explain = explain
+
+    def __str__(self) -> str:
+        return super().__str__() if self._explain is None else self._explain()
+
+    def __reduce__(self) -> tuple[type[MissingError], tuple[str]]:
+        return type(self), (str(self),)
 
 
 class ConfigError(ZaeError, ValueError):

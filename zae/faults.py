@@ -49,7 +49,11 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     progress = trainer.progress_checker
     where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
     note = ""
-    if any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
+    tested = [frame for frame in frames if _is(frame, "test", "zae.evaluation")]
+    if tested:
+        batch = describe_batch(tested[0].f_locals["batch"])
+        note = f"in an evaluation after step {progress.step}, on {trainer.device}; the batch was {batch}"
+    elif any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
         batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
         note = f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
     if any(_is(frame, "batches", "zae.loading") for frame in frames) or "DataLoader worker" in str(error):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import difflib
 
-__all__ = ["FOREIGN_HOOKS", "FOREIGN_OPTIONS", "foreign_hook", "foreign_option"]
+__all__ = [
+    "FOREIGN_HOOKS",
+    "FOREIGN_METHODS",
+    "FOREIGN_OPTIONS",
+    "foreign_hook",
+    "foreign_method",
+    "foreign_option",
+]
 
 _ACCUMULATION = "gradient_accumulation_steps (GradientAccumulationAddon)"
 _SAVE = "save_every=Every(steps=...) or Every(epochs=...) (StateManagerAddon)"
@@ -131,15 +138,49 @@ FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
 }
 """Hook names of other trainers, whose they are, and which seam does it here."""
 
+FOREIGN_METHODS: dict[str, tuple[str, str]] = {
+    "fit": ("Lightning", "run(n_epoch, loader, valid_loader)"),
+    "train": ("Transformers", "run(n_epoch, loader, valid_loader)"),
+    "train_epoch": ("a common name", "run_epoch(loader)"),
+    "test": ("Lightning", "evaluate(loader)"),
+    "eval": ("Composer", "evaluate(loader)"),
+    "predict": ("Lightning", "inference(loader)"),
+    "predict_batch": ("a common name", "inference([batch])"),
+    "save": ("a common name", "save_model(path) for the weights, or StateManagerAddon for the whole state"),
+    "load": ("a common name", "apply_weights(path) for the weights, or StateManagerAddon for the whole state"),
+    "save_checkpoint": ("Lightning", "save_state() (StateManagerAddon)"),
+    "load_checkpoint": ("a common name", "load_state(path) (StateManagerAddon)"),
+    "load_from_checkpoint": ("Lightning", "apply_weights(path)"),
+    "save_pretrained": ("Transformers", "unwrap().save_pretrained(path)"),
+    "log_dict": ("Lightning", "log(metrics, step)"),
+    "log_metrics": ("Transformers", "log(metrics, step)"),
+    "manual_backward": ("Lightning", "what train_step returns as 'loss', which is differentiated for you"),
+    "global_step": ("Lightning", "progress_checker.step"),
+    "current_epoch": ("Lightning", "progress_checker.epoch"),
+    "epoch": ("a common name", "progress_checker.epoch"),
+    "step": ("a common name", "progress_checker.step"),
+    "callback_metrics": ("Lightning", "metrics"),
+    "history": ("a common name", "metrics"),
+    "lr_scheduler": ("Transformers", "scheduler"),
+}
+"""Attributes of other trainers, whose they are, and what has it here."""
+
 
 def foreign_option(name: str) -> str:
     """Say what another trainer's option is called here; empty when the name is not known."""
-    if name not in FOREIGN_OPTIONS:
+    return _named_here(FOREIGN_OPTIONS, name)
+
+
+def foreign_method(name: str) -> str:
+    """Say what another trainer's method or attribute is here; empty when the name is not known."""
+    return _named_here(FOREIGN_METHODS, name)
+
+
+def _named_here(table: dict[str, tuple[str, str]], name: str) -> str:
+    if name not in table:
         return ""
-    origin, here = FOREIGN_OPTIONS[name]
-    if origin == "zae":
-        return f"it is {here}"
-    return f"it is {_owner(origin)}; here: {here}"
+    origin, here = table[name]
+    return f"it is {here}" if origin == "zae" else f"it is {_owner(origin)}; here: {here}"
 
 
 def foreign_hook(name: str) -> str:
@@ -153,4 +194,6 @@ def foreign_hook(name: str) -> str:
 
 
 def _owner(origin: str) -> str:
-    return origin if origin.startswith("a ") else f"{origin}'s name"
+    if origin.startswith("a "):
+        return origin
+    return f"{origin}' name" if origin.endswith("s") else f"{origin}'s name"

@@ -8,11 +8,11 @@ from importlib import metadata
 from types import FunctionType
 from typing import Any
 
-from zae.errors import AddOnConflict, OptionError, did_you_mean
-from zae.hints import foreign_option
+from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
+from zae.hints import foreign_method, foreign_option
 from zae.seams import function_of, is_add_on, is_trainer
 
-__all__ = ["BASES", "check_call", "check_owners", "options_of", "own_options"]
+__all__ = ["BASES", "check_call", "check_owners", "missing_attribute", "options_of", "own_options"]
 
 BASES: list[Any] = []
 """AddOnBase, which registers itself here: this module is below it."""
@@ -159,6 +159,28 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
     return f"; it has {', '.join(options)}"
+
+
+def missing_attribute(trainer: Any, name: str) -> Any:
+    """Called for an attribute that a trainer does not have: raise an error that says where it is."""
+    if name in dir(type(trainer)):
+        # A property is there, and what it does has raised; once more, for that error itself.
+        return object.__getattribute__(trainer, name)
+    raise MissingError(name, explain=lambda: _explain_missing(trainer, name))
+
+
+def _explain_missing(trainer: Any, name: str) -> str:
+    text = f"{type(trainer).__name__} has no attribute {name!r}"
+    if name.startswith("_"):
+        return text
+    owners = [a for a in _known_add_ons() if name in a.__dict__]
+    if owners:
+        return f"{text}: it is one of {owners[0].__name__}; add it with .add_on({owners[0].__name__})"
+    foreign = foreign_method(name)
+    if foreign:
+        return f"{text}; {foreign}"
+    near = did_you_mean(name, [n for n in dir(trainer) if not n.startswith("_")])
+    return text + (near or "; set it in __init__, before it is used")
 
 
 def _words(init: FunctionType) -> set[str]:

@@ -1,0 +1,148 @@
+"""X-12: every mistake of the catalogue is refused, in words that are kept, with the cure, and in few frames."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+import pytest
+from error_catalogue import CATALOGUE, GOLDEN, frames_of, meet, text_of
+
+import zae
+from zae import errors
+
+TEXTS = dict(part.split("\n", 1) for part in GOLDEN.read_text().removeprefix("== ").rstrip("\n").split("\n\n== "))
+
+CURES = """add build call change check did drop give here keep leave load log lower make mend must name needs override
+overwrite put reduce rename return set take use write"""
+
+
+WITH_TORCHS_MESSAGE = {"float_labels", "double_inputs", "backward_in_the_step", "test_step_that_fails"}
+
+
+def test_the_catalogue_is_large_and_whole():
+    """X-12: at least 40 mistakes, those of ECOSYSTEM.md section 1 among them."""
+    assert len(CATALOGUE) >= 40
+    assert set(TEXTS) == set(CATALOGUE)
+    assert set(CATALOGUE) >= {
+        "misspelt_option",
+        "step_without_loss",
+        "detached_loss",
+        "float_labels",
+        "misspelt_monitor",
+        "misspelt_hook",
+        "dataset_instead_of_loader",
+        "loader_instead_of_model",
+        "logging_into_nothing",
+    }
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_mistake(name):
+    """X-12: the exact text, the cure in it, and at most 12 frames."""
+    error = meet(name)
+    assert text_of(error) == TEXTS[name], f"if it is better now: python {GOLDEN.parent.parent}/error_catalogue.py"
+    assert isinstance(error, zae.ZaeError) != (name in WITH_TORCHS_MESSAGE)
+    assert re.search(rf"\b({'|'.join(CURES.split())})\b|the batch was", TEXTS[name], re.IGNORECASE)
+    assert frames_of(error) <= 12
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TORCHS_MESSAGE))
+def test_an_error_of_the_users_code_is_theirs_with_a_note(name):
+    """The traceback ends in the user's or torch's own line, and what zae knows is a note below it."""
+    error = meet(name)
+    assert type(error).__module__ == "builtins"
+    assert "the batch was" in error.__notes__[-1]
+    assert "float" in error.__notes__[-1]
+    assert error.__cause__ is None
+    assert error.__context__ is None
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = dict(re.findall(r"[|`]-- (\w+)(?: \(([\w, ]+)\))?", errors.__doc__))
+    public = {n for n in errors.__all__ if inspect.isclass(getattr(errors, n))}
+    assert set(drawn) | {"ZaeError"} == public
+    for name, families in drawn.items():
+        cls = getattr(errors, name)
+        assert issubclass(cls, errors.ZaeError)
+        bases = {b.__name__ for b in cls.__bases__ if b.__module__ == "builtins"}
+        assert bases == set(filter(None, families.split(", "))), name
+        assert name in zae.__all__
+
+
+@pytest.mark.parametrize("name", list(errors.__all__))
+def test_errors_pickle(name):
+    """P-42's need: an error of a rank travels to the caller as it is."""
+    error = getattr(errors, name)("what, where, found, cure")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error) == "what, where, found, cure"
+
+
+def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
+    """``hasattr`` stays what it is, a property's own error is not hidden, and the text survives a pickle."""
+    from error_catalogue import Task, trainer_of
+
+    class Broken(Task):
+        @property
+        def wheel(self):
+            return self.spokes["none"]
+
+        @property
+        def tyre(self):
+            raise AttributeError("flat")
+
+    trainer = trainer_of(Broken)
+    asked = []
+    monkeypatch.setattr(zae.options, "_known_add_ons", lambda: asked.append(1) or [])
+    assert not hasattr(trainer, "fit")
+    assert getattr(trainer, "fit", 3) == 3
+    assert asked == []
+    with pytest.raises(AttributeError, match=r"^flat$"):
+        trainer.tyre  # noqa: B018
+    with pytest.raises(zae.MissingError, match="Broken has no attribute 'spokes'; set it in __init__"):
+        trainer.wheel  # noqa: B018
+    with pytest.raises(zae.MissingError, match=r"^Broken has no attribute '_nothing'$"):
+        trainer._nothing  # noqa: B018
+    with pytest.raises(zae.MissingError) as caught:
+        trainer.fit()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_OPTIONS))
+def test_foreign_option_names(name):
+    """X-8's table: each name of another trainer is answered with ours."""
+    from error_catalogue import trainer_of
+
+    _, here = zae.hints.FOREIGN_OPTIONS[name]
+    with pytest.raises(zae.OptionError) as caught:
+        trainer_of(**{name: 1})
+    assert f"unknown argument {name!r} for Task; it is " in str(caught.value)
+    assert str(caught.value).endswith(here)
+
+
+def test_the_foreign_names_lead_to_names_that_exist():
+    """At least 40 names; each answer is an option, a method or an add-on that zae has."""
+    from zae.options import _known_add_ons, own_options
+
+    assert len(zae.hints.FOREIGN_OPTIONS) >= 40
+    known = set(dir(zae.Trainer)) | set(own_options(zae.Trainer)) | set(zae.__all__)
+    known |= {n for a in _known_add_ons() for n in (a.__name__, *own_options(a), *a.__dict__)}
+    known |= {*inspect.signature(zae.Trainer.run).parameters, "Task", "MultiGPUAddon"}
+    for table in (zae.hints.FOREIGN_OPTIONS, zae.hints.FOREIGN_HOOKS, zae.hints.FOREIGN_METHODS):
+        for name, (_, here) in table.items():
+            words = re.findall(r"\b\w+(?==|\()|\b\w+Addon\b|^\w+$", here)
+            assert [
+                w for w in words if w not in known | {"steps", "epochs", "save_pretrained", "step", "epoch"}
+            ] == [], name
+            assert name not in known - {"train", "epoch", "step", "test", "n_epoch", "max_steps"} or here == name, name
+
+
+@pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_METHODS))
+def test_foreign_methods(name):
+    from error_catalogue import trainer_of
+
+    with pytest.raises(zae.MissingError) as caught:
+        getattr(trainer_of(), name)
+    assert str(caught.value).endswith(zae.hints.FOREIGN_METHODS[name][1])
