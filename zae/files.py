@@ -82,6 +82,7 @@ __all__ = [
     "load_weights",
     "make_directory",
     "newest_valid",
+    "not_saved",
     "parse_format",
     "remove_checkpoint",
     "save_checkpoint",
@@ -204,7 +205,7 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
                 filesystem.mkdir(place)
             filesystem.fsync_directory(place.parent)
     except OSError as error:
-        raise _not_saved(path, error, 0) from error
+        raise not_saved(path, error, 0) from error
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints")
     return path
@@ -638,7 +639,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return _load_model(path, _read_manifest(path))
     kind = weights_format(path)
     if not path.exists():
-        raise CheckpointNotFound(f"there is no file {path}; give one that save_weights wrote, or a checkpoint")
+        raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
     path = path.resolve()  # the user's own link, as caches of downloads have them, is followed
     return _load_safetensors(path, None) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
 
@@ -700,7 +701,7 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove_tree(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise _not_saved(target, error, needed, free) from error
+            raise not_saved(target, error, needed, free) from error
         raise
     finally:
         _active.discard(staging.name)
@@ -787,8 +788,30 @@ def _refuse_foreign(directory: Path) -> None:
         )
 
 
-def _not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
-    """Return the error for a save that the disk refused."""
+def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
+    """Return the error for what the disk refused.
+
+    Parameters
+    ----------
+    path : Path
+        What was to be written.
+    error : OSError
+        As it was raised.
+    needed : int
+        The bytes that were to be written.
+    free : int, optional
+        The bytes that are free; counted now when not given.
+
+    Returns
+    -------
+    CheckpointError
+        Not raised yet.
+
+    Examples
+    --------
+    >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
+    'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
+    """
     free = _free_bytes(path.parent) if free is None else free
     return CheckpointError(
         f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "

@@ -97,17 +97,26 @@ class FolderLock:
         with _alone(self.folder):
             self.check()
             mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": os.urandom(8).hex()}
-            staged = self.folder / staging_name("lock")
-            handle = files.filesystem.create(staged)
-            try:
-                files.filesystem.write(handle, memoryview(json.dumps(mine).encode()))
-            finally:
-                files.filesystem.close(handle)
-            files.filesystem.rename(staged, self.folder / _NAME)
+            self._put(json.dumps(mine).encode())
         self._token = str(mine["token"])
         _held[str(self.folder)] = self._token
         self._stop = threading.Event()
         threading.Thread(target=_renew, args=(self.folder / _NAME, self._stop), name="zae-lock", daemon=True).start()
+
+    def _put(self, text: bytes) -> None:
+        """Write the lock beside its place, and rename it: it is there whole."""
+        staged = self.folder / staging_name("lock")
+        try:
+            handle = files.filesystem.create(staged)
+            try:
+                files.filesystem.write(handle, memoryview(text))
+            finally:
+                files.filesystem.close(handle)
+            files.filesystem.rename(staged, self.folder / _NAME)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                files.filesystem.remove_file(staged)
+            raise files.not_saved(self.folder / _NAME, error, len(text)) from error
 
     def release(self) -> None:
         """Give the folder back."""
