@@ -71,6 +71,12 @@ ELSEWHERE = {
 """Add-ons whose own tests hold them against the loop, and why that is not done here."""
 
 
+CONFIGURATION_FOR_TRACES = Options(
+    precision="bf16", accumulate=4, decay=0.8, patience=9, clip=0.5, scheduler="batch", validate=1, epochs=1
+)
+"""Everything is on, so that every seam has something to do."""
+
+
 def add_ons() -> dict[str, Any]:
     """The add-ons of `PIECES` that are installed."""
     import zae.addons
@@ -87,11 +93,15 @@ class Task(zae.Trainer):
     settings: Options
 
     def train_step(self, batch: Any) -> dict[str, Any]:
+        return self._returned(batch)
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return self._returned(batch)
+
+    def _returned(self, batch: Any) -> dict[str, Any]:
         losses, targets = oracle.losses_of(self.model, batch, self.settings)
         out: dict[str, Any] = {"loss": losses[0]} if len(losses) == 1 else {"loss": dict(zip("ab", losses))}
         return out if targets is None else {**out, "num_targets": targets}
-
-    test_step = train_step
 
 
 def build(cls: Any, options: Options, folder: Path, chosen: Iterable[str]) -> tuple[Any, Any, Any]:

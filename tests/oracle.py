@@ -148,11 +148,10 @@ def train(options: Options) -> Outcome:
 
     for epoch in range(1, options.epochs + 1):
         totals: dict[str, list[float]] = {}
-        logged: dict[str, list[float]] = {}
         complete = True
         model.train()
         for window in windows(loader, options.accumulate or 1):
-            targets = step_gradients(model, scaler, window, totals, options)
+            targets, recorded = step_gradients(model, scaler, window, options)
             if len(window) > 1 and options.count_targets:
                 for parameter in model.parameters():
                     parameter.grad.div_(targets)
@@ -166,11 +165,14 @@ def train(options: Options) -> Outcome:
                 optimizer.zero_grad(set_to_none=True)
             outcome.step += 1
             outcome.skipped += not stepped
-            means = {k: (t - logged.get(k, [0, 0])[0]) / (w - logged.get(k, [0, 0])[1]) for k, (t, w) in totals.items()}
-            logged = copy.deepcopy(totals)
+            here: dict[str, list[float]] = {}
+            for losses, weight in recorded:
+                record(totals, losses, weight, options)
+                record(here, losses, weight, options)
+            means = {key: total / weight for key, (total, weight) in here.items()}
             outcome.step_rows.append({"step": outcome.step, **means})
             if isinstance(options.validate, int) and outcome.step % options.validate == 0:
-                validate(epoch - 1)
+                validate(epoch)
             if outcome.stopped or outcome.step == options.max_steps:
                 complete = window.is_last
                 break
@@ -216,9 +218,11 @@ def windows(loader: DataLoader[Any], size: int) -> Iterator[Window]:
             window = Window()
 
 
-def step_gradients(model: nn.Module, scaler: Any, window: Window, totals: dict[str, Any], options: Options) -> float:
+def step_gradients(
+    model: nn.Module, scaler: Any, window: Window, options: Options
+) -> tuple[float, list[tuple[list[Tensor], float]]]:
     """Forward and backward of a window: the mean of its losses, or their sum weighed by targets."""
-    all_targets = 0.0
+    all_targets, recorded = 0.0, []
     for batch in window:
         with autocast(options):
             losses, targets = losses_of(model, batch, options)
@@ -230,8 +234,8 @@ def step_gradients(model: nn.Module, scaler: Any, window: Window, totals: dict[s
             inputs = None if options.networks == 1 else list(networks_of(model, options)[index].parameters())
             loss.backward(inputs=inputs)
         all_targets += targets or 0.0
-        record(totals, losses, targets or len(batch[0]), options)
-    return all_targets
+        recorded.append((losses, targets or len(batch[0])))
+    return all_targets, recorded
 
 
 def step_optimizers(model: nn.Module, optimizers: list[Any], scaler: Any, options: Options) -> bool:
