@@ -102,7 +102,7 @@ class AddOnBase(Trainer):
         CheckpointMismatch
             The part is not there.
         """
-        if name not in state and strict:
+        if state.get(name) is None and strict:
             raise CheckpointMismatch(
                 f"the state holds nothing of {name}: it was saved without this add-on (it holds "
                 f"{', '.join(map(str, state))}); load it with strict=False to start {name} afresh"

@@ -44,8 +44,8 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     >>> import torch
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
-    >>> list(batches_of(loader)) == list(loader)
-    True
+    >>> [inputs.tolist() for (inputs,) in batches_of(loader)]
+    [[0, 1], [2, 3], [4]]
     """
     if not fast or why_not(loader) is not None:
         return iter(loader)

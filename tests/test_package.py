@@ -1,0 +1,395 @@
+"""The package as a whole: what it imports, what it promises, how long it is, and that every example in it runs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import zae
+import zae.addons
+from zae import Trainer
+from zae.compose import seams_of
+
+ROOT = Path(zae.__file__).resolve().parent.parent
+CORE = sorted((ROOT / "zae").glob("*.py"))
+ADDONS = sorted((ROOT / "addons").glob("*.py"))
+FILES = [*CORE, *ADDONS]
+OPTIONAL = (
+    *("wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
+    *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
+)
+
+# What may be relied on. A name that goes, or a seam that goes, breaks somebody's code: it needs a release note.
+PUBLIC = [
+    "AddOnBase",
+    "AddOnConflict",
+    "AddOnError",
+    "AddOnOrder",
+    "AddOnRequirement",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "ConfigError",
+    "DistributedError",
+    "Every",
+    "LoaderError",
+    "MetricsDict",
+    "MissingError",
+    "MonitorError",
+    "NonFiniteError",
+    "OptionError",
+    "ProgressChecker",
+    "StepError",
+    "TaskError",
+    "Trainer",
+    "ZaeError",
+    "__version__",
+    "replaces",
+    "seam",
+]
+
+ADD_ONS = ["AMPAddon", "EMAAddon", "EarlyStoppingAddon", "GradientAccumulationAddon", "StateManagerAddon"]
+
+SEAMS = [
+    "metric_on_epoch_end",
+    "gradients",
+    "micro_batches",
+    "to_device",
+    "batch_context",
+    "sync_context",
+    "forward_context",
+    "weigh",
+    "backward",
+    "weight_of",
+    "normalize",
+    "unscale",
+    "clip",
+    "optimizer_step",
+    "step_one",
+    "scheduler_step",
+    "zero_grad",
+    "logging",
+    "launch",
+    "setup",
+    "teardown",
+    "wrap_model",
+    "build_optimizer",
+    "build_scheduler",
+    "wrap_loader",
+    "batches",
+    "steps_in",
+    "epoch_context",
+    "evaluation_context",
+    "on_run_begin",
+    "on_run_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_exception",
+    "checkpoint",
+    "log",
+    "reduce",
+    "gather",
+    "barrier",
+    "rank",
+    "world_size",
+    "should_stop",
+    "stop",
+    "check_better",
+    "model_state",
+    "state_dict",
+    "load_state_dict",
+    "load_evaluation_state",
+]
+
+METHODS = [
+    "run",
+    "run_epoch",
+    "run_batch",
+    "evaluate",
+    "inference",
+    "validate",
+    "toggle",
+    "unwrap",
+    "save_model",
+    "apply_weights",
+    "metrics",
+    "get_loss_history",
+    "print_log",
+    "log_reset",
+    "score_of",
+    "add_on",
+    "explain",
+    "train_step",
+    "test_step",
+    "is_main",
+]
+
+CONSTRUCTOR = [
+    "model",
+    "device",
+    "mode",
+    "optimizer",
+    "scheduler",
+    "log_bar",
+    "scheduler_step_on_batch",
+    "gradient_clip",
+    "monitor",
+    "monitor_mode",
+    "seed",
+    "log_every",
+]
+
+
+def modules():
+    """Every module of the package, by its import name."""
+    names = [m.name for m in pkgutil.iter_modules(zae.__path__, "zae.") if m.name != "zae.addons"]
+    names += [m.name for m in pkgutil.iter_modules(zae.addons.__path__, "zae.addons.")]
+    return ["zae", "zae.addons", *sorted(n for n in set(names) if not n.endswith("__main__"))]
+
+
+# ------------------------------------------------------------------------------------------------------ promises
+
+
+def test_the_public_names():
+    """P-52: nothing that was public is gone, and nothing is public by accident."""
+    assert sorted(PUBLIC) == sorted(zae.__all__)
+    assert all(getattr(zae, name) is not None for name in zae.__all__)
+    assert set(dir(zae)) >= set(PUBLIC)
+    assert set(ADD_ONS) <= set(zae.addons.__all__)
+    assert all(issubclass(getattr(zae.addons, name), zae.AddOnBase) for name in zae.addons.__all__)
+    with pytest.raises(AttributeError, match="module 'zae' has no attribute 'Trianer'"):
+        zae.Trianer  # noqa: B018
+
+
+def test_the_seams_and_methods_of_the_trainer():
+    """P-52"""
+    assert list(seams_of(Trainer)) == SEAMS
+    assert [name for name in METHODS if not hasattr(Trainer, name)] == []
+    assert list(inspect.signature(Trainer).parameters)[: len(CONSTRUCTOR)] == CONSTRUCTOR
+    assert list(inspect.signature(Trainer.run).parameters)[1:6] == [
+        "n_epoch", "loader", "valid_loader", "max_steps", "valid_every",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_says_what_it_is_and_what_is_public(name):
+    module = importlib.import_module(name)
+    assert (module.__doc__ or "").strip().splitlines()[0].strip()
+    for public in getattr(module, "__all__", ()):
+        assert hasattr(module, public), f"{name}.__all__ has {public!r}"
+
+
+def documented():
+    for name in ("zae", "zae.addons"):
+        module = importlib.import_module(name)
+        yield from ((public, getattr(module, public)) for public in module.__all__ if not public.startswith("__"))
+    yield from ((f"Trainer.{name}", getattr(Trainer, name)) for name in METHODS if name != "explain")
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(*pair, id=pair[0]) for pair in documented()])
+def test_every_public_name_is_documented(name, value):
+    """A whole sentence; a class that is used, and not only raised, has an example that runs."""
+    text = inspect.getdoc(value) or ""
+    assert text.split("\n\n")[0].rstrip().endswith((".", ":")), name
+    is_error = inspect.isclass(value) and issubclass(value, Exception)
+    if (inspect.isclass(value) or name in ("seam", "replaces")) and not is_error:
+        assert "Examples\n--------\n>>> " in text, name
+    if inspect.isfunction(value):
+        described = re.findall(r"^(\*?\w+(?:, \w+)*) : ", text, re.MULTILINE)
+        own = [p for p in inspect.signature(value).parameters if p not in ("self", "cls", "args", "kwargs")]
+        if "Parameters\n---" in text:
+            assert set(own) <= {n.lstrip("*") for group in described for n in group.split(", ")}, name
+
+
+@pytest.mark.parametrize("name", modules())
+def test_the_examples_in_the_docstrings_run(name):
+    """ECOSYSTEM: no example in the documentation is only prose."""
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples of {name} fail"
+
+
+# ------------------------------------------------------------------------------------------------------- imports
+
+
+def imports(path):
+    """What a file imports, and whether that happens when it is itself imported."""
+    tree = ast.parse(path.read_text())
+    late = set()
+    for node in ast.walk(tree):
+        is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking:
+            late.update(map(id, ast.walk(node)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", id(node) not in late
+            yield from ((f"{node.module}.{alias.name}", id(node) not in late) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_imports_point_one_way(path):
+    """Add-ons -> zae.trainer -> the rest of zae -> errors; optional packages are imported only when they are used."""
+    found = list(imports(path))
+    names = {name for name, _ in found}
+    at_import = {name for name, now in found if now}
+    if path.parent.name == "zae":
+        assert not any(n.startswith("zae.addons") for n in names if path.name != "__main__.py"), (
+            "the core knows add-ons"
+        )
+    if path.name in ("errors.py", "hints.py"):
+        assert not any(n.startswith("zae") and n != "zae.errors" for n in at_import)
+    if path.parent.name == "zae" and path.name not in ("addon.py", "__init__.py", "testing.py", "testing_checks.py"):
+        assert not any(n.startswith("zae.addon.") or n == "zae.addon" for n in at_import)
+    allowed = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}
+    assert {n.split(".")[0] for n in at_import} <= allowed
+    assert not any(n.startswith(OPTIONAL) for n in at_import)
+
+
+def test_no_cycle_among_the_modules_of_the_core():
+    """At import time, what imports what has no cycle."""
+    names = {path.stem for path in CORE}
+    edges = {p.stem: {n.split(".")[1] for n, now in imports(p) if now and n.startswith("zae.")} & names for p in CORE}
+    for path in CORE:
+        extra = {n.split(".", 1)[1] for n, now in imports(path) if now and n.startswith("zae.")}
+        edges[path.stem] |= {n for n in extra if n in names}
+    done, open_ = set(), []
+
+    def visit(name):
+        assert name not in open_, f"cycle: {' -> '.join([*open_[open_.index(name) :], name])}"
+        if name in done:
+            return
+        open_.append(name)
+        for other in sorted(edges[name] - {name}):
+            visit(other)
+        open_.pop()
+        done.add(name)
+
+    for name in sorted(edges):
+        visit(name)
+
+
+def test_optional_packages_are_not_imported():
+    """P-30: importing everything and running leaves them out of sys.modules."""
+    code = f"""
+import sys, torch, zae, zae.addons
+from zae.addons import AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon
+class Task(zae.Trainer):
+    def train_step(self, batch):
+        return {{"loss": self.model(batch).square().mean()}}
+    test_step = train_step
+for add_ons in ((), (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon)):
+    model = torch.nn.Linear(2, 1)
+    options = {{"save_path": "runs"}} if add_ons else {{}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, **options)
+    trainer.run(1, [torch.ones(4, 2)] * 2, [torch.ones(4, 2)])
+    trainer.evaluate([torch.ones(4, 2)])
+sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- size and style
+
+
+def code_lines(path):
+    """Lines that hold code: neither blank, nor a comment, nor a docstring."""
+    text = path.read_text()
+    held = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            held.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(1 for n, line in lines if line.strip() and not line.lstrip().startswith("#") and n not in held)
+
+
+def body_lines(node):
+    doc = node.body[0] if ast.get_docstring(node) is not None else None
+    return node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_every_file_is_read_in_one_sitting(path):
+    """P-51: 400 lines of code, 250 for an add-on; no function is longer than a screen; nothing is printed."""
+    assert code_lines(path) <= (250 if path.parent.name == "addons" else 400)
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert {node.name: body_lines(node) for node in functions if body_lines(node) > 40} == {}
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert "print" not in calls
+
+
+def test_the_loop_is_150_lines_and_8_frames_deep():
+    """P-51"""
+    names = ("run", "_run", "run_epoch", "run_batch", "gradients")
+    tree = ast.parse(Path(inspect.getfile(Trainer)).read_text())
+    loop = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in names]
+    assert len(loop) == len(names)
+    assert sum(map(body_lines, loop)) <= 150
+
+    class Task(Trainer):
+        def train_step(self, batch):
+            frame, self.frames = sys._getframe(), []
+            while frame.f_code.co_name != "test_the_loop_is_150_lines_and_8_frames_deep":
+                self.frames.append(frame.f_code.co_name)
+                frame = frame.f_back
+            return {"loss": self.model(batch).sum()}
+
+        def test_step(self, batch):
+            return {}
+
+    model = torch.nn.Linear(2, 1)
+    trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log_bar=False)
+    trainer.run(1, [torch.ones(4, 2)])
+    assert trainer.frames[-1] == "run"
+    assert len(trainer.frames) <= 8, trainer.frames
+
+
+# ------------------------------------------------------------------------------------------------------- metadata
+
+
+def test_the_metadata():
+    """X-1: four packages are required and no more, none with an upper bound; the rest are extras."""
+    parsed = HeaderParser().parsestr(metadata.distribution("zae").read_text("METADATA"))
+    required = parsed.get_all("Requires-Dist")
+    unconditional = [line for line in required if "extra ==" not in line]
+    assert sorted(re.match(r"[\w-]+", line)[0] for line in unconditional) == ["numpy", "safetensors", "torch", "tqdm"]
+    assert not any(re.search(r"<|==|~=", line) for line in unconditional)
+    assert set(parsed.get_all("Provides-Extra")) >= {
+        "wandb",
+        "neptune",
+        "tensorboard",
+        "hf",
+        "deepspeed",
+        "test",
+        "all",
+    }
+    assert parsed["Requires-Python"] == ">=3.11"
+    assert parsed["Version"] == zae.__version__
+    assert "neptune" not in " ".join(line for line in required if 'extra == "all"' in line)
+
+
+def test_the_package_is_typed_and_its_add_ons_are_listed():
+    assert (Path(zae.__file__).parent / "py.typed").is_file()
+    assert (Path(zae.addons.__file__).parent / "py.typed").is_file()
+    listed = {point.name for point in metadata.entry_points(group="zae.addons")}
+    assert listed >= set(ADD_ONS)
+    assert all(point.value.endswith(f":{point.name}") for point in metadata.entry_points(group="zae.addons"))
