@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zae import optim
 from zae.addon import AddOnBase, replaces
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
@@ -136,10 +137,13 @@ class AMPAddon(AddOnBase):
     @replaces
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step through the scaler, which skips an optimizer whose gradients overflowed."""
-        if self.scaler is None:
-            return super().step_one(optimizer)
+        if self.scaler is None or all(p.grad is None for p in optim.parameters_of(optimizer)):
+            return super().step_one(optimizer)  # One of several whose turn it is not: the scaler would refuse it.
         self._stepped = False
         self.scaler.step(optimizer)
+        if self._stepped and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer is always called, and leaves an overflow out itself.
+            return not any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
         return self._stepped
 
     def optimizer_step(self) -> bool:

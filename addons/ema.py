@@ -75,10 +75,14 @@ class EMAAddon(AddOnBase):
         live = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         if not self.average:
             self.average = {key: value.detach().clone() for key, value in live.items()}
-        self.average = {key: value.to(live[key].device) for key, value in self.average.items()}
         trained = {id(parameter) for parameter in module.parameters()}
-        pairs = {id(value): (self.average[key], value) for key, value in live.items()}
-        self._averaged = [pair for key, pair in pairs.items() if key in trained and pair[0].is_floating_point()]
+        pairs = {id(value): (self.average[key].to(value.device), value) for key, value in live.items()}
+        self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights have one average.
+        self._averaged = [
+            pair
+            for key, pair in pairs.items()
+            if key in trained and (pair[0].is_floating_point() or pair[0].is_complex())
+        ]
         averaged = {id(pair[1]) for pair in self._averaged}
         self._copied = [pair for key, pair in pairs.items() if key not in averaged]
 

@@ -136,3 +136,72 @@ def evaluate(
         model.load_state_dict(kept)
     model.train()
     return total / seen
+
+
+class Gan(nn.Module):
+    """Two networks that are trained against each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
+            self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def losses(self, real: Tensor) -> dict[str, Tensor]:
+        """What each network is to make small."""
+        fake = self.generator(torch.randn(len(real), 2))
+        verdict = self.critic(fake)
+        critic = nn.functional.softplus(-self.critic(real)).mean() + nn.functional.softplus(verdict).mean()
+        return {"generator": nn.functional.softplus(-verdict).mean(), "critic": critic}
+
+    def sum_of_losses(self, real: Tensor) -> Tensor:
+        """One scalar whose gradient is each network's own: the fake is detached where the critic learns."""
+        fake = self.generator(torch.randn(len(real), 2))
+        frozen = {name: p.detach() for name, p in self.critic.named_parameters()}
+        generator = nn.functional.softplus(-torch.func.functional_call(self.critic, frozen, (fake,))).mean()
+        critic = nn.functional.softplus(-self.critic(real)) + nn.functional.softplus(self.critic(fake.detach()))
+        return generator + critic.mean()
+
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {
+            "generator": torch.optim.Adam(self.generator.parameters(), lr=0.02),
+            "critic": torch.optim.RMSprop(self.critic.parameters(), lr=0.01),
+        }
+
+
+def train_gan(
+    gan: Gan, batches: list[Tensor], n_epoch: int, *, by_loss: bool, clip: float, accumulate: int, precision: str
+) -> None:
+    """Two optimizers in one step, each clipped on its own."""
+    optimizers = gan.optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22) if precision == "fp16" else None
+    for _ in range(n_epoch):
+        for first in range(0, len(batches), accumulate):
+            window = batches[first : first + accumulate]
+            for real in window:
+                with autocast(precision):
+                    losses = gan.losses(real) if by_loss else {"": gan.sum_of_losses(real)}
+                losses = {name: loss / len(window) if len(window) > 1 else loss for name, loss in losses.items()}
+                if scaler is not None:
+                    losses = {name: scaler.scale(loss) for name, loss in losses.items()}
+                if by_loss:
+                    losses["generator"].backward(inputs=list(gan.generator.parameters()), retain_graph=True)
+                    losses["critic"].backward(inputs=list(gan.critic.parameters()))
+                else:
+                    losses[""].backward()
+            if scaler is not None:
+                for optimizer in optimizers.values():
+                    scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(gan.generator.parameters(), clip)
+                nn.utils.clip_grad_norm_(gan.critic.parameters(), clip)
+            for optimizer in optimizers.values():
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()

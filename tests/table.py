@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hand
 import torch
 from torch import nn
 
-import hand
 from zae import AddOnBase, Trainer
-from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    LedgerAddon,
+    StateManagerAddon,
+)
 from zae.encoding import encode
 
 Options = Callable[[Path], Mapping[str, Any]]
@@ -70,7 +77,7 @@ def fixed(**options: Any) -> Options:
     return lambda folder: options
 
 
-_SCALER = ("scaler", "precision", "_hooks", "_stepped")
+_SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 
 TABLE = [
     Entry(
@@ -91,7 +98,8 @@ TABLE = [
         stateful=True, transient=("_averaged", "_copied"),
     ),
     Entry(
-        EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0}, stateful=True,
+        EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0},
+        stateful=True,
     ),
     Entry(
         StateManagerAddon,
@@ -99,6 +107,12 @@ TABLE = [
         lambda folder: {"save_path": folder / "biting", "save_every": 1, "keep_last": 1, "overwrite": True},
         stateful=True, transient=("_resumed", "_to_replace", "_saved_at"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
+    ),
+    Entry(
+        LedgerAddon,
+        lambda folder: {"ledger_path": folder / "neutral" / "ledger.jsonl", "ledger_every": 10**6},
+        lambda folder: {"ledger_path": folder / "biting" / "ledger.jsonl"},
+        transient=("_file", "_stages", "_loaders"),
     ),
 ]  # fmt: skip
 

@@ -34,7 +34,7 @@ class Bar:
         self._enabled = enabled and (sys.stderr.isatty() or _in_notebook())
         self._bar: Any = None
         self._next = 0.0
-        self._headed = False
+        self._columns: list[str] = []
 
     @property
     def shown(self) -> bool:
@@ -94,11 +94,11 @@ class Bar:
         if not self._enabled:
             return
         self.close()
-        columns = [(key, _short(value)) for key, value in row.items()]
-        if not self._headed:
-            self._headed = True
-            sys.stderr.write("  ".join(key.rjust(max(len(key), 8)) for key, _ in columns) + "\n")
-        sys.stderr.write("  ".join(v.rjust(max(len(k), 8)) for k, v in columns) + (f"  {mark}" if mark else "") + "\n")
+        if not set(row) <= set(self._columns):
+            self._columns = list(dict.fromkeys([*self._columns, *row]))
+            sys.stderr.write("  ".join(key.rjust(max(len(key), 8)) for key in self._columns) + "\n")
+        cells = [(_short(row[key]) if key in row else "-").rjust(max(len(key), 8)) for key in self._columns]
+        sys.stderr.write("  ".join(cells) + (f"  {mark}" if mark else "") + "\n")
 
     def close(self) -> None:
         """End the bar and free its line."""

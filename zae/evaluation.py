@@ -13,6 +13,7 @@ from zae import checks, rng, session
 from zae.contexts import NOTHING
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
+from zae.faults import explain_error
 from zae.loading import check_loader, describe
 from zae.records import Metrics
 
@@ -29,6 +30,9 @@ def session_of(trainer: Trainer) -> Iterator[None]:
     try:
         trainer._set_up()
         yield
+    except BaseException as error:
+        explain_error(trainer, error)
+        raise
     finally:
         trainer.teardown()
 
@@ -58,18 +62,27 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
                 trainer.run_batch(batch)
         metrics = Metrics({**session.means(trainer, trainer.log_test), **session.own_metrics(trainer)})
     if not len(trainer.log_test):
-        raise LoaderError(f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate")
+        once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
+        raise LoaderError(
+            f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate"
+            + (once if isinstance(loader, Iterator) else "")
+        )
     return metrics
 
 
-def test(trainer: Trainer, batch: Any) -> tuple[Mapping[str, Any], Any]:
-    """Call ``test_step`` on one batch."""
+def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
+    """Call ``test_step`` on one batch; record what it returns where that is asked for."""
+    if record and trainer.model.training:  # Called by itself, not by an evaluation.
+        with testing(trainer, None):
+            return test(trainer, batch, record=True)
     batch = trainer.to_device(batch)
     with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
         out: Any = trainer.test_step(batch)
     if not isinstance(out, Mapping):
         checks.check_outputs(f"{type(trainer).__name__}.test_step", out, batch, train=False)
-    return out, batch
+    if record:
+        trainer.logging(out, trainer.weight_of(batch, out.get("num_targets")))
+    return out
 
 
 def evaluate(trainer: Trainer, loader: Any) -> dict[str, float]:
@@ -77,6 +90,8 @@ def evaluate(trainer: Trainer, loader: Any) -> dict[str, float]:
     if not isinstance(loader, Mapping):
         check_loader(loader)
         return dict(test_epoch(trainer, loader))
+    for name, each in loader.items():
+        check_loader(each, f"loader[{name!r}]")
     rows = {name: test_epoch(trainer, each) for name, each in loader.items()}
     metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
     common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from zae.schedulers import is_plateau, planned_length, steps_taken
 __all__ = [
     "backward_each",
     "build",
+    "check_closures",
     "check_groups",
     "check_optimizers",
     "check_schedule",
@@ -23,6 +25,7 @@ __all__ = [
     "named",
     "normalize",
     "order",
+    "outside_of",
     "parameters_of",
     "parameters_to_clip",
 ]
@@ -141,6 +144,36 @@ def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimiz
     for name, loss in losses.items():
         inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
         loss.backward(inputs=inputs, retain_graph=name != last)
+
+
+def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
+    """Refuse an optimizer whose ``step`` wants a closure, unless the user's class steps it itself."""
+    own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
+    if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
+        return
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
+                "the step in your class: def step_one(self, optimizer): optimizer.step(closure); return True"
+            )
+
+
+def outside_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    """List the parameters of an optimizer that are not the model's: no ``state_dict`` of the model has them."""
+    own = {id(p) for p in model.parameters()}
+    return [p for p in parameters_of(optimizer) if id(p) not in own]
+
+
+def _follow_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to the device that its parameters have been moved to since."""
+    if any(
+        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def normalize(
@@ -265,6 +298,8 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> 
     """
 
     def make(name: str, each: Any) -> Any:
+        if isinstance(each, Optimizer):
+            _follow_parameters(each)
         if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
             return each
         try:
@@ -276,7 +311,7 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> 
         made = cast(Callable[..., Any], each)(given)
         if not isinstance(made, (kind, ReduceLROnPlateau)):
             raise ConfigError(
-                f"the factory of {what} {name} returned a {type(made).__name__}; return a {kind.__name__}"
+                f"the factory of {what} {name} returned a {type(made).__name__}; return a torch {kind.__name__}"
             )
         return made
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
 import math
 from array import array
 from collections.abc import Iterator, Mapping
@@ -15,6 +18,7 @@ from zae.errors import ConfigError, MonitorError, did_you_mean
 
 __all__ = ["EpochLog", "Metrics", "MetricsDict", "direction_of", "merge_sums", "split_prefix", "to_host"]
 
+_log = logging.getLogger("zae")
 _CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
 _SMALLER = (
     """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl regret brier"""
@@ -49,6 +53,8 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
     >>> direction_of("eval_loss"), direction_of("top1_accuracy"), direction_of("foo", "max")
     ('min', 'max', 'max')
     """
+    if not isinstance(monitor, str) or not monitor:
+        raise ConfigError(f"monitor={monitor!r}; it must be the name of a metric, for instance 'loss'")
     if mode not in ("auto", "min", "max"):
         raise ConfigError(f"monitor_mode={mode!r}; it must be 'auto', 'min' or 'max'")
     if mode != "auto":
@@ -67,8 +73,6 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
 
 class _Series:
     """The values of one scalar in one epoch, and their weighted sum in float64, whenever they are read."""
-
-    __slots__ = ("chunks", "total", "values", "waiting", "weight", "weights")
 
     def __init__(self) -> None:
         self.values = array("d")
@@ -126,6 +130,9 @@ class EpochLog(Mapping[str, list[Any]]):
         self._name = name
         self._series: dict[str, _Series] = {}
         self._kept: dict[str, list[Any]] = {}
+        # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
+        self._seen: dict[str, int] = {}
+        self._carried: dict[str, tuple[float, float]] = {}
 
     def record(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Take over what one step returned.
@@ -138,23 +145,27 @@ class EpochLog(Mapping[str, list[Any]]):
             How many samples (or targets) the numbers are the mean over.
         """
         for key, value in step_dict.items():
-            if isinstance(value, Tensor) and value.dim() == 0:
+            if key == "num_targets":
+                continue
+            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
                 series = self._series.get(key)
                 if series is None:
-                    series = self._series[key] = _Series()
+                    series = self._series.setdefault(str(key), _Series())
                 if value.is_cpu:
                     series.add(value.item(), weight)
                 else:
                     series.wait(value.detach(), weight)
-            elif key != "num_targets":
-                self._record_other(key, value, weight)
+            else:
+                self._record_other(str(key), value, weight)
 
     def _record_other(self, key: str, value: Any, weight: float) -> None:
         """Keep what is not a 0-dimensional tensor."""
-        if isinstance(value, (bool, int, float, np.number, np.bool_)):
+        if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
             self._series.setdefault(key, _Series()).add(float(value), weight)
         elif isinstance(value, Mapping):
             self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)
+        elif key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            self.record({key: value.reshape(())}, weight)  # Of shape [1]: backward takes it, and so do we.
         else:
             self._kept.setdefault(key, []).append(to_host(value))
 
@@ -164,8 +175,11 @@ class EpochLog(Mapping[str, list[Any]]):
             return self._series[key].values.tolist()
         if key in self._kept:
             return self._kept[key]
+        cure = ": use one of these, or return it from the step" if len(self) else ""
         known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
-        raise MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(key, self)}; it holds {known}")
+        error = MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; it holds {known}{cure}")
+        error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
+        raise error
 
     def __iter__(self) -> Iterator[str]:
         yield from self._series
@@ -178,9 +192,36 @@ class EpochLog(Mapping[str, list[Any]]):
         return f"{self._name}({', '.join(self)})"
 
     def clear(self) -> None:
-        """Forget the epoch."""
+        """Forget everything."""
         self._series.clear()
         self._kept.clear()
+        self._seen.clear()
+        self._carried.clear()
+
+    def begin_epoch(self) -> None:
+        """Forget the last epoch, but for the sums of what no record has seen yet."""
+        carried = {key: sums for key, sums in self._since().items() if sums[1]}
+        self.clear()
+        self._carried = carried
+
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sums since the last call, and begin anew."""
+        sums = {key: since for key, since in self._since().items() if since[1]}
+        self._seen = {key: len(series.values) for key, series in self._series.items()}
+        self._carried = {}
+        return sums
+
+    def _since(self) -> dict[str, tuple[float, float]]:
+        """The sums of what ``take_sums`` has not given out."""
+        sums = dict(self._carried)
+        for key, series in self._series.items():
+            series.read()
+            total, weight = sums.get(key, (0.0, 0.0))
+            for index in range(self._seen.get(key, 0), len(series.values)):
+                total += series.values[index] * series.weights[index]
+                weight += series.weights[index]
+            sums[key] = (total, weight)
+        return sums
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Return, for each scalar, its weighted sum and the sum of the weights."""
@@ -192,11 +233,29 @@ class EpochLog(Mapping[str, list[Any]]):
         """Return the mean of each scalar, weighted by samples."""
         return {key: total / weight if weight else math.nan for key, (total, weight) in self.sums().items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that was recorded; an epoch that is open in a checkpoint goes on from it."""
+    def state_dict(self, is_open: bool = True) -> dict[str, Any]:
+        """Return what was recorded, for the rest of the epoch to go on from.
+
+        Parameters
+        ----------
+        is_open : bool
+            Whether the epoch goes on; else only what no record has seen yet is of use to anybody.
+
+        Returns
+        -------
+        dict
+            Tensors and plain values.
+        """
+        if not is_open:
+            carried = {key: since for key, since in self._since().items() if since[1]}
+            return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
         self.sums()
         series = {key: [_float64(one.values), _float64(one.weights)] for key, one in self._series.items()}
-        return {"series": series, "kept": {key: list(values) for key, values in self._kept.items()}}
+        kept = {key: list(values) for key, values in self._kept.items() if all(map(_can_be_saved, values))}
+        if len(kept) < len(self._kept):
+            lost = ", ".join(key for key in self._kept if key not in kept)
+            _log.warning("what %s holds as %s cannot be saved; a resume in this epoch is without it", self._name, lost)
+        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned.
@@ -212,23 +271,43 @@ class EpochLog(Mapping[str, list[Any]]):
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 series.add(value, weight)
         self._kept.update({key: list(values) for key, values in state["kept"].items()})
+        self._seen.update({key: int(count) for key, count in state["seen"].items()})
+        self._carried.update({key: (float(total), float(weight)) for key, (total, weight) in state["carried"].items()})
 
 
 def _float64(values: array[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def _can_be_saved(value: Any) -> bool:
+    """Whether a checkpoint can hold a value."""
+    if isinstance(value, Mapping):
+        return all(map(_can_be_saved, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_can_be_saved, value))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufcSU"
+    return value is None or isinstance(value, (Tensor, str, bytes, bool, int, float, complex))
+
+
 def to_host(value: Any) -> Any:
-    """Detach a tensor, or the tensors in a list, tuple or mapping, and bring them to the host; copy an array."""
+    """Detach a tensor, or the tensors in a container of any kind, and bring them to the host; copy an array."""
     if isinstance(value, Tensor):
         # A view of what the step goes on using would change under the log's hands.
         return value.detach().clone() if value.is_cpu else value.detach().cpu()
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_host(item) for item in value))
     if type(value) in (list, tuple):
         return type(value)(to_host(item) for item in value)
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, to_host(getattr(value, field.name)))
+        return twin
     return value
 
 
@@ -257,7 +336,9 @@ class Metrics(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         found = _find(self, key)
         if found is None:
-            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, self)}; there are {', '.join(self)}")
+            known = f"{', '.join(self)}: use one of these" if self else ""
+            known = known or "none: no epoch (or no validation) has returned the monitored metric"
+            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, self)}; there are {known}")
         return self[found]
 
     def __contains__(self, key: object) -> bool:
@@ -297,6 +378,12 @@ class MetricsDict(dict[str, Any]):
         1    10      0.5000
         2    20      0.2500
     """
+
+    def __missing__(self, key: str) -> Any:
+        raise MonitorError(
+            f"the history of a run has no {key!r}; it holds {', '.join(self)}: a metric stands in a row of them, for "
+            f"instance metrics['valid_metrics_history'][-1][{key!r}]"
+        )
 
     def __str__(self) -> str:
         rows: dict[int, dict[str, Any]] = {}

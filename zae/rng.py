@@ -209,7 +209,8 @@ def generators_of(loader: object) -> list[torch.Generator]:
     Returns
     -------
     list[torch.Generator]
-        Those of the loader, its sampler, its batch sampler's sampler and its batch sampler, in this order.
+        Those of the loader, its sampler, its batch sampler's sampler and its batch sampler, in this order, and of a
+        sampler within its sampler.
 
     Examples
     --------
@@ -222,7 +223,10 @@ def generators_of(loader: object) -> list[torch.Generator]:
     []
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
+    sampler = getattr(loader, "sampler", None)
+    # With batch_size=None the sampler may itself be a BatchSampler around another one.
+    inner = getattr(sampler, "sampler", None)
+    owners = (loader, sampler, getattr(batch_sampler, "sampler", None), batch_sampler, inner)
     found: dict[int, torch.Generator] = {}
     for owner in owners:
         generator = getattr(owner, "generator", None)

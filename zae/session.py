@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from zae import checks, optim
-from zae.errors import LoaderError, MonitorError, did_you_mean
+from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
 from zae.records import EpochLog, Metrics, MetricsDict, merge_sums, split_prefix
@@ -31,6 +31,7 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     last_step = sys.maxsize if plan.max_steps is None else step + plan.max_steps
     in_epoch = plan.steps_per_epoch or trainer.steps_in(trainer.wrap_loader(loader, True))
     epochs_left = max(0, last_epoch - progress.epoch)
+    optim.check_closures(trainer._optimizers, type(trainer))
     planned = None if in_epoch is None else max(0, in_epoch * epochs_left - progress.epoch_step)
     planned = min(sys.maxsize if planned is None else planned, max(0, last_step - progress.step))
     optim.check_schedule(
@@ -56,11 +57,15 @@ def finished(trainer: Trainer) -> bool:
 def open_epoch(trainer: Trainer, loader: Any) -> None:
     """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
     progress = trainer.progress_checker
+    if trainer.optimizer is None:
+        raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
     if progress.epoch_batch and not trainer._position.is_of(loader):
         _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
         progress.close_epoch()
     if not progress.epoch_batch:
-        trainer.log_reset()
+        trainer.log_train.begin_epoch()
+        trainer.log_test.clear()
+    trainer.zero_grad()  # A step that an exception cut short has left its gradients.
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
         trainer.model.train()
     trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
@@ -86,16 +91,15 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
         used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
         raise LoaderError(
             f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(loader)})"
-            + (used_up if progress.epoch else "")
+            + (used_up if progress.epoch else "; give it data")
         )
     trainer.nonfinite.settle(trainer)
     if not complete:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
     trainer.train_metrics = Metrics({**means(trainer, trainer.log_train), **own_metrics(trainer)})
-    trainer.train_history.append(
-        row(trainer, "train", {**trainer.train_metrics, **optim.learning_rates(trainer._optimizers)}, open_epoch=True)
-    )
+    rates = optim.learning_rates(trainer._optimizers)
+    trainer.train_history.append(Metrics({**row(trainer, "train", trainer.train_metrics), **rates}))
     if trainer.log_every.due_at_epoch(progress.epoch + 1):
         log_training(trainer, trainer.train_metrics)
     trainer.scheduler_step("epoch")
@@ -107,21 +111,28 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
 def judge_epoch(trainer: Trainer) -> None:
     """Validate where it is due, or judge the epoch by its training metrics where nothing is validated."""
     loader, every = trainer._valid
-    if loader is None:
-        judge(trainer, "train", trainer.train_metrics)
-    elif every.due_at_epoch(trainer.progress_checker.epoch):
+    if loader is not None and every.due_at_epoch(trainer.progress_checker.epoch):
         trainer.validate()
-    row = {**trainer.train_history[-1], **(trainer.valid_history[-1] if trainer.valid_history else {})}
-    trainer._bar.line(row, "best" if trainer.best.get("step") == trainer.progress_checker.step else "")
+    if loader is None or _watches_training(trainer):
+        judge(trainer, "train", trainer.train_metrics)
+    step, shown = trainer.progress_checker.step, dict(trainer.train_history[-1])
+    if trainer.valid_history and trainer.valid_history[-1]["step"] == step:
+        shown.update(trainer.valid_history[-1])
+    trainer._bar.line(shown, "best" if trainer.best.get("step") == step else "")
+
+
+def _watches_training(trainer: Trainer) -> bool:
+    """Whether the monitor is one of training's own metrics, which are there at the end of an epoch."""
+    return split_prefix(trainer.monitor)[0] == "train"
 
 
 def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
     """Note the best so far, and step what waits for a metric."""
-    progress, score = trainer.progress_checker, trainer.score_of(metrics)
+    if split == "valid" and _watches_training(trainer) and trainer.monitor not in metrics:
+        return
+    score = trainer.score_of(metrics)
     if trainer.check_better(metrics):
-        trainer.best = Metrics(
-            {**metrics, "score": score, "split": split, "epoch": progress.epoch, "step": progress.step}
-        )
+        trainer.best = Metrics({**metrics, "score": score, "split": split, **_place(trainer)})
     for name, scheduler in trainer._schedulers.items():
         if is_plateau(scheduler):
             if score is None:
@@ -137,28 +148,27 @@ def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)
 
 
-def row(trainer: Trainer, split: str, metrics: Mapping[str, float], open_epoch: bool = False) -> Metrics:
+def row(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> Metrics:
     """One row of the history."""
-    named = {key if key.startswith("lr") else f"{split}_{key}": value for key, value in metrics.items()}
-    return Metrics(
-        {"epoch": trainer.progress_checker.epoch + open_epoch, "step": trainer.progress_checker.step, **named}
-    )
+    return Metrics({**_place(trainer), **{f"{split}_{key}": value for key, value in metrics.items()}})
+
+
+def _place(trainer: Trainer) -> dict[str, int]:
+    """The epoch that is open, or just finished, and the step."""
+    progress = trainer.progress_checker
+    return {"epoch": progress.epoch + bool(progress.epoch_batch), "step": progress.step}
 
 
 def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> None:
     """Log the means since the last record (or those given), the learning rates and the gradient norm."""
-    sums = merge_sums(trainer.gather(trainer.log_train.sums()))
-    since = means or {
-        key: (total - trainer._logged.get(key, (0.0, 0.0))[0]) / (weight - trainer._logged.get(key, (0.0, 0.0))[1])
-        for key, (total, weight) in sums.items()
-        if weight > trainer._logged.get(key, (0.0, 0.0))[1]
-    }
-    trainer._logged = sums
+    sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
+    since = means or {key: total / weight for key, (total, weight) in sums.items()}
     record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
     if trainer.grad_norm is not None:
         record["grad_norm"] = float(trainer.grad_norm)
-    if trainer.progress_checker.nonfinite_steps:
-        record["nonfinite_steps"] = float(trainer.progress_checker.nonfinite_steps)
+    for name in ("skipped_steps", "nonfinite_steps"):
+        if getattr(trainer.progress_checker, name):
+            record[name] = float(getattr(trainer.progress_checker, name))
     trainer.log(record, trainer.progress_checker.step)
 
 
@@ -176,10 +186,10 @@ def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
 def own_metrics(trainer: Trainer) -> dict[str, float]:
     """What ``metric_on_epoch_end`` adds; nothing, where it reads the log of the other mode and that is empty."""
     try:
-        return {key: float(value) for key, value in (trainer.metric_on_epoch_end() or {}).items()}
-    except MonitorError:
+        return checks.check_metrics(f"{type(trainer).__name__}.metric_on_epoch_end", trainer.metric_on_epoch_end())
+    except MonitorError as error:
         other = trainer.log_test if trainer.mode == "train" else trainer.log_train
-        if len(other):
+        if len(other) or getattr(error, "log", None) is not other:
             raise
         return {}
 
@@ -188,7 +198,7 @@ def metrics_of(trainer: Trainer) -> MetricsDict:
     """The history so far, with what is there of an open epoch."""
     history = list(trainer.train_history)
     if trainer.progress_checker.epoch_batch:
-        history.append(row(trainer, "train", trainer.log_train.means(), open_epoch=True))
+        history.append(row(trainer, "train", trainer.log_train.means()))
     return MetricsDict(
         best_valid=trainer.best if trainer.best.get("split") == "valid" else Metrics(),
         best_train=trainer.best if trainer.best.get("split") == "train" else Metrics(),
@@ -205,14 +215,16 @@ def metrics_of(trainer: Trainer) -> MetricsDict:
 def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
     """Look the monitored metric up, under its own name or without a split before it."""
     prefix, bare = split_prefix(trainer.monitor)
-    source = trainer.train_metrics if prefix == "train" and trainer.monitor not in metrics else metrics
+    source = trainer.train_metrics if prefix == "train" and trainer.monitor not in list(metrics) else metrics
     for name in (trainer.monitor, bare):
         if name in source:
             return float(source[name])
     if trainer.monitor == "loss":
         return None
+    known = ", ".join(source) or "none"
     raise MonitorError(
-        f"monitor={trainer.monitor!r} is no metric{did_you_mean(bare, source)}; there are {', '.join(source) or 'none'}"
+        f"monitor={trainer.monitor!r} is no metric{did_you_mean(bare, source)}; there are {known}: give one of these, "
+        "or return it from the step"
     )
 
 
@@ -229,10 +241,16 @@ def check_run(
     n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
 ) -> Plan:
     """Refuse the arguments of ``run`` that cannot be meant."""
+    if isinstance(loader, int) and not isinstance(n_epoch, int):
+        raise ConfigError(f"n_epoch is a {type(n_epoch).__name__} and loader is {loader}; write run({loader}, loader)")
+    if n_epoch is None and max_steps is None:
+        raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
     checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)
     checks.check_count("max_steps", max_steps, optional=True)
     checks.check_count("steps_per_epoch", steps_per_epoch, optional=True)
     check_loader(loader)
+    if isinstance(valid_loader, Mapping) and not valid_loader:
+        raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
     for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
         if each is not None:
             check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")

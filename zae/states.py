@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from zae import optim
+from zae import files, optim
 from zae.errors import CheckpointMismatch
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
@@ -17,10 +19,11 @@ from zae.records import EpochLog, Metrics
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["load_core", "load_weights", "read_core"]
+__all__ = ["Weights", "load_core", "load_weights", "read_core"]
 
 _log = logging.getLogger("zae")
-_KEYS = ("model", "optimizer", "scheduler", "progress", "records", "position")
+_KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
+Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 _PREFIXES = ("module.", "_orig_mod.")
 _SHOWN = 10
 
@@ -31,11 +34,12 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": trainer.model_state(),
         "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},
+        # Parameters that an optimizer trains and the model does not hold, a learnt loss weight for instance.
+        "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in _optimizers(trainer).items()},
         "scheduler": {name: each.state_dict() for name, each in _schedulers(trainer).items()},
         "progress": trainer.progress_checker.state_dict(),
         "records": {
-            "log_train": trainer.log_train.state_dict(),
-            "logged": dict(trainer._logged),
+            "log_train": trainer.log_train.state_dict(bool(trainer.progress_checker.epoch_batch)),
             "train_metrics": dict(trainer.train_metrics),
             "test_metrics": dict(trainer.test_metrics),
             "train_history": [dict(row) for row in trainer.train_history],
@@ -52,12 +56,13 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     missing = [key for key in _KEYS if key not in state]
     leftover = [str(key) for key in state if key not in _KEYS]
     if missing:
-        raise CheckpointMismatch(f"the state has no {', '.join(missing)}; it holds {', '.join(map(str, state))}")
+        raise _incomplete(missing, state)
     if leftover:
         text = f"nobody here takes the state of {', '.join(leftover)}; add it with .add_on({', '.join(leftover)})"
         if strict:
             raise CheckpointMismatch(f"{text}, or load with strict=False to leave it out")
         _log.warning("%s", text)
+    _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
     weights = _fit(trainer.unwrap(), state["model"], strict)
     for what, present in (("optimizer", optimizers), ("scheduler", schedulers)):
@@ -68,11 +73,15 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             )
     for name, optimizer in optimizers.items():
         optim.check_groups(name, optimizer, state["optimizer"][name])
+    outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
     progress, log = ProgressChecker(), EpochLog("log_train")
     progress.load_state_dict(state["progress"])
     log.load_state_dict(state["records"]["log_train"])
 
     trainer.unwrap().load_state_dict(weights, strict=strict)
+    with torch.no_grad():
+        for parameter, value in outside:
+            parameter.copy_(value)
     # A torch optimizer takes the tensors of a state over as its own: without a copy, two trainers would share them.
     for name, optimizer in optimizers.items():
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"][name]))
@@ -84,8 +93,36 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     _load_records(trainer, state["records"])
 
 
+def _outside(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Pair an optimizer's parameters outside of the model with their saved values."""
+    present, saved = optim.outside_of(optimizer, trainer.unwrap()), state["outside"].get(name, [])
+    shapes = [[tuple(p.shape) for p in each] for each in (present, saved)]
+    if shapes[0] != shapes[1]:
+        raise CheckpointMismatch(
+            f"optimizer {name} trains parameters outside of the model of shapes {shapes[0]}, and the state has "
+            f"{shapes[1]}; build the trainer as it was"
+        )
+    return list(zip(present, saved, strict=True))
+
+
+def _build_factories(trainer: Trainer) -> None:
+    """Make what is still a factory: its state is to be loaded, and a later setup takes what is made already."""
+    if not trainer._ready and len(_optimizers(trainer)) < len(optim.named(trainer.optimizer)):
+        trainer.optimizer = trainer.build_optimizer()
+    if not trainer._ready and len(_schedulers(trainer)) < len(optim.named(trainer.scheduler)):
+        trainer._optimizers = optim.named(trainer.optimizer)
+        trainer.scheduler = trainer.build_scheduler()
+
+
+def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMismatch:
+    is_model = all(isinstance(value, Tensor) for value in state.values())
+    return CheckpointMismatch(
+        f"the state has no {', '.join(missing)}; it holds {', '.join(map(str, state)) or 'nothing'}; give what "
+        "state_dict() returned" + (", or load weights alone with apply_weights(...)" if is_model else "")
+    )
+
+
 def _load_records(trainer: Trainer, records: Mapping[str, Any]) -> None:
-    trainer._logged = {key: (float(total), float(weight)) for key, (total, weight) in records["logged"].items()}
     trainer.train_metrics = Metrics(records["train_metrics"])
     trainer.test_metrics = Metrics(records["test_metrics"])
     trainer.train_history = [Metrics(row) for row in records["train_history"]]
@@ -94,9 +131,11 @@ def _load_records(trainer: Trainer, records: Mapping[str, Any]) -> None:
     trainer.best = Metrics(records["best"])
 
 
-def load_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-    """Load weights into a module, or raise and leave it unchanged."""
-    module.load_state_dict(_fit(module, weights, strict), strict=strict)
+def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
+    """Load weights into a module, or raise and leave it unchanged; return the keys that were missing and unexpected."""
+    found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
+    keys = module.load_state_dict(_fit(module, found, strict), strict=strict)
+    return list(keys.missing_keys), list(keys.unexpected_keys)
 
 
 def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zae import checks, evaluation, files, optim, rng, session
+from zae import checks, evaluation, explain, files, optim, plan, rng, session
 from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
 from zae.device import leading_dimension, parse_device, to_device
-from zae.explain import explain
 from zae.fast_data import batches_of
 from zae.faults import explain_error
 from zae.loading import Position, check_loader, length_of
@@ -31,7 +30,7 @@ from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, to_host
 from zae.schedulers import is_plateau
-from zae.states import load_core, load_weights, read_core
+from zae.states import Weights, load_core, load_weights, read_core
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -152,7 +151,6 @@ class Trainer(metaclass=TrainerMeta):
         self._ready = self._seeded = False
         self._calls = 0  # Of run, in this process.
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
-        self._logged: dict[str, tuple[float, float]] = {}
         self._max_step, self._epoch_steps = sys.maxsize, 0
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -296,11 +294,11 @@ class Trainer(metaclass=TrainerMeta):
             for batch in batches:
                 self.run_batch(batch)
                 session.after_step(self)
+                if self.progress_checker.epoch_step == self._epoch_steps:
+                    break
                 if session.finished(self):
                     # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
                     complete = self.progress_checker.epoch_batch == length_of(loader) and next(batches, None) is None
-                    break
-                if self.progress_checker.epoch_step == self._epoch_steps:
                     break
         return session.close_epoch(self, loader, complete)
 
@@ -315,7 +313,8 @@ class Trainer(metaclass=TrainerMeta):
         if not self._ready:
             self._set_up()
         if self.mode == "test":
-            return self._test_batch(batch)
+            evaluation.test(self, batch, record=True)
+            return
         with self.batch_context():
             outputs = self.gradients(batch)
             self.unscale()
@@ -356,12 +355,12 @@ class Trainer(metaclass=TrainerMeta):
                 try:
                     loss, num_targets = out["loss"], out.get("num_targets")
                     self.backward(self.weigh(loss, num_targets, count))
-                except Exception:
+                    outputs.append((out, self.weight_of(micro_batch, num_targets)))
+                except Exception as error:
                     name = f"{type(self).__name__}.train_step"
-                    checks.check_outputs(name, out, micro_batch, train=True, keys=list(self._optimizers))
+                    checks.check_outputs(name, out, micro_batch, train=True, keys=list(self._optimizers), error=error)
                     raise
             targets.append(num_targets)
-            outputs.append((out, self.weight_of(micro_batch, num_targets)))
         self.normalize(targets)
         return outputs
 
@@ -570,7 +569,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
-        self.log_history.append({"step": step, **metrics})
+        self.log_history.append({"step": step, "batch": self.progress_checker.batch, **metrics})
 
     @seam
     def reduce(self, value: Tensor) -> Tensor:
@@ -674,11 +673,11 @@ class Trainer(metaclass=TrainerMeta):
         check_loader(loader)
         with evaluation.session_of(self), evaluation.testing(self, loader):
             batches = batches_of(self.wrap_loader(loader, False), self.fast_data)
-            return [to_host(evaluation.test(self, b)[0]) for b in batches if b is not None]
+            return [to_host(evaluation.test(self, b, record=False)) for b in batches if b is not None]
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
-        metrics = self.evaluate(self._valid[0])
+        metrics = evaluation.evaluate(self, self._valid[0])
         session.note_validation(self, metrics)
         session.judge(self, "valid", metrics)
         return metrics
@@ -754,7 +753,7 @@ class Trainer(metaclass=TrainerMeta):
         """
         return files.save_weights(Path(path), self.model_state(), {"step": str(self.progress_checker.step)})
 
-    def apply_weights(self, weights: str | Path | Mapping[str, Tensor], strict: bool = True) -> None:
+    def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
 
         Parameters
@@ -762,15 +761,19 @@ class Trainer(metaclass=TrainerMeta):
         weights : str, Path or mapping
             A file of ``save_model``, or a state dict; prefixes that wrappers leave are taken off.
         strict : bool
-            Refuse missing and unexpected keys.
+            Refuse missing and unexpected keys; a shape that differs is refused all the same.
+
+        Returns
+        -------
+        missing, unexpected : list of str
+            Keys that the weights lack, and those that the model lacks; empty where ``strict`` is true.
 
         Raises
         ------
         CheckpointMismatch, CheckpointNotFound
             The model is unchanged.
         """
-        found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
-        load_weights(self._module, found, strict)
+        return load_weights(self._module, weights, strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 
@@ -792,7 +795,6 @@ class Trainer(metaclass=TrainerMeta):
         """Forget what the open epoch has logged."""
         self.log_train.clear()
         self.log_test.clear()
-        self._logged = {}
 
     def score_of(self, metrics: Mapping[str, float]) -> float | None:
         """Look the monitored metric up.
@@ -835,7 +837,7 @@ class Trainer(metaclass=TrainerMeta):
         """
         return cast("type[AnyTrainer]", compose(cls, add_ons))
 
-    explain = explain
+    explain, plan, plan_lines = explain.explain, plan.plan, plan.plan_lines
 
     def __repr__(self) -> str:
         return session.describe_trainer(self)
@@ -846,7 +848,3 @@ class Trainer(metaclass=TrainerMeta):
         if not self._ready:
             self.setup()
             self._ready = True
-
-    def _test_batch(self, batch: Any) -> None:
-        out, batch = evaluation.test(self, batch)
-        self.logging(out, self.weight_of(batch, out.get("num_targets")))
