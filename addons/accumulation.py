@@ -83,6 +83,11 @@ class GradientAccumulationAddon(AddOnBase):
         length = super().steps_in(loader)
         return None if length is None else -(-length // self.gradient_accumulation_steps)
 
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Say how many batches make a step."""
+        plan.batches_per_step = self.gradient_accumulation_steps
+        return super().plan_lines(plan)
+
 
 class _List(list[Any]):
     """A window whose batches are all there; not a batch that happens to be a list."""

@@ -110,6 +110,11 @@ class EarlyStoppingAddon(AddOnBase):
         gain = self._best - score if self.monitor_mode == "min" else score - self._best
         return gain > self.delta
 
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Say that the run may end earlier, and when at the earliest."""
+        note = f"may end earlier: after {self.patience} validations in a row without a better {self.monitor}"
+        return [*super().plan_lines(plan), note]
+
     def state_dict(self) -> dict[str, Any]:
         """Add the best score and how long it has stood."""
         own = {"best": self._best, "waited": self._waited, "runs": self._runs}

@@ -133,6 +133,11 @@ class EMAAddon(AddOnBase):
         """
         return files.save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
 
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Count the average among what a checkpoint holds."""
+        plan.bytes_per_checkpoint += sum(v.numel() * v.element_size() for v in self.unwrap().state_dict().values())
+        return super().plan_lines(plan)
+
     def state_dict(self) -> dict[str, Any]:
         """Add the average."""
         return {**super().state_dict(), "EMAAddon": {"average": dict(self.average)}}

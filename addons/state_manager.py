@@ -393,6 +393,11 @@ class StateManagerAddon(AddOnBase):
         self.load_evaluation_state({"model": model, **state})
         return path
 
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Say when it saves, and what room that takes."""
+        own = plan.keep(self.save_every, self.keep_last, self.keep_best, self.save_path)
+        return [*super().plan_lines(plan), *own]
+
     def state_dict(self) -> dict[str, Any]:
         """Add the run's name, and what is kept with which score."""
         own = {"run_id": self.run_id, "scores": dict(self._retention.scores)}

@@ -1,0 +1,206 @@
+"""What `zae.plan` tries out on copies, so that nothing that is the trainer's own is touched."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from zae import optim, rng, session
+from zae.device import to_device
+from zae.records import EpochLog, Metrics
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["checkpoint_bytes", "first_batch", "metric_names", "simulated"]
+
+
+class NoBatch(Exception):
+    """A loader from which a batch cannot be taken and put back."""
+
+
+def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+    """Copy optimizers without their parameters, and schedulers that drive the copies.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Set up or not; factories are called, with copies.
+
+    Returns
+    -------
+    optimizers, schedulers : dict
+        By name.
+    """
+    with rng.isolated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
+        twins: dict[str, Optimizer] = {}
+        memo: dict[int, Any] = {}
+        for name, optimizer in optim.named(trainer.optimizer).items():
+            if not isinstance(optimizer, Optimizer):
+                optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
+            twins[name] = _twin(optimizer)
+            memo[id(optimizer)] = twins[name]
+        schedulers = {}
+        for name, scheduler in optim.named(trainer.scheduler).items():
+            known = hasattr(scheduler, "state_dict")
+            schedulers[name] = copy.deepcopy(scheduler, dict(memo)) if known else scheduler(twins[name])
+        return twins, schedulers
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the same groups and settings, and one number in each in place of the parameters."""
+    twin = SGD([torch.zeros(1)], lr=0.0)
+    twin.defaults = dict(optimizer.defaults)
+    twin.param_groups = [
+        {**{key: copy.copy(value) for key, value in group.items()}, "params": [torch.zeros(1)]}
+        for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def first_batch(loader: Any) -> Any:
+    """Take a batch such that the loader, and every random stream, is as it was.
+
+    Raises
+    ------
+    NoBatch
+        There is no such way: an iterator would have lost the batch.
+    """
+    if isinstance(loader, (list, tuple)):
+        return copy.deepcopy(next((batch for batch in loader if batch is not None), None))
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        raise NoBatch
+    twin = copy.copy(loader)
+    # Set around DataLoader's guard, which is there for the sake of its iterators; this copy has none.
+    for name, value in {"_iterator": None, "num_workers": 0, "persistent_workers": False, "timeout": 0,
+                        "prefetch_factor": None}.items():  # fmt: skip
+        object.__setattr__(twin, name, value)
+    with rng.isolated(*rng.generators_of(loader)):
+        return next(iter(twin), None)
+
+
+def metric_names(trainer: Trainer, loader: Any, split: str) -> list[str] | None:
+    """Try one batch with a copy of the model, and name what would be recorded.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Its attributes are copied as far as the copying of lists, dicts and sets goes.
+    loader : iterable or dict of them
+        Where the batch is from.
+    split : {"train", "valid"}
+        Which step is tried.
+
+    Returns
+    -------
+    list of str or None
+        None where no batch can be taken.
+    """
+    if isinstance(loader, Mapping):
+        per_loader = {name: metric_names(trainer, each, split) for name, each in loader.items()}
+        if any(names is None for names in per_loader.values()):
+            return None
+        lists = {name: names or [] for name, names in per_loader.items()}
+        common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
+        return common + [f"{name}/{key}" for name, names in lists.items() for key in names]
+    try:
+        batch = first_batch(loader)
+    except NoBatch:
+        return None
+    if batch is None:
+        return None
+    twin = _copy_of(trainer)
+    twin.mode = "train" if split == "train" else "test"
+    twin.model.train(split == "train")
+    log = twin.log_train if split == "train" else twin.log_test
+    with rng.isolated(), torch.set_grad_enabled(split == "train"):
+        batch = to_device(batch, twin.device)
+        with twin.forward_context():
+            out = twin.train_step(batch) if split == "train" else twin.test_step(batch)
+        log.record(out)
+        names = list(log.means())
+        own = session.own_metrics(twin)
+    return [*names, *(name for name in own if name not in names)]
+
+
+def _copy_of(trainer: Any) -> Any:
+    """A trainer of its own: the model copied, containers copied, everything else shared and only looked at."""
+    twin = object.__new__(type(trainer))
+    twin.__dict__.update({k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in trainer.__dict__.items()})
+    twin._module = twin.model = copy.deepcopy(trainer._module)
+    twin.log_train, twin.log_test = EpochLog("log_train"), EpochLog("log_test")
+    twin.train_metrics = Metrics()
+    first = next(iter(twin._module.parameters()), None)
+    twin.device = trainer.device if first is None else first.device
+    return twin
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Count what a checkpoint of this trainer is going to hold: weights, and what the optimizers keep.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Before or after training.
+
+    Returns
+    -------
+    int
+        Bytes of its tensors.
+    """
+    held = dict(trainer._module.state_dict())
+    total = sum(_bytes_of(each) for each in {id(value): value for value in _tensors(held)}.values())
+    for optimizer in optim.named(trainer.optimizer).values():
+        if isinstance(optimizer, Optimizer):
+            state = optimizer.state or _state_of_a_step(optimizer)
+            total += sum(_bytes_of(each) for each in _tensors(state))
+        else:
+            with rng.isolated():
+                made = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
+            total += sum(_bytes_of(each) for each in _tensors(_state_of_a_step(made)))
+    return total
+
+
+def _state_of_a_step(optimizer: Optimizer) -> Any:
+    """What an optimizer keeps after its first step, which is tried on tensors without data."""
+    twin = copy.copy(optimizer)
+    twin.__dict__ = dict(optimizer.__dict__)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        shapes = [torch.zeros_like(p, device="meta").requires_grad_() for p in group["params"]]
+        for shape in shapes:
+            shape.grad = torch.zeros_like(shape)
+        twin.param_groups.append({**group, "params": shapes, "foreach": False, "fused": False})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            type(optimizer).step(twin)
+    except Exception:
+        return [p for group in optimizer.param_groups for p in group["params"]] * 2  # As much as Adam keeps.
+    return twin.state
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
