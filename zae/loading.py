@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae import rng
-from zae.errors import LoaderError
+from zae.data_state import capture_parts, changes_of, facts_of, global_streams, restore_parts
+from zae.errors import CheckpointMismatch, LoaderError
 from zae.fast_data import batches_of
 
 __all__ = ["Position", "check_loader", "describe", "length_of"]
@@ -34,7 +35,7 @@ def length_of(loader: Any) -> int | None:
     """
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 
@@ -69,11 +70,17 @@ def check_loader(loader: Any, name: str = "loader") -> None:
     """
     is_dataset = isinstance(loader, torch.utils.data.Dataset)
     if is_dataset or not isinstance(loader, Iterable):
+        example = f": torch.utils.data.DataLoader({name}, batch_size=32)" if is_dataset else " or a list of batches"
         got = "a dataset" if is_dataset else "not iterable"
-        example = f"torch.utils.data.DataLoader({name}, batch_size=32, shuffle=True)"
-        raise LoaderError(f"{name} is {got} ({type(loader).__name__}); give batches, for instance {example}")
+        raise LoaderError(f"{name} is {got} ({type(loader).__name__}); give a DataLoader{example}")
     if isinstance(loader, (str, bytes, torch.Tensor)):
         raise LoaderError(f"{name} is a {type(loader).__name__}, not batches; give a DataLoader or a list of batches")
+    if isinstance(loader, Mapping):
+        raise LoaderError(
+            f"{name} is a dict ({', '.join(map(str, loader))}), and only valid_loader can be several; give one loader"
+        )
+    if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
+        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give valid_loader a dict: {{name: loader}}")
     if length_of(loader) == 0:
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); give it data, or drop_last=False")
 
@@ -90,6 +97,10 @@ class Position:
         self._fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
+        # After how many batches of the open epoch a None was passed over, and how many were before this epoch.
+        self._absent: list[int] = []
+        self._absent_before = 0
+        self._another = False  # Whether the loader that goes on is another one than the state is of.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "loader": None}  # A loader seldom travels to another process, and never has to.
@@ -98,7 +109,9 @@ class Position:
         """Return the state of the data and of every random stream, at this moment."""
         if self._resume is not None:
             return self._resume
-        state = {"begin": self._begin, "present": self._capture(), "loader": None}
+        absent = {"absent": list(self._absent), "absent_before": self._absent_before}
+        state = {"begin": self._begin, "present": self._capture(), "loader": None, **absent}
+        state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if _is_stateful(self.loader):
             state["loader"] = self.loader.state_dict()
         return state
@@ -106,6 +119,35 @@ class Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position over; it is restored when the next epoch, or the rest of this one, begins."""
         self._resume = dict(state)
+        self._absent, self._absent_before = list(state["absent"]), int(state["absent_before"])
+
+    def check(self, loader: Any, new_run: bool) -> None:
+        """Refuse to go on with another loader than the one that the state is of.
+
+        Parameters
+        ----------
+        loader : iterable
+            The loader, after ``wrap_loader``.
+        new_run : bool
+            Whether it is given to a call of ``run`` that had not begun then: it may be any loader.
+
+        Raises
+        ------
+        CheckpointMismatch
+            With what it was and is.
+        """
+        before = {} if self._resume is None else self._resume["facts"]
+        changes = changes_of(before, facts_of(loader)) if before else []
+        if self._resume is None or not changes:
+            return
+        if not new_run:
+            raise CheckpointMismatch(
+                f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, or "
+                "begin a new run from the weights alone: apply_weights(path)"
+            )
+        present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
+        self._resume = {**self._resume, "begin": None, "present": present, "loader": None}
+        self._another = True
 
     def restore_random(self) -> None:
         """Put the global random streams to what they were, after whatever a resume itself has drawn."""
@@ -115,10 +157,12 @@ class Position:
     def forget(self) -> None:
         """Begin the next epoch at its first batch."""
         self._begin = self._resume = None
+        self._absent_before += len(self._absent)
+        self._absent = []
 
     def is_of(self, loader: Any) -> bool:
         """Whether the open epoch can be gone on with by this loader."""
-        return self._resume is not None or self.loader is loader
+        return (self._resume is not None and not self._another) or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
         """Walk a loader.
@@ -137,62 +181,67 @@ class Position:
         object
             Batches; those that are None are passed over.
         """
-        resume, self._resume = self._resume, None
+        resume, self._resume, self._another = self._resume, None, False
         self.loader = loader
-        if resume is None and not used:
-            self._begin = self._capture()
-            yield from _present(batches_of(loader, self._fast), loader)
+        once = isinstance(loader, Iterator)  # It does not start again: it stands where it was left.
+        if resume is None and (once or not used):
+            self._begin = self._begin if used else self._capture()
+            yield from self._present(batches_of(loader, self._fast), used)
             return
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
-        if _is_stateful(loader) and resume is not None and resume["loader"] is not None:
+        skip = used + sum(after <= used for after in self._absent)
+        if resume is not None and _is_stateful(loader) and resume["loader"] is not None:
             self._restore(present)
             loader.load_state_dict(resume["loader"])
             iterator = iter(loader)
+        elif once:
+            skip += used_before - used + self._absent_before
+            _log.info("the first %d batches of the iterator are passed over", skip)
+            iterator = _skip(loader, skip, self._fast)
         elif used and begin is not None:
             self._restore(begin)
-            iterator = _skip(loader, used, self._fast)
+            iterator = _skip(loader, skip, self._fast)
         else:
             self._restore(present)
             begin = self._capture()
-            skipped = used_before if resume is not None and iter_once(loader) else used
-            iterator = _skip(loader, skipped, self._fast)
+            iterator = _skip(loader, skip, self._fast)
         self._begin = begin
-        if used:
+        if used or once:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
             self._restore(present)
-        yield from _present(iterator, loader)
+        yield from self._present(iterator, used)
+
+    def _present(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
+        """Pass over batches that are None; refuse a loader that gives more of them than of others."""
+        for batch in iterator:
+            if batch is None:
+                self._absent.append(given)
+                continue
+            given += 1
+            yield batch
+        absent = len(self._absent)
+        if absent > given:
+            raise LoaderError(
+                f"{absent} of {absent + given} batches were None ({describe(self.loader)}); mend the collate_fn"
+            )
+        if absent:
+            _log.warning("%d of %d batches were None and passed over", absent, absent + given)
 
     def _capture(self) -> dict[str, Any]:
-        return {"random": rng.capture(), "generators": rng.capture_generators(self.loader)}
+        generators = None if self.loader is None else rng.capture_generators(self.loader)
+        parts = {} if self.loader is None else capture_parts(self.loader)
+        return {"random": rng.capture(), "generators": generators, "parts": parts}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         rng.restore(state["random"])
-        rng.restore_generators(self.loader, state["generators"])
-
-
-def iter_once(loader: Any) -> bool:
-    """Whether a loader is an iterator or a generator, which does not start again."""
-    return isinstance(loader, Iterator)
+        if state["generators"] is not None:
+            rng.restore_generators(self.loader, state["generators"])
+        restore_parts(self.loader, state["parts"])
 
 
 def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _present(iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
-    """Pass over batches that are None; refuse a loader that gives more of them than of others."""
-    absent = given = 0
-    for batch in iterator:
-        if batch is None:
-            absent += 1
-            continue
-        given += 1
-        yield batch
-    if absent > given:
-        raise LoaderError(f"{absent} of {absent + given} batches were None ({describe(loader)}); mend the collate_fn")
-    if absent:
-        _log.warning("%d of %d batches were None and passed over", absent, absent + given)
 
 
 class _SkipFirst:
@@ -216,8 +265,16 @@ class _SkipFirst:
     def skip(self) -> None:
         """Pass the first entries over now, while the random state is that of the epoch's beginning."""
         assert self._rest is not None
+        before = None
         for _ in range(self._skip):
             next(self._rest, None)
+            before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
+        if before != global_streams() and self._skip:
+            _log.warning(
+                "the sampler %s draws from the global random streams as it goes: the order of the samples may not be "
+                "exactly that of an uninterrupted run; give it a generator of its own",
+                type(getattr(self._sampler, "sampler", self._sampler)).__name__,
+            )  # fmt: skip
         self._skip = 0
 
     def __len__(self) -> int:
@@ -235,10 +292,15 @@ def _skip(loader: Any, count: int, fast: bool) -> Iterator[Any]:
         if isinstance(loader, DataLoader):
             _log.warning("resuming in the middle of an epoch of an IterableDataset: %d batches are read again and "
                          "passed over", count)  # fmt: skip
+        elif not isinstance(loader, Sequence):
+            _log.info("%d batches of %s are read again and passed over", count, type(loader).__name__)
         iterator = iter(loader)
         for _ in range(count):
             next(iterator, None)
         return iterator
+    if loader.num_workers:
+        _log.warning("going on in the middle of an epoch with num_workers=%d: the samples are the same, but random "
+                     "numbers that the dataset draws in its workers are not exact", loader.num_workers)  # fmt: skip
     rest = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = _SkipFirst(getattr(loader, name), count)

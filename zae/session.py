@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -13,7 +13,7 @@ from zae import checks, optim
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
-from zae.records import EpochLog, Metrics, MetricsDict, merge_sums, split_prefix
+from zae.records import EpochLog, Metrics, MetricsDict, merge_logs, merge_sums, split_prefix
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
     last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
     last_step = sys.maxsize if plan.max_steps is None else step + plan.max_steps
-    in_epoch = plan.steps_per_epoch or trainer.steps_in(trainer.wrap_loader(loader, True))
+    wrapped = trainer.wrap_loader(loader, True)
+    if progress.epoch < last_epoch and progress.step < last_step:
+        trainer._position.check(wrapped, is_new)
+    in_epoch = plan.steps_per_epoch or trainer.steps_in(wrapped)
     epochs_left = max(0, last_epoch - progress.epoch)
     optim.check_closures(trainer._optimizers, type(trainer))
     planned = None if in_epoch is None else max(0, in_epoch * epochs_left - progress.epoch_step)
@@ -71,16 +74,27 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
 
 
-def after_step(trainer: Trainer) -> None:
-    """Log, validate and save where it is due, in this order."""
-    step = trainer.progress_checker.step
-    if trainer.log_every.due_at_step(step):
+def after_step(trainer: Trainer) -> bool:
+    """Log, validate and save where it is due, in this order; say whether the epoch, or the run, ends here."""
+    progress = trainer.progress_checker
+    if trainer.log_every.steps is not None and trainer.log_every.due_at_step(progress.step):
         log_training(trainer)
-    if trainer._valid[0] is not None and trainer._valid[1].due_at_step(step):
+    loader, every = trainer._valid
+    if loader is not None and every.due_at_step(progress.step):
         trainer.validate()
     trainer.checkpoint()
-    if trainer._bar.due():
-        trainer._bar.update(trainer.progress_checker.epoch_batch, lambda: shown(trainer))
+    if trainer._bar.shown and trainer._bar.due():
+        trainer._bar.update(progress.epoch_batch, lambda: shown(trainer))
+    return progress.epoch_step == trainer._epoch_steps or progress.step >= trainer._max_step or trainer.should_stop
+
+
+def is_complete(trainer: Trainer, loader: Any, batches: Iterator[Any]) -> bool:
+    """Whether the step that ends the loop over the batches is the last of the epoch."""
+    progress = trainer.progress_checker
+    if progress.epoch_step == trainer._epoch_steps:
+        return True
+    # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
+    return progress.epoch_batch == length_of(loader) and next(batches, None) is None
 
 
 def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
@@ -97,7 +111,9 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
     if not complete:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
-    trainer.train_metrics = Metrics({**means(trainer, trainer.log_train), **own_metrics(trainer)})
+    own, trainer.log_train = trainer.log_train, whole_log(trainer, trainer.log_train)
+    trainer.train_metrics = Metrics({**trainer.log_train.means(), **own_metrics(trainer)})
+    trainer.log_train = own
     rates = optim.learning_rates(trainer._optimizers)
     trainer.train_history.append(Metrics({**row(trainer, "train", trainer.train_metrics), **rates}))
     if trainer.log_every.due_at_epoch(progress.epoch + 1):
@@ -181,6 +197,14 @@ def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
     """The means over all ranks."""
     sums = merge_sums(trainer.gather(log.sums()))
     return {key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()}
+
+
+def whole_log(trainer: Trainer, log: EpochLog) -> EpochLog:
+    """The log of an epoch over all ranks, as one process would have it; on one rank it is the log itself."""
+    if trainer.world_size == 1:
+        return log
+    log.sums()  # Reads what waits on a device, before it travels.
+    return merge_logs(trainer.gather(log))
 
 
 def own_metrics(trainer: Trainer) -> dict[str, float]:

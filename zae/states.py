@@ -46,6 +46,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
             "valid_history": [dict(row) for row in trainer.valid_history],
             "log_history": [dict(row) for row in trainer.log_history],
             "best": dict(trainer.best),
+            "grad_norm": trainer.grad_norm,
         },
         "position": trainer._position.state_dict(),
     }
@@ -129,6 +130,7 @@ def _load_records(trainer: Trainer, records: Mapping[str, Any]) -> None:
     trainer.valid_history = [Metrics(row) for row in records["valid_history"]]
     trainer.log_history = [dict(row) for row in records["log_history"]]
     trainer.best = Metrics(records["best"])
+    trainer.grad_norm = records["grad_norm"]
 
 
 def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
