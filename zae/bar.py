@@ -22,6 +22,11 @@ class Bar:
     enabled : bool
         Whether it may be shown at all. It stays quiet when standard error is not a terminal (or a notebook).
 
+    Attributes
+    ----------
+    shown : bool
+        Whether it draws anything.
+
     Examples
     --------
     >>> bar = Bar(enabled=False)
@@ -31,15 +36,10 @@ class Bar:
     """
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled and (sys.stderr.isatty() or _in_notebook())
+        self.shown = enabled and (sys.stderr.isatty() or _in_notebook())
         self._bar: Any = None
         self._next = 0.0
         self._columns: list[str] = []
-
-    @property
-    def shown(self) -> bool:
-        """Whether it draws anything."""
-        return self._enabled
 
     def open(self, title: str, total: int | None, done: int = 0) -> None:
         """Begin an epoch.
@@ -53,7 +53,7 @@ class Bar:
         done : int
             Batches done already, after a resume.
         """
-        if not self._enabled:
+        if not self.shown:
             return
         self.close()
         from tqdm.auto import tqdm  # ~40 ms, and only a shown bar needs it
@@ -91,7 +91,7 @@ class Bar:
         mark : str
             What stands at its end.
         """
-        if not self._enabled:
+        if not self.shown:
             return
         self.close()
         if not set(row) <= set(self._columns):

@@ -176,9 +176,9 @@ class Position:
         used_before : int
             Batches that were used in all; what an iterator that cannot start again has to pass over.
 
-        Yields
-        ------
-        object
+        Returns
+        -------
+        iterator
             Batches; those that are None are passed over.
         """
         resume, self._resume, self._another = self._resume, None, False
@@ -186,8 +186,7 @@ class Position:
         once = isinstance(loader, Iterator)  # It does not start again: it stands where it was left.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
-            yield from self._present(batches_of(loader, self._fast), used)
-            return
+            return self._present(batches_of(loader, self._fast), used)
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
         skip = used + sum(after <= used for after in self._absent)
@@ -210,7 +209,7 @@ class Position:
         if used or once:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
             self._restore(present)
-        yield from self._present(iterator, used)
+        return self._present(iterator, used)
 
     def _present(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
         """Pass over batches that are None; refuse a loader that gives more of them than of others."""

@@ -89,7 +89,7 @@ class NonFiniteGuard:
         bad = False
         for out, _ in outputs:
             loss = out["loss"]
-            if isinstance(loss, Tensor) and loss.is_cpu:
+            if type(loss) is Tensor and loss.is_cpu:
                 value = loss.item()
                 bad = bad or value - value != 0.0  # Of NaN and of the infinities this is NaN.
             else:

@@ -79,14 +79,13 @@ class _Series:
         self.weights = array("d")
         self.total = 0.0
         self.weight = 0.0
+        self.summed = 0  # How many of the values are in the sums.
         self.waiting: list[Tensor] = []
         self.chunks: Tensor | None = None
 
     def add(self, value: float, weight: float) -> None:
         self.values.append(value)
         self.weights.append(weight)
-        self.total += value * weight
-        self.weight += weight
 
     def wait(self, value: Tensor, weight: float) -> None:
         """Keep a value on its device: reading it now would make the host wait for the device."""
@@ -98,17 +97,16 @@ class _Series:
             self.waiting = []
 
     def read(self) -> None:
-        """Bring the waiting values to the host, in their order, so that the sum does not depend on when it is read."""
-        if not self.waiting and self.chunks is None:
-            return
-        parts = [] if self.chunks is None else [self.chunks]
-        parts += [torch.stack(self.waiting).double()] if self.waiting else []
-        for value in torch.cat(parts).tolist():
-            weight = self.weights[len(self.values)]
-            self.values.append(value)
-            self.total += value * weight
-            self.weight += weight
-        self.waiting, self.chunks = [], None
+        """Bring the waiting values to the host, and add up what is new: in their order, whenever it is read."""
+        if self.waiting or self.chunks is not None:
+            parts = [] if self.chunks is None else [self.chunks]
+            parts += [torch.stack(self.waiting).double()] if self.waiting else []
+            self.values.extend(torch.cat(parts).tolist())
+            self.waiting, self.chunks = [], None
+        for index in range(self.summed, len(self.values)):
+            self.total += self.values[index] * self.weights[index]
+            self.weight += self.weights[index]
+        self.summed = len(self.values)
 
 
 class EpochLog(Mapping[str, list[Any]]):
@@ -145,22 +143,21 @@ class EpochLog(Mapping[str, list[Any]]):
             How many samples (or targets) the numbers are the mean over.
         """
         for key, value in step_dict.items():
-            if key == "num_targets":
-                continue
-            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
-                series = self._series.get(key)
-                if series is None:
-                    series = self._series.setdefault(str(key), _Series())
-                if value.is_cpu:
-                    series.add(value.item(), weight)
-                else:
-                    series.wait(value.detach(), weight)
-            else:
+            series = self._series.get(key)
+            if series is not None and type(value) is Tensor and value.is_cpu and value.dim() == 0:
+                series.add(value.item(), weight)  # Every step but the first.
+            elif key != "num_targets":
                 self._record_other(str(key), value, weight)
 
     def _record_other(self, key: str, value: Any, weight: float) -> None:
-        """Keep what is not a 0-dimensional tensor."""
-        if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+        """Keep what is no number on the host of an entry that is there already."""
+        if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+            series = self._series.setdefault(key, _Series())
+            if value.is_cpu:
+                series.add(value.item(), weight)
+            else:
+                series.wait(value.detach(), weight)
+        elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
             self._series.setdefault(key, _Series()).add(float(value), weight)
         elif isinstance(value, Mapping):
             self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)

@@ -293,12 +293,8 @@ class Trainer(metaclass=TrainerMeta):
             batches = self.batches(loader)
             for batch in batches:
                 self.run_batch(batch)
-                session.after_step(self)
-                if self.progress_checker.epoch_step == self._epoch_steps:
-                    break
-                if session.finished(self):
-                    # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
-                    complete = self.progress_checker.epoch_batch == length_of(loader) and next(batches, None) is None
+                if session.after_step(self):
+                    complete = session.is_complete(self, loader, batches)
                     break
         return session.close_epoch(self, loader, complete)
 
@@ -406,10 +402,10 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def backward(self, loss: Any) -> None:
         """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters."""
-        if isinstance(loss, Mapping):
-            optim.backward_each(loss, self._optimizers)
-        else:
+        if isinstance(loss, Tensor):
             loss.backward()
+        else:
+            optim.backward_each(loss, self._optimizers)
 
     @seam
     def weight_of(self, batch: Any, num_targets: Any) -> float:
