@@ -11,14 +11,13 @@ from typing import Any
 from zae import files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_folder
-from zae.compose import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
 from zae.records import split_prefix
 from zae.resume import check_resume, find_checkpoint, foreign_checkpoints
 from zae.retention import Retention
-from zae.saver import Job, Saver
+from zae.saver import Saver, job_of
 from zae.signals import StopSignals
 
 __all__ = ["StateManagerAddon"]
@@ -197,8 +196,6 @@ class StateManagerAddon(AddOnBase):
         super().on_run_end()
         progress = self.progress_checker
         signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
-        if progress.stop_reason == _SIGNALED:
-            progress.stop_reason = None  # It goes on when it is resumed.
         if self._saved_at != (progress.epoch, progress.step):
             self.save_state()
         if signal is not None:
@@ -288,18 +285,11 @@ class StateManagerAddon(AddOnBase):
 
     def _hand_over(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any] | None = None) -> None:
         """Hand the state to the saver, on the rank that saves."""
-        state, progress = self.state_dict(), self.progress_checker
-        about = {
-            "run_id": self.run_id or "unset",
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "composition": [add_on.__name__ for add_on in add_ons_of(type(self))],
-            "world_size": self.world_size,
-            "info": {"score": self._present_score(), "monitor": self.monitor, **(info or {})},
-        }
-        trained = {name for name, parameter in self.unwrap().named_parameters() if parameter.requires_grad}
+        state = self.state_dict()
         if self.is_main:
-            self._saver.save(Job(target, state, self.save_format, about, replaces, trained))
+            info = {"score": self._present_score(), "monitor": self.monitor, **(info or {})}
+            about = {"run_id": self.run_id or "unset", "world_size": self.world_size, "info": info}
+            self._saver.save(job_of(self, target, state, self.save_format, about, replaces))
 
     def _settle_save(self, wait: bool = True) -> None:
         """Take note of what became of a background save."""
@@ -363,7 +353,8 @@ class StateManagerAddon(AddOnBase):
         if self.allow_partial and not (model and state):
             _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
         if not state and self.allow_partial:
-            return self.apply_weights(model, strict)
+            self.apply_weights(model, strict)
+            return
         self.load_state_dict({"model": model or self.model_state(), **state}, strict)
         self.run_id = manifest["run_id"]
         if found in files.list_checkpoints(self.save_path):
@@ -387,7 +378,8 @@ class StateManagerAddon(AddOnBase):
         path = self.best_path
         if path is None:
             raise CheckpointNotFound(
-                f"no checkpoint in {self.save_path} has a score ({self.monitor}); give run() a valid_loader"
+                f"no checkpoint in {self.save_path} has a score: no validation returned monitor={self.monitor!r}; give "
+                "run() a valid_loader, and monitor= the name of a metric that test_step returns"
             )
         _, model, state = files.load_checkpoint(path)
         self.load_evaluation_state({"model": model, **state})
@@ -400,8 +392,10 @@ class StateManagerAddon(AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the run's name, and what is kept with which score."""
-        own = {"run_id": self.run_id, "scores": dict(self._retention.scores)}
-        return {**super().state_dict(), "StateManagerAddon": own}
+        state = super().state_dict()
+        if state["progress"]["stop_reason"] == _SIGNALED:
+            state["progress"]["stop_reason"] = None  # It goes on when it is resumed.
+        return {**state, "StateManagerAddon": {"run_id": self.run_id, "scores": dict(self._retention.scores)}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take the list of checkpoints over."""

@@ -60,9 +60,22 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
         loader = trainer._position.loader
         workers = getattr(loader, "num_workers", 0)
         asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-        note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "")
+        note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
     if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
         error.add_note(f"zae: {note}")
+
+
+def _dead(frames: list[FrameType]) -> str:
+    """Which workers of a loader have died: what is raised then may be no more than a broken connection."""
+    owners = [frame.f_locals.get("self") for frame in frames]
+    workers = next((owner._workers for owner in owners if isinstance(getattr(owner, "_workers", None), list)), [])
+    dead = []
+    for index, worker in enumerate(workers):
+        worker.join(1.0 if index == 0 else 0.1)  # It is on its way, when it is why this was raised.
+        if worker.exitcode:
+            how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
+            dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
+    return "".join(dead)
 
 
 def _is(frame: FrameType, function: str, module: str) -> bool:

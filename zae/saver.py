@@ -6,17 +6,21 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zae import files
+from zae.compose import add_ons_of
 from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
 from zae.tensors import view_key
 
-__all__ = ["Job", "Saver", "Snapshots"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Job", "Saver", "Snapshots", "job_of"]
 
 _log = logging.getLogger("zae")
 
@@ -52,6 +56,43 @@ class Job(NamedTuple):
                 continue
             except CheckpointError as error:  # A folder that stays costs space, not the run.
                 _log.warning("%s", error)
+
+
+def job_of(
+    trainer: Trainer,
+    target: Path,
+    state: Mapping[str, Any],
+    kind: str,
+    about: Mapping[str, Any],
+    replaces: Sequence[Path],
+) -> Job:
+    """Return the job that writes a state of a trainer.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose state it is.
+    target : Path
+        Where the checkpoint is to stand.
+    state : mapping
+        What its ``state_dict`` returned.
+    kind : str
+        The format of the weights.
+    about : mapping
+        ``run_id``, ``world_size`` and ``info`` of the manifest.
+    replaces : sequence of Path
+        The checkpoints that are removed once this one is whole.
+
+    Returns
+    -------
+    Job
+        Nothing is written yet.
+    """
+    progress = trainer.progress_checker
+    composition = [add_on.__name__ for add_on in add_ons_of(type(trainer))]
+    about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}
+    trained = {name for name, parameter in trainer.unwrap().named_parameters() if parameter.requires_grad}
+    return Job(target, state, kind, about, replaces, trained)
 
 
 class Saver:

@@ -94,6 +94,14 @@ class StopSignals:
             signal.signal(each, signal.SIG_DFL)
         if self.received is None:
             self.received = number
+            self._let_workers_die()
+
+    def _let_workers_die(self) -> None:
+        """Mute what torch raises, anywhere, when a loader's worker dies: the signal may have gone to them too."""
+        child = getattr(signal, "SIGCHLD", None)
+        if child is not None and callable(signal.getsignal(child)):
+            self._before[child] = signal.getsignal(child)
+            signal.signal(child, signal.SIG_DFL)
 
     def _pass_on(self, number: int) -> None:
         """In a loader's worker, forked with this handler: Ctrl-C is the main process's to deal with."""

@@ -1,0 +1,622 @@
+"""Faults while a run goes on: it keeps running, or it stops in time with the truth, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import faults
+import hand
+import pytest
+import torch
+from faults import Child, KillAddon, answer, everything, forked
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from zae import Every, Trainer, files
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.errors import CheckpointError, ConfigError, NonFiniteError
+from zae.nonfinite import LATEST, NonFiniteGuard
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory."""
+    made = faults.memory_folder()
+    yield made
+    shutil.rmtree(made)
+
+
+class Bad(faults.Task):
+    """A task whose loss is not finite at some steps."""
+
+    def __init__(self, *args: Any, bad: Any = (5,), value: float = math.nan, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bad, self.value = bad, value
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        out = super().train_step(batch)
+        if self.progress_checker.step + 1 in self.bad:
+            out["loss"] = out["loss"] * self.value
+        return {**out, "part": 0.25}
+
+
+def build(cls: Any, *add_ons: Any, lr: float = 0.01, **options: Any) -> Any:
+    model = faults.classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return cls.add_on(*add_ons)(model, "cpu", optimizer=optimizer, seed=7, log_bar=False, **options)
+
+
+# --- not finite
+
+
+@pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,), (AMPAddon,), (StateManagerAddon, EMAAddon)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_fd1_p34_raise_before_the_step(folder: Path, value: float, add_ons: Any) -> None:
+    """F-D1, P-34: step, epoch, loss, its parts and the learning rate are named; the weights are those of step 4."""
+    options: dict[str, Any] = {"save_path": folder / "run", "save_every": 1, "decay": 0.9}
+    options = options if StateManagerAddon in add_ons else {}
+    accumulate = {"gradient_accumulation_steps": 2} if GradientAccumulationAddon in add_ons else {}
+    plain = build(faults.Task, *add_ons, **options | ({"save_path": folder / "plain"} if options else {}), **accumulate)
+    loader = hand.loader(40, batch_size=4)
+    plain.run(None, loader, max_steps=4)
+    made = build(Bad, *add_ons, value=value, **options, **accumulate)
+    with pytest.raises(NonFiniteError) as caught:
+        made.run(None, loader, max_steps=20)
+    text = str(caught.value)
+    assert all(word in text for word in ("step 5", "epoch 1", f"loss {value:g}", "part 0.25", "lr 0.01", "of step 4"))
+    parameters = [{name: p.detach() for name, p in each.unwrap().named_parameters()} for each in (made, plain)]
+    assert faults.fingerprint(parameters[0]) == faults.fingerprint(parameters[1])
+    assert everything(made)["optimizer"] == everything(plain)["optimizer"]
+    if options:
+        assert made.last_path.name == "step-00000004"
+
+
+def test_fd1_a_gradient_norm_that_is_not_finite(folder: Path) -> None:
+    """F-D1: a finite loss with a gradient that is not is caught where clipping computes the norm."""
+
+    class Root(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            out = super().train_step(batch)
+            if self.progress_checker.step == 2:  # sqrt(0) is 0, and its gradient is infinite.
+                out["loss"] = out["loss"] + (self.model[0].weight * 0).square().sum().sqrt()
+            return out
+
+    made = build(Root, gradient_clip=1.0)
+    with pytest.raises(NonFiniteError, match=r"step 3 .*gradient norm nan"):
+        made.run(1, hand.loader())
+    assert made.progress_checker.step == 2
+    assert all(torch.isfinite(p).all() for p in made.unwrap().parameters())
+    model = faults.classifier()
+    body, head = list(model[:-1].parameters()), list(model[-1].parameters())
+    two = Root(
+        model, "cpu", gradient_clip=1.0, optimizer=[torch.optim.SGD(body, 0.1), torch.optim.SGD(head, 0.1)], seed=1
+    )
+    with pytest.raises(NonFiniteError, match="step 3 "):
+        two.run(1, hand.loader())
+
+
+@pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,), (AMPAddon,)])
+def test_fd1_skip_leaves_the_step_out(add_ons: Any) -> None:
+    """F-D1: "skip" is a step that never was for weights, optimizer, schedule and average; it is counted and logged."""
+    options = {"gradient_accumulation_steps": 2} if GradientAccumulationAddon in add_ons else {}
+    options |= {"precision": "fp16", "loss_scale": (8.0, 1.0)} if AMPAddon in add_ons else {}
+    seen: dict[int, str] = {}
+
+    class Watched(Bad):
+        def on_step(self) -> None:
+            seen[self.progress_checker.step] = everything(self)["optimizer"] + everything(self)["model"][:0]
+
+        def checkpoint(self) -> None:
+            super().checkpoint()
+            weights = {
+                key: value for key, value in self.model_state().items() if "running" not in key and "num" not in key
+            }
+            seen[self.progress_checker.step] = faults.fingerprint(weights) + everything(self)["optimizer"]
+
+    made = build(
+        Watched,
+        EMAAddon,
+        *add_ons,
+        bad=(2, 3),
+        decay=0.9,
+        on_nonfinite="skip",
+        log_every=1,
+        gradient_clip=1.0,
+        **options,
+    )
+    metrics = made.run(None, hand.loader(40, batch_size=4), max_steps=5)
+    assert seen[1] == seen[2] == seen[3] != seen[4] != seen[5]
+    assert metrics["nonfinite_steps"] == metrics["skipped_steps"] == 2
+    assert made.log_history[-1]["nonfinite_steps"] == 2
+    losses = [row["train/loss"] for row in made.log_history]
+    assert [math.isnan(value) for value in losses] == [False, True, True, False, False], "P-34: never replaced in a log"
+
+
+def test_fd1_warn_takes_the_step_and_never_saves_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-D1: "warn" trains on; no checkpoint of weights that are not finite replaces one of finite ones."""
+    made = build(
+        Bad, StateManagerAddon, on_nonfinite="warn", save_path=folder / "run", save_every=1, keep_last=1, keep_best=0
+    )
+    metrics = made.run(2, hand.loader())
+    assert metrics["nonfinite_steps"] == 8, "from step 5 on all are"
+    assert "The step was taken all the same" in caplog.text
+    assert "holds NaN or an infinity" in caplog.text
+    assert made.last_path.name == "step-00000004"
+    assert files.verify(made.last_path)["step"] == 4
+    weights = files.load_weights(made.last_path)
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_fd1_weights_that_went_bad_unseen_are_not_saved(folder: Path) -> None:
+    """F-D1: gradients that nobody looked at spoil the weights: the save refuses, the last good one stays."""
+
+    class Spoiled(faults.Task):
+        def optimizer_step(self) -> bool:
+            stepped = super().optimizer_step()
+            if self.progress_checker.step == 3:
+                with torch.no_grad():
+                    self.model[0].weight[0, 0] = math.inf
+            return stepped
+
+    made = build(Spoiled, StateManagerAddon, save_path=folder / "run", save_every=1, keep_last=1, keep_best=0)
+    with pytest.raises(NonFiniteError, match=r"0\.weight"):
+        made.run(1, hand.loader())
+    assert [path.name for path in files.list_checkpoints(folder / "run")] == ["step-00000003"]
+
+
+def test_fd1_an_overflow_of_the_loss_scale_is_no_error() -> None:
+    """F-D1, P-05: what GradScaler skips is its own business."""
+    made = build(faults.Task, AMPAddon, precision="fp16", loss_scale=(2.0**30, 1.0), gradient_clip=1.0)
+    metrics = made.run(3, hand.loader())
+    assert metrics["skipped_steps"] > 5
+    assert metrics["nonfinite_steps"] == 0
+
+
+def test_fd1_the_late_look_of_an_accelerator(folder: Path) -> None:
+    """F-D1: where a look waits for the device it comes after 64 steps at most, and before anything is saved."""
+
+    class Far(NonFiniteGuard):
+        """As if every loss were on an accelerator."""
+
+        def allows(self, trainer: Any, outputs: Any) -> bool:
+            for out, _ in outputs:
+                self._waiting.append(out["loss"].detach())
+                self._steps.append(trainer.progress_checker.step + 1)
+            if len(self._waiting) >= LATEST:
+                self.settle(trainer)
+            return True
+
+    loader = hand.loader(800, batch_size=4)
+    made = build(Bad, StateManagerAddon, bad=(70,), save_path=folder / "run", save_every=50, keep_last=None)
+    made.nonfinite = Far("raise")
+    with pytest.raises(NonFiniteError, match="step 70 was nan"):
+        made.run(1, loader)
+    assert 70 <= made.progress_checker.step <= 70 + LATEST
+    assert made.last_path.name == "step-00000050"
+    soon = build(Bad, StateManagerAddon, bad=(49,), save_path=folder / "soon", save_every=50, keep_last=None)
+    soon.nonfinite = Far("raise")
+    with pytest.raises(NonFiniteError, match="step 49 was nan"):
+        soon.run(1, loader)
+    assert files.list_checkpoints(folder / "soon") == []
+
+
+def test_on_nonfinite_is_checked() -> None:
+    """E11: the option says what it may be."""
+    with pytest.raises(ConfigError, match="did you mean 'raise'"):
+        build(faults.Task, on_nonfinite="rise")
+
+
+# --- signals
+
+
+class Signalled(faults.Task):
+    """A task that is sent a signal at a place."""
+
+    def __init__(self, *args: Any, at: int = 11, number: int = signal.SIGTERM, times: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at, self.number, self.times = at, number, times
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        if self.progress_checker.step + 1 == self.at:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+        return super().train_step(batch)
+
+
+def long_run(folder: Path, cls: Any = Signalled, **options: Any) -> Any:
+    made = build(cls, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=9), resume="auto", **options)
+    made.run(3, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
+    return everything(made)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+)  # fmt: skip
+@pytest.mark.parametrize("at", [1, 5, 6, 11, 18])
+def test_fd2_fd3_p26_finish_the_step_and_save(folder: Path, number: int, status: int, at: int) -> None:
+    """F-D2, F-D3, P-26: the step is finished and saved, the status is 143 or 130, and the resumed end is the same."""
+    whole = answer(long_run, folder / "whole", faults.Task)
+    outcome = forked(lambda: long_run(folder, number=number, at=at) and None)
+    assert outcome.status == status, outcome.error
+    newest = files.newest_valid(folder / "run")
+    assert newest is not None
+    assert newest[1]["step"] == at
+    assert not (folder / "run" / ".lock").exists()
+    assert answer(long_run, folder, faults.Task) == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fd2_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
+    """F-D2: the same signal again kills, though the step goes on and on; what was saved is whole."""
+
+    class Endless(Signalled):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            out = super().train_step(batch)
+            while self.progress_checker.step == 9:
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            return out
+
+    began = time.monotonic()
+    outcome = forked(lambda: long_run(folder, Endless, at=10, times=2, number=number) and None)
+    assert outcome.status == -number
+    assert time.monotonic() - began < 30
+
+
+def test_fd2_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> None:
+    """P-26: wherever it comes, at most one more update is made before the save."""
+    whole = answer(long_run, folder / "whole", faults.Task)
+
+    class InValidation(faults.Task):
+        def test_step(self, batch: Any) -> dict[str, Any]:
+            if self.progress_checker.step == 6 and not self.test_metrics:
+                self.test_metrics["sent"] = 1.0
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().test_step(batch)
+
+    class InData(faults.Task):
+        def batches(self, loader: Any) -> Any:
+            for index, batch in enumerate(super().batches(loader)):
+                if self.progress_checker.step == 8 and index:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+    for cls, step in ((InValidation, 6), (InData, 9)):
+        place = folder / cls.__name__
+        assert forked(lambda place=place, cls=cls: long_run(place, cls) and None).status == 143
+        newest = files.newest_valid(place / "run")
+        assert newest is not None
+        assert newest[1]["step"] == step
+        assert answer(long_run, place, faults.Task) == whole
+
+
+def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
+    """P-26: a cluster signals the loader's workers as well; they die, and the state of the last step is saved."""
+
+    def run() -> Any:
+        made = build(faults.Task, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=99), log_every=1)
+        log = made.log
+        made.log = lambda metrics, step: (log(metrics, step), (folder / "step").write_text(str(step)))
+        made.run(10**6, hand.loader(400, num_workers=2))
+
+    child = Child(run)
+    step = folder / "step"
+    while not (step.exists() and step.read_text().isdigit() and int(step.read_text()) > 5):
+        time.sleep(0.005)
+    os.killpg(child.pid, signal.SIGTERM)
+    outcome = child.wait()
+    assert outcome.status == 143, outcome.error
+    newest = files.newest_valid(folder / "run")
+    assert newest is not None
+    assert newest[1]["step"] >= 5
+    assert not list((folder / "run").glob("crash-*"))
+
+
+def test_fd2_handlers_that_were_there(folder: Path) -> None:
+    """F-D2, P-26: an earlier handler is called after the save, and all are back in place after a run."""
+    calls: list[Any] = []
+
+    def mine(number: int, frame: Any) -> None:
+        calls.append((number, sorted(path.name for path in files.list_checkpoints(folder / "run"))))
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, mine)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            long_run(folder, at=4)
+        assert caught.value.code == 143
+        assert calls == [(signal.SIGTERM, ["step-00000004"])]
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+        long_run(folder, faults.Task)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        with pytest.raises(KeyboardInterrupt):
+            long_run(folder / "other", number=signal.SIGINT, at=2)
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_fd2_not_the_main_thread(folder: Path) -> None:
+    """F-D2: in another thread there are no signals, and no error."""
+    ended: list[Any] = []
+    thread = threading.Thread(target=lambda: ended.append(long_run(folder, faults.Task)))
+    thread.start()
+    thread.join(60)
+    assert len(ended) == 1
+
+
+def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
+    """F-D3: a script that gets Ctrl-C ends with 130 for its shell, after the save."""
+    script = folder / "script.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = [{str(Path(faults.__file__).parent)!r}]\n"
+        "import test_fault, signal, pathlib\n"
+        f"test_fault.long_run(pathlib.Path({str(folder)!r}), number=signal.SIGINT, at=3)\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {script}; echo $?"], capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout.strip() == "130", done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+    newest = files.newest_valid(folder / "run")
+    assert newest is not None
+    assert newest[1]["step"] == 3
+
+
+# --- exceptions
+
+
+class Failing(faults.Task):
+    """Fails in step 8."""
+
+    error: Any = ValueError("the user's own words")
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        if self.progress_checker.step == 7:
+            self.fail()
+        return super().train_step(batch)
+
+    def fail(self) -> None:
+        raise self.error
+
+
+def test_fd4_an_exception_saves_apart(folder: Path) -> None:
+    """F-D4: the user's traceback comes first and unchanged; crash-00000007 displaces nothing and is not resumed."""
+    made = build(Failing, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=1), keep_last=1)
+    with pytest.raises(ValueError, match="the user's own words") as caught:
+        made.run(3, hand.loader())
+    assert caught.value is Failing.error
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail"
+    note = "zae: in epoch 2, step 8 (batch 2), on cpu; the batch was list(Tensor[4, 4] float32, Tensor[4] int64)"
+    assert note in caught.value.__notes__
+    names = sorted(path.name for path in (folder / "run").iterdir())
+    assert names == ["crash-00000007", "step-00000006"]
+    manifest, _, state = files.load_checkpoint(folder / "run" / "crash-00000007")
+    assert manifest["info"]["error"] == "ValueError"
+    assert manifest["info"]["in_step"] is True
+    assert state["progress"]["step"] == 7
+    again = build(faults.Task, StateManagerAddon, save_path=folder / "run", resume=True)
+    again.setup()
+    assert again.progress_checker.step == 6
+    looked = build(faults.Task, StateManagerAddon, save_path=folder / "look", resume=folder / "run" / "crash-00000007")
+    looked.setup()
+    assert looked.progress_checker.step == 7
+
+
+def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-D4: when the crash checkpoint cannot be written, the error is still the user's."""
+
+    class Broken(Failing):
+        def fail(self) -> None:
+            files.filesystem = faults.RefusingDisk(0, 28)
+            super().fail()
+
+    made = build(Broken, StateManagerAddon, save_path=folder / "run", save_every=1)
+    before = files.filesystem
+    try:
+        with pytest.raises(ValueError, match="the user's own words"):
+            made.run(3, hand.loader())
+    finally:
+        files.filesystem = before
+    assert "could not be saved" in caplog.text
+
+
+def test_fd12_out_of_memory_says_what_was_computed(folder: Path) -> None:
+    """F-D12: step, shapes and dtypes of the batch are noted, also inside an accumulation window, and D4 holds."""
+
+    class Full(Failing):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    made = build(
+        Full, StateManagerAddon, GradientAccumulationAddon, save_path=folder / "run", gradient_accumulation_steps=2
+    )
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        made.run(3, hand.loader())
+    text = "".join(traceback.format_exception(caught.value))
+    assert "step 8" in text
+    assert "Tensor[4, 4] float32" in text
+    assert (folder / "run" / "crash-00000007").is_dir()
+
+
+class Poisoned(Dataset[Any]):
+    """Its worker dies, or raises, at a sample."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.data = how, hand.data(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 30:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("sample 30 is unreadable")
+        return self.data[index]
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
+    """F-D7: within 10 s an error names the worker and the dataset, and the crash checkpoint is there."""
+
+    def run() -> Any:
+        made = build(faults.Task, StateManagerAddon, save_path=folder / "run")
+        began = time.monotonic()
+        try:
+            made.run(1, DataLoader(Poisoned(how), batch_size=4, num_workers=2))
+        except Exception as error:
+            return "".join(traceback.format_exception(error)), time.monotonic() - began
+        return None
+
+    text, seconds = answer(run)
+    assert seconds < 10
+    assert "DataLoader worker" in text
+    assert "dataset Poisoned of length 40" in text
+    assert "num_workers=2" in text
+    assert len(list((folder / "run").glob("crash-*"))) == 1
+
+
+# --- two runs, and places
+
+
+def test_fd10_a_second_run_is_refused(folder: Path) -> None:
+    """F-D10: the second one is told process, host and start at construction; the first one trains on untouched."""
+    ready = folder / "ready"
+
+    class Waiting(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            ready.touch()
+            while not (folder / "go").exists():
+                time.sleep(0.002)
+            return super().train_step(batch)
+
+    child = Child(lambda: everything(_trained(build(Waiting, StateManagerAddon, save_path=folder / "run"))))
+    early = build(faults.Task, StateManagerAddon, save_path=folder / "run")  # Made before the first one runs.
+    while not ready.exists():
+        time.sleep(0.002)
+    with pytest.raises(ConfigError) as caught:
+        build(faults.Task, StateManagerAddon, save_path=folder / "run")
+    text = str(caught.value)
+    assert f"process {child.pid} " in text
+    assert os.uname().nodename in text
+    assert time.strftime("%Y-%m-%d") in text
+    with pytest.raises(ConfigError, match=f"process {child.pid} "):
+        early.run(1, hand.loader())
+    (folder / "go").touch()
+    assert child.wait().result == everything(_trained(build(faults.Task, StateManagerAddon, save_path=folder / "own")))
+
+
+def _trained(trainer: Any) -> Any:
+    trainer.run(1, hand.loader())
+    return trainer
+
+
+def test_fd10_many_at_once(folder: Path) -> None:
+    """F-D10: of several that begin at once exactly one has the folder, again and again."""
+    for number in range(5):
+        place = folder / str(number)
+
+        class Slow(faults.Task):
+            def train_step(self, batch: Any) -> dict[str, Any]:
+                time.sleep(0.03)
+                return super().train_step(batch)
+
+        def run(place: Path = place) -> bool:
+            try:
+                build(Slow, StateManagerAddon, save_path=place).run(1, hand.loader())
+            except ConfigError:
+                return False
+            return True
+
+        children = [Child(run) for _ in range(4)]
+        assert sorted(child.wait().result for child in children) == [False, False, False, True]
+
+
+def test_fd10_a_stale_lock_is_taken_over(folder: Path) -> None:
+    """F-D10: the lock of a killed process, of a torn write, and of a number that another process has now."""
+    run = folder / "run"
+    add_ons = (StateManagerAddon, KillAddon)
+    assert forked(lambda: _trained(build(faults.Task, *add_ons, save_path=run, kill_at=3)) and None).status == -9
+    lock = run / ".lock"
+    assert lock.exists()
+    _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
+    assert not lock.exists()
+    from zae.locks import _identity
+
+    reused = json.dumps({**_identity(), "started": "1", "token": "x"})
+    for text in ("", "{", "[]", '{"pid": 1, "host": "elsewhere"}', reused):
+        lock.write_text(text)
+        if "elsewhere" in text:
+            with pytest.raises(ConfigError, match="elsewhere"):
+                build(faults.Task, StateManagerAddon, save_path=run, resume="auto")
+            os.utime(lock, (time.time() - 600, time.time() - 600))  # No sign of life for ten minutes.
+        _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
+
+
+def test_fd10_one_process_and_two_trainers(folder: Path) -> None:
+    """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
+
+    class Nested(faults.Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            with pytest.raises(ConfigError, match=f"process {os.getpid()} "):
+                build(faults.Task, StateManagerAddon, save_path=folder / "run")
+
+    made = _trained(build(Nested, StateManagerAddon, save_path=folder / "run"))
+    made.run(1, hand.loader())
+    other = build(faults.Task, StateManagerAddon, save_path=folder / "run", resume=True)
+    other.run(3, hand.loader())
+    assert other.progress_checker.epoch == 3
+
+
+def test_fd13_places_that_cannot_be_written(folder: Path) -> None:
+    """F-D13: a file in the way, or a folder without the right, is found at construction."""
+    (folder / "file").write_text("")
+    for place in (folder / "file", folder / "file" / "run"):
+        with pytest.raises(ConfigError, match="is a file"):
+            build(faults.Task, StateManagerAddon, save_path=place)
+
+    def as_nobody() -> None:
+        if not os.getuid():
+            os.setuid(65534)
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            build(faults.Task, StateManagerAddon, save_path=folder / "closed" / "run")
+
+    os.chmod(folder, 0o755)
+    (folder / "closed").mkdir(mode=0o555)
+    answer(as_nobody)
+    build(faults.Task, StateManagerAddon, save_path=folder / "missing" / "deep" / "run")
+
+
+def test_p34_the_log_is_true(caplog: pytest.LogCaptureFixture) -> None:
+    """P-34: a loss that is not finite is in the history as it was."""
+    caplog.set_level(logging.WARNING)
+    made = build(Bad, on_nonfinite="warn", bad=(2,), value=math.inf)
+    metrics = made.run(1, hand.loader())
+    assert not math.isfinite(metrics["train_metrics_history"][0]["train_loss"])
+
+
+def test_a_save_that_fails_ends_the_run_by_default(folder: Path) -> None:
+    """F-A3: on_save_error="raise" is the default; the loggers and the lock are closed."""
+    made = build(faults.Task, StateManagerAddon, save_path=folder / "run", save_every=1)
+    with faults.installed(faults.RefusingDisk(30, 5)), pytest.raises(CheckpointError):
+        made.run(1, hand.loader())
+    assert issubclass(type(made), Trainer)
+    assert nn.Module in type(made.unwrap()).__mro__
