@@ -335,7 +335,8 @@ class Metrics(dict[str, Any]):
         if found is None:
             known = f"{', '.join(self)}: use one of these" if self else ""
             known = known or "none: no epoch (or no validation) has returned the monitored metric"
-            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, self)}; there are {known}")
+            names = [*(split_prefix(name)[1] for name in self), *self]
+            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, names)}; there are {known}")
         return self[found]
 
     def __contains__(self, key: object) -> bool:

@@ -1,0 +1,138 @@
+"""Progress on a terminal, and silence everywhere else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import sys, time, torch
+torch.manual_seed(3)
+from zae import Trainer
+class Task(Trainer):
+    def train_step(self, batch):
+        time.sleep(PAUSE)
+        return {"loss": self.model(batch).square().mean()}
+    def test_step(self, batch):
+        return {**self.train_step(batch), "accuracy": 0.5}
+model = torch.nn.Linear(2, 1)
+trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.001), log_bar=LOG_BAR)
+batches = [torch.ones(8, 2)] * 30
+trainer.run(3, batches, batches[:2], valid_every=EVERY)
+open(sys.argv[1], "w").write(str([model.weight.tolist(), torch.rand(1).item()]))
+"""
+EPOCHS = 3
+
+
+def script(folder: Path, pause: float = 0.0, log_bar: bool = True, every: str = "None") -> list[str]:
+    path = folder / "script.py"
+    text = SCRIPT.replace("PAUSE", str(pause)).replace("LOG_BAR", str(log_bar)).replace("EVERY", every)
+    path.write_text(text)
+    return [sys.executable, str(path), str(folder / "end.txt")]
+
+
+def on_a_terminal(command: list[str], **environment: str) -> str:
+    """Run a command with a pseudo-terminal for its three streams; return all that it wrote."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    env = {**os.environ, "TERM": "xterm", **environment}
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, close_fds=True)
+    os.close(slave)
+    out, end = b"", time.monotonic() + 120
+    while time.monotonic() < end:
+        ready, _, _ = select.select([master], [], [], 1.0)
+        if ready:
+            try:
+                part = os.read(master, 65536)
+            except OSError:  # The other side is closed.
+                break
+            if not part:
+                break
+            out += part
+    os.close(master)
+    assert process.wait(timeout=30) == 0, out.decode()
+    return out.decode()
+
+
+def screen(text: str) -> list[str]:
+    """The lines that are left to see: what a carriage return overwrote is gone."""
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        if "".join(cells).strip():
+            lines.append("".join(cells).rstrip())
+    return lines
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: Any) -> tuple[str, float, str]:
+    """What a run writes to a terminal, its seconds, and its end."""
+    folder = tmp_path_factory.mktemp("terminal")
+    begin = time.monotonic()
+    text = on_a_terminal(script(folder, pause=0.01))
+    return text, time.monotonic() - begin, (folder / "end.txt").read_text()
+
+
+def test_x6_one_line_an_epoch_and_one_bar(shown: Any) -> None:
+    """X-6: a header, a line for each epoch, and never two bars at once; at most 10 redraws in a second."""
+    text, seconds, _ = shown
+    header, *rows = screen(text)
+    assert header.split() == ["epoch", "step", "train_loss", "lr", "valid_loss", "valid_accuracy"]
+    assert [row.split()[:2] for row in rows] == [["1", "30"], ["2", "60"], ["3", "90"]]
+    assert len(rows) == EPOCHS
+    assert all(row.endswith("best") for row in rows)
+    bars = re.findall(r"epoch (\d):", text)
+    assert bars == sorted(bars), "the bar of an epoch is closed before the next"
+    assert set(bars) == {"1", "2", "3"}
+    assert "\x1b[A" not in text, "a second bar would move the cursor"
+    assert len(bars) <= 10 * seconds
+    assert re.search(r"epoch 1:.*loss .*, lr 0.001", text)
+
+
+def test_x6_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
+    """A validation every second epoch: the line of an epoch without one does not show that of another epoch."""
+    rows = [line.split() for line in screen(on_a_terminal(script(tmp_path, every="__import__('zae').Every(epochs=2)")))]
+    assert [row[:2] for row in rows if row[0].isdigit()] == [["1", "30"], ["2", "60"], ["3", "90"]]
+    assert [row[0] for row in rows] == ["epoch", "1", "epoch", "2", "3"]
+    assert rows[4][4:6] == ["-", "-"]
+
+
+def test_x7_no_color(tmp_path: Path, shown: Any) -> None:
+    """X-7: no colour on a terminal with NO_COLOR, nor without."""
+    for text in (shown[0], on_a_terminal(script(tmp_path), NO_COLOR="1")):
+        assert re.findall(r"\x1b\[[0-9;]*m", text) == []
+
+
+def test_x7_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
+    """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
+    done = subprocess.run(script(tmp_path), capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (tmp_path / "end.txt").read_text() == shown[2]
+
+
+def test_log_bar_false_is_quiet_on_a_terminal(tmp_path: Path) -> None:
+    assert on_a_terminal(script(tmp_path, log_bar=False)) == ""
+
+
+def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
+    """The traceback begins on a line of its own."""
+    command = script(tmp_path, pause=0.02)
+    path = Path(command[1])
+    failing = "        if self.progress_checker.step == 40: raise SystemExit(0)\n        time.sleep"
+    path.write_text(path.read_text().replace("        time.sleep", failing))
+    seen = screen(on_a_terminal(command))
+    assert [line.split()[0] for line in seen] == ["epoch", "1"]

@@ -1,0 +1,194 @@
+"""Evaluation and inference: within a run, between runs, and by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hand
+import pytest
+import torch
+from hand import digest, loader, network
+from table import Task
+from torch import nn
+from torch.optim import SGD
+
+from zae import ConfigError, LoaderError
+from zae.addons import AMPAddon, EMAAddon
+
+
+def build(*add_ons: Any, task: Any = Task, **options: Any) -> Any:
+    model = options.pop("model", None) or network()
+    if options.get("mode") != "test":
+        options.setdefault("optimizer", SGD(model.parameters(), lr=0.1))
+    return task.add_on(*add_ons)(model, "cpu", **options)
+
+
+def valid() -> Any:
+    return loader(10, seed=9, shuffle=False)
+
+
+def expected(model: nn.Module) -> float:
+    return hand.evaluate(model, valid())
+
+
+@pytest.mark.parametrize("mode", ["train", "test"])
+def test_evaluate_by_itself(mode: str) -> None:
+    """No optimizer is needed in mode "test"; the model's modes come back."""
+    trainer = build(mode=mode)
+    trainer.model[3].eval()
+    before, modes = digest(trainer.model), [module.training for module in trainer.model.modules()]
+    found = trainer.evaluate(valid())
+    assert [module.training for module in trainer.model.modules()] == modes
+    assert (found["loss"], set(found)) == (expected(network()), {"loss", "accuracy"})
+    assert digest(trainer.model) == before
+    assert trainer.mode == mode
+
+
+def test_run_in_mode_test() -> None:
+    trainer = build(mode="test")
+    metrics = trainer.run(1, valid())
+    assert metrics["valid_metrics_history"][0]["valid_loss"] == expected(network())
+    assert trainer.get_loss_history("test") == [expected(network())]
+    assert (metrics["step"], metrics["epoch"]) == (0, 0)
+    assert trainer.run_epoch(valid())["loss"] == expected(network())
+
+
+@pytest.mark.parametrize("how", ["mode", "toggle"])
+def test_run_batch_in_mode_test_is_an_evaluation(how: str) -> None:
+    """Without dropout, without moving BatchNorm's averages, without a gradient; into log_test."""
+    trainer = build(mode="test") if how == "mode" else build()
+    if how == "toggle":
+        trainer.toggle()
+    before = digest(trainer.model)
+    batch = next(iter(valid()))
+    for _ in range(2):
+        trainer.run_batch(batch)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(network().eval()(batch[0]), batch[1]).item()
+    assert trainer.log_test["loss"] == [loss, loss]
+    assert digest(trainer.model) == before
+    assert trainer.model.training == (how == "mode")
+
+
+def test_steps_and_epochs_without_run() -> None:
+    """run_batch and run_epoch are the loop's own, also when they are called directly."""
+    by_hand, model = network(), network()
+    torch.manual_seed(1)
+    hand.train(by_hand, SGD(by_hand.parameters(), lr=0.1), loader(), 2)
+    trainer = build(model=model)
+    torch.manual_seed(1)
+    batches = loader()
+    for _ in range(2):
+        for batch in batches:
+            trainer.run_batch(batch)
+    assert digest(model) == digest(by_hand)
+    assert (trainer.progress_checker.step, trainer.progress_checker.batch) == (12, 12)
+    model = network()
+    trainer = build(model=model)
+    torch.manual_seed(1)
+    means = [trainer.run_epoch(batches)["loss"] for _ in range(2)]
+    assert digest(model) == digest(by_hand)
+    assert trainer.get_loss_history() == means
+    assert trainer.progress_checker.epoch == 2
+    trainer.run(1, batches, valid())
+    assert trainer.progress_checker.epoch == 3
+
+
+def test_toggle() -> None:
+    """F-E11: between the two modes, and to nothing else."""
+    trainer = build()
+    trainer.toggle()
+    assert (trainer.mode, trainer.model.training) == ("test", False)
+    trainer.toggle()
+    assert (trainer.mode, trainer.model.training) == ("train", True)
+    trainer.toggle("train")
+    assert trainer.mode == "train"
+    with pytest.raises(ConfigError, match="did you mean 'train'"):
+        trainer.toggle("trian")
+
+
+def test_inference_returns_what_test_step_gives() -> None:
+    """One dict for each batch, detached, on the host; no log is touched."""
+
+    class Giving(Task):
+        def test_step(self, batch: Any) -> Any:
+            return {"output": self.model(batch[0]), "name": "x"}
+
+    trainer = build(task=Giving)
+    trainer.run(1, loader())
+    logs = [len(trainer.log_train), len(trainer.log_test)]
+    found = trainer.inference(valid())
+    assert [row["output"].shape[0] for row in found] == [4, 4, 2]
+    assert not any(row["output"].requires_grad for row in found)
+    assert [len(trainer.log_train), len(trainer.log_test)] == logs
+    assert trainer.test_metrics == {}
+    trainer.model.eval()
+    assert torch.equal(found[0]["output"], trainer.model(next(iter(valid()))[0]))
+
+
+def test_modes_of_submodules_survive_validation() -> None:
+    """A BatchNorm that is frozen in evaluation mode stays so."""
+    trainer = build()
+    trainer.model[1].eval()
+    before = trainer.model[1].running_mean.clone()
+    trainer.run(2, loader(), valid(), valid_every=2)
+    assert [module.training for module in trainer.model.modules()] == [True, True, False, True, True, True]
+    assert torch.equal(trainer.model[1].running_mean, before)
+
+
+def test_several_loaders_by_name() -> None:
+    """The plain name is the mean over the loaders, in their history as in what decides."""
+    trainer = build()
+    loaders = {"a": loader(8, seed=1, shuffle=False), "b": loader(10, seed=2, shuffle=False)}
+    metrics = trainer.run(2, loader(), loaders)
+    for row in metrics["valid_metrics_history"]:
+        assert row["valid_loss"] == (row["valid_a/loss"] + row["valid_b/loss"]) / 2
+    assert metrics["best_valid"]["score"] == min(row["valid_loss"] for row in metrics["valid_metrics_history"])
+    watching = build(monitor="b/loss")
+    assert watching.run(1, loader(), loaders)["best_valid"]["score"] == watching.test_metrics["b/loss"]
+    with pytest.raises(LoaderError, match=r"loader\['b'\] is"):
+        trainer.evaluate({"a": valid(), "b": 3})
+
+
+def test_an_error_in_an_evaluation_leaves_the_model_as_it_was() -> None:
+    """F-D4: modes, weights, averages and random streams."""
+
+    class Failing(Task):
+        def test_step(self, batch: Any) -> Any:
+            torch.rand(3)
+            raise RuntimeError("mine")
+
+    trainer = build(EMAAddon, task=Failing, decay=0.5)
+    trainer.run(1, loader())
+    before, stream = digest(trainer.model), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer.evaluate(valid())
+    assert digest(trainer.model) == before
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert trainer.model.training
+    assert trainer.mode == "train"
+
+
+def test_autocast_and_averages_are_on_in_an_evaluation() -> None:
+    """Also outside of a run."""
+    seen = []
+
+    class Noting(Task):
+        def test_step(self, batch: Any) -> Any:
+            seen.append((self.model(batch[0]).dtype, torch.equal(self.model[0].weight, self.average["0.weight"])))
+            return super().test_step(batch)
+
+    trainer = build(AMPAddon, EMAAddon, task=Noting, precision="bf16", decay=0.9)
+    trainer.run(1, loader(), valid())
+    trainer.evaluate(valid())
+    assert set(seen) == {(torch.bfloat16, True)}
+    assert not torch.equal(trainer.model[0].weight, trainer.average["0.weight"])
+
+
+def test_no_gradient_is_recorded() -> None:
+    trainer = build()
+    trainer.evaluate(valid())
+    assert all(p.grad is None for p in trainer.model.parameters())
+    with pytest.raises(LoaderError, match="gave 0 batches"):
+        trainer.evaluate(iter([]))
+    assert trainer.evaluate([None, *valid()])["loss"] == expected(network())

@@ -1,0 +1,109 @@
+"""One or several optimizers and schedulers, in any form; what cannot train the model is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hand import loader, network
+from table import Task
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from zae import ConfigError, optim
+
+
+def test_every_form_is_named() -> None:
+    assert optim.named((1, 2)) == {"0": 1, "1": 2}
+    assert optim.named({1: "x"}) == {"1": "x"}
+    assert optim.rebuild({"a": 1}, lambda name, each: (name, each)) == {"a": ("a", 1)}
+    assert optim.rebuild(None, lambda name, each: each) is None
+
+
+def test_f_e10_optimizers_that_cannot_train_the_model() -> None:
+    """F-E10: with the counts of parameters."""
+    model, other = network(), network()
+    held = len(list(model.parameters()))
+    with pytest.raises(ConfigError, match=rf"holds {held} parameters, and none of them is one of the model's {held}"):
+        Task(model, "cpu", optimizer=SGD(other.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"optimizer is None.*AdamW\(model\.parameters\(\)\)"):
+        Task(model, "cpu")
+    with pytest.raises(ConfigError, match="optimizer 0 is a str"):
+        Task(model, "cpu", optimizer="adam")
+    with pytest.raises(ConfigError, match="optimizer c is a int"):
+        Task(model, "cpu", optimizer={"g": SGD(model.parameters()), "c": 3})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="drives another optimizer than the one given"):
+        Task(model, "cpu", optimizer=optimizer, scheduler=StepLR(SGD(model.parameters()), 1))
+    with pytest.raises(ConfigError, match="scheduler 0 is a str"):
+        Task(model, "cpu", optimizer=optimizer, scheduler="cosine")
+
+
+def test_factories_that_return_something_else() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="the factory of optimizer 0 returned a dict"):
+        Task(model, "cpu", optimizer=lambda parameters: {}).run(1, loader())
+    trainer = Task(model, "cpu", optimizer=SGD, scheduler={"x": lambda o: StepLR(o, 1)})
+    with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
+        trainer.run(1, loader())
+
+
+def test_factories_get_the_model_s_parameters() -> None:
+    model = network()
+    trainer = Task(model, "cpu", optimizer=lambda parameters: SGD(parameters, lr=0.1))
+    trainer.run(1, loader())
+    assert [id(p) for p in optim.parameters_of(trainer.optimizer)] == [id(p) for p in model.parameters()]
+    first = trainer.optimizer
+    trainer.run(1, loader())
+    assert trainer.optimizer is first, "made once"
+
+
+def test_rates_of_groups_and_of_several_optimizers() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    groups = SGD([{"params": model[0].parameters(), "lr": 1.0}, {"params": model[1].parameters(), "lr": 2.0}])
+    assert optim.learning_rates({"0": groups}) == {"lr": 1.0, "lr/1": 2.0}
+    assert optim.learning_rates({"a": groups, "b": groups}) == {"lr/a": 1.0, "lr/a/1": 2.0, "lr/b": 1.0, "lr/b/1": 2.0}
+    rate = Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
+    assert optim.learning_rates({"0": rate}) == {"lr": 0.5}
+
+
+def test_what_is_clipped_together() -> None:
+    """One optimizer: everything that is trained, in the model's order; several: each its own; frozen parts not."""
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)])
+    model[1].requires_grad_(False)
+    outside = nn.Parameter(torch.zeros(1))
+    one = SGD([*reversed(list(model[2].parameters())), *model[0].parameters(), outside])
+    names = {id(p): name for name, p in [*model.named_parameters(), ("outside", outside)]}
+    found = optim.parameters_to_clip({"0": one}, model)
+    assert [[names[id(p)] for p in each] for each in found] == [["0.weight", "0.bias", "2.weight", "2.bias", "outside"]]
+    several = {"a": SGD(model[0].parameters()), "b": SGD([*model[2].parameters(), outside])}
+    found = optim.parameters_to_clip(several, model)
+    assert [[names[id(p)] for p in each] for each in found] == [
+        ["0.weight", "0.bias"], ["2.weight", "2.bias", "outside"],
+    ]  # fmt: skip
+
+
+def test_the_state_follows_the_parameters_to_their_device() -> None:
+    """A state that was loaded before the model was moved."""
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = Adam([weight])
+    optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    optim.build(optimizer, lambda name: None, torch.optim.Optimizer, "optimizer")
+    devices = {key: value.device.type for key, value in optimizer.state[weight].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_p08_a_resumed_schedule_counts_what_it_has_taken() -> None:
+    """P-08: 6 of 12 steps are taken."""
+    trainers = []
+    for _ in range(2):
+        model = network()
+        trainers.append(
+            Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), scheduler_step_on_batch=True,
+                 scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=12))
+        )  # fmt: skip
+    trainers[0].run(1, loader())
+    trainers[1].load_state_dict(trainers[0].state_dict())
+    trainers[1].run(1, loader())
+    with pytest.raises(ConfigError, match="takes it to 18"):
+        trainers[1].run(1, loader())

@@ -1,0 +1,378 @@
+"""What a run remembers: weighted means, what steps return beside the loss, and the history."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import hand
+import numpy as np
+import pytest
+import torch
+from hand import network
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table import Task
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from zae import ConfigError, Every, MonitorError, Trainer
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, split_prefix, to_host
+
+
+class Returning(Trainer):
+    """A task that returns more than its loss."""
+
+    more: Any = staticmethod(lambda trainer, batch: {})
+
+    def train_step(self, batch: Any) -> Any:
+        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        return {"loss": loss, **self.more(self, batch)}
+
+    def test_step(self, batch: Any) -> Any:
+        return self.train_step(batch)
+
+
+def build(more: Any = None, task: type[Trainer] = Returning, **options: Any) -> Any:
+    model = network()
+    trainer = task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), **options)
+    if more is not None:
+        trainer.more = more
+    return trainer
+
+
+# --- means
+
+
+def test_p32_the_mean_of_an_epoch_is_by_sample() -> None:
+    """P-32: batches of 4, 4 and 1, in training and in evaluation."""
+    trainer = build(lambda trainer, batch: {"first": batch[0][:, 0].mean(), "count": len(batch[0])})
+    del trainer.model[1]  # BatchNorm refuses a batch of one.
+    batches = hand.loader(9, shuffle=False)
+    metrics = trainer.run(1, batches, batches)
+    inputs = torch.cat([batch[0] for batch in batches])
+    expected = inputs[:, 0].double().mean().item()
+    for row in (trainer.train_metrics, trainer.test_metrics):
+        assert row["first"] == pytest.approx(expected, rel=1e-6)
+        assert row["count"] == (4 * 4 + 4 * 4 + 1 * 1) / 9
+    assert metrics["train_metrics_history"][0]["train_first"] == trainer.train_metrics["first"]
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["number", "tensor", "numpy"])), min_size=1
+    ),
+    reads=st.sets(st.integers(0, 20)),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_mean_does_not_depend_on_when_it_is_read(rows: Any, reads: Any) -> None:
+    """P-32: nor on how a number was returned."""
+    make = {"number": float, "tensor": lambda v: torch.tensor(v, dtype=torch.float64), "numpy": np.float64}
+    log = EpochLog()
+    for index, (value, weight, kind) in enumerate(rows):
+        log.record({"a": make[kind](value)}, weight)
+        if index in reads:
+            log.means()
+    total = 0.0
+    for value, weight, _ in rows:
+        total += value * weight
+    assert log.means() == {"a": total / sum(weight for _, weight, _ in rows)}
+    assert log["a"] == [value for value, _, _ in rows]
+
+
+def test_values_that_wait_on_a_device_are_read_in_their_order() -> None:
+    """Nothing is read until somebody asks; packed after 64 values."""
+    log, series = EpochLog(), [(float(index), index + 1) for index in range(150)]
+    log.record({"a": 0.0}, 1)
+    for value, weight in series[1:]:
+        log._series["a"].wait(torch.tensor(value), weight)
+    assert len(log._series["a"].values) == 1
+    assert log["a"] == [value for value, _ in series]
+    assert log.means()["a"] == sum(v * w for v, w in series) / sum(w for _, w in series)
+
+
+@pytest.mark.parametrize("every", [1, 4, 5, Every(epochs=1), Every(epochs=2)])
+def test_records_hold_the_means_since_the_last_one(every: Any) -> None:
+    """P-03: each step is in one record, also across the end of an epoch; both counters are in every record."""
+    trainer = build(lambda trainer, batch: {"at": trainer.progress_checker.step + 1}, log_every=every)
+    trainer.run(4, hand.loader(12))
+    rows = [(row["step"], row["batch"], row["train/at"]) for row in trainer.log_history]
+    if isinstance(every, int):
+        ends = range(every, 13, every)
+        assert rows == [(end, end, (end - every + 1 + end) / 2) for end in ends]
+    else:
+        ends = range(3 * every.epochs, 13, 3 * every.epochs)
+        assert rows == [(end, end, end - 1) for end in ends]
+
+
+def test_a_record_after_a_nan_is_finite_again() -> None:
+    """P-34: NaN stands in the record it belongs to, and in no other."""
+    trainer = build(lambda trainer, batch: {"x": math.nan if trainer.progress_checker.step == 1 else 1.0}, log_every=2)
+    trainer.run(1, hand.loader())
+    assert [row["train/x"] == 1.0 for row in trainer.log_history] == [False, True, True]
+    assert math.isnan(trainer.train_metrics["x"])
+
+
+def test_merge_sums_of_ranks() -> None:
+    assert merge_sums([{"a": (1.0, 1.0)}, {"a": (3.0, 2.0), "b": (1.0, 1.0)}]) == {"a": (4.0, 3.0), "b": (1.0, 1.0)}
+
+
+# --- what steps return
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Any
+    name: str = "x"
+
+
+EXTRAS = {
+    "str": "text",
+    "none": None,
+    "array": np.arange(3.0),
+    "tensor": torch.zeros(4, 2),
+    "empty": torch.zeros(0),
+    "one": torch.ones(1, 1),
+    "complex": torch.tensor(1 + 2j),
+    "python complex": 1 + 2j,
+    "numpy complex": np.complex128(1j),
+    "object": object(),
+    "set": {1, 2},
+    "nested": {"deep": {"number": 2.0, "text": "t"}},
+    "list": [torch.ones(2), "x"],
+    "named tuple": Pair(torch.ones(2), 1),
+    "dataclass": Output(torch.ones(2)),
+    "bool": True,
+    "numpy bool": np.bool_(True),
+    "numpy float": np.float32(0.5),
+    "half": torch.tensor(0.5, dtype=torch.float16),
+    "integer tensor": torch.tensor(3),
+    "bool tensor": torch.tensor(True),
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_f_e5_extra_outputs_never_fail(name: str) -> None:
+    """F-E5: in training, evaluation and the middle of a checkpoint."""
+    trainer = build(lambda trainer, batch: {"extra": EXTRAS[name], 3: 4.0, "lr_scale": 2.0})
+    metrics = trainer.run(None, hand.loader(), max_steps=2)
+    state = trainer.state_dict()["records"]["log_train"]
+    assert set(state["series"]) >= {"loss", "3", "lr_scale"}
+    trainer.run(1, hand.loader(), hand.loader(8))
+    row = trainer.train_history[0]
+    assert (row["train_3"], row["train_lr_scale"], row["lr"]) == (4.0, 2.0, 0.1)
+    numbers = {"bool": 1.0, "numpy bool": 1.0, "numpy float": 0.5, "half": 0.5, "integer tensor": 3.0, "bool tensor": 1}
+    assert trainer.test_metrics.get("extra") == numbers.get(name)
+    if name == "nested":
+        assert (row["train_extra/deep/number"], trainer.log_train["extra/deep/text"][0]) == (2.0, "t")
+    elif name not in numbers:
+        assert len(trainer.log_train["extra"]) == trainer.progress_checker.epoch_batch or 6
+    assert "loss" in str(metrics)
+
+
+def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
+    """F-E5: and says so; the rest of the epoch's log is there."""
+    trainer = build(lambda trainer, batch: {"thing": object(), "output": batch[0], "text": "x"})
+    trainer.run(None, hand.loader(), max_steps=2)
+    kept = trainer.state_dict()["records"]["log_train"]["kept"]
+    assert set(kept) == {"output", "text"}
+    assert "what log_train holds as thing cannot be saved" in caplog.text
+    trainer.run(1, hand.loader())
+    assert trainer.state_dict()["records"]["log_train"]["kept"] == {}, "a closed epoch is of no use to a resume"
+
+
+def test_num_targets_is_no_metric() -> None:
+    for count in (4, torch.tensor(4)):
+        trainer = build(lambda trainer, batch, count=count: {"num_targets": count})
+        trainer.run(1, hand.loader())
+        assert set(trainer.log_train) == {"loss"}
+
+
+# --- memory
+
+
+def tensors_with_graph(trainer: Any) -> list[Tensor]:
+    gc.collect()
+    return [o for o in gc.get_objects() if isinstance(o, Tensor) and o.grad_fn is not None]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> None:
+    """P-33: over 1000 steps; outputs are kept only when they are returned, detached and on the host."""
+
+    def more(trainer: Any, batch: Any) -> Any:
+        output = trainer.model(batch[0])
+        kept = {"output": output, "pair": Pair(output, 1), "named": Output(output), "list": [output]}
+        return {"norm": output.norm(), **(kept if keep else {})}
+
+    trainer = build(more)
+    counts: list[int] = []
+    elsewhere = {id(tensor) for tensor in tensors_with_graph(trainer)}
+
+    def look() -> None:
+        step = trainer.progress_checker.step
+        if step in (10, 1000) and trainer.progress_checker.epoch_batch:
+            assert [t for t in tensors_with_graph(trainer) if id(t) not in elsewhere] == []
+            counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+
+    trainer.checkpoint = look
+    trainer.run(1, [next(iter(hand.loader()))] * 1000)
+    assert len(counts) == 2
+    grown = counts[1] - counts[0]
+    assert grown == (990 * 4 if keep else 0)
+    assert not keep or all(not output.requires_grad for output in trainer.log_train["output"])
+
+
+def test_to_host_takes_what_a_step_goes_on_using() -> None:
+    source = torch.ones(2, requires_grad=True)
+    array = np.ones(2)
+    out = to_host({"a": source * 2, "b": [source, (array,)], "c": Pair(source, 1), "d": Output(source * 1)})
+    with torch.no_grad():
+        source.zero_()
+    array[:] = 0
+    assert out["b"][0].tolist() == out["b"][1][0].tolist() == out["c"].a.tolist() == [1, 1]
+    assert type(out["c"]) is Pair
+    assert type(out["d"]) is Output
+    assert not any(t.requires_grad for t in (out["a"], out["b"][0], out["c"].a, out["d"].logits))
+
+
+# --- metric_on_epoch_end
+
+
+class Seed(Task):
+    """The pattern of seed 003: a metric of what test_step returned."""
+
+    asked = "output"
+
+    def test_step(self, batch: Any) -> Any:
+        return {**super().test_step(batch), "output": self.model(batch[0])}
+
+    def metric_on_epoch_end(self) -> Any:
+        return {"spread": torch.cat(self.log_test[self.asked]).std().item()}
+
+
+def test_metric_on_epoch_end_of_the_outputs_of_an_evaluation() -> None:
+    """Seed 003: it is called at the end of training too, where nothing has been evaluated: nothing is added there."""
+    trainer = build(task=Seed)
+    metrics = trainer.run(2, hand.loader(), hand.loader(8, shuffle=False))
+    assert "train_spread" not in metrics["train_metrics_history"][0]
+    assert metrics["valid_metrics_history"][1]["valid_spread"] == pytest.approx(
+        torch.cat([row["output"] for row in trainer.inference(hand.loader(8, shuffle=False))]).std().item()
+    )
+    assert trainer.log_test["output"][0].shape == (4, 2)
+    trainer = build(task=Seed)
+    assert "spread" in trainer.evaluate(hand.loader(8))
+    misspelt = build(task=type("Misspelt", (Seed,), {"asked": "outputt", "__module__": __name__}))
+    with pytest.raises(MonitorError, match="log_test has no entry 'outputt'; did you mean 'output'"):
+        misspelt.run(1, hand.loader(), hand.loader(8))
+
+
+def test_a_misspelt_entry_is_an_error_also_where_nothing_is_validated() -> None:
+    """X-12: what nobody records is not left out silently."""
+
+    class Misspelt(Task):
+        def metric_on_epoch_end(self) -> Any:
+            return {"x": sum(self.log_train["los"])}
+
+    with pytest.raises(MonitorError, match="log_train has no entry 'los'; did you mean 'loss'"):
+        build(task=Misspelt).run(1, hand.loader())
+
+
+# --- rows and the history
+
+
+def test_a_name_is_found_with_and_without_its_split() -> None:
+    row = Metrics(epoch=1, step=2, valid_loss=0.5)
+    assert row["loss"] == row["valid/loss"] == row["valid_loss"] == 0.5
+    assert "loss" in row
+    assert "accuracy" not in row
+    assert row.get("accuracy") is None
+    with pytest.raises(MonitorError, match="no metric is called 'los'; did you mean"):
+        row["los"]
+    assert split_prefix("train_x") == ("train", "x")
+    assert split_prefix("training") == ("", "training")
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [("loss", "min"), ("valid/MSE", "min"), ("top1_accuracy", "max"), ("val-auc", "max"), ("loss_score", "max")],
+)
+def test_the_direction_of_a_metric(name: str, direction: str) -> None:
+    assert direction_of(name) == direction
+    assert direction_of(name, "min") == "min"
+
+
+def test_a_direction_that_the_name_does_not_tell() -> None:
+    with pytest.raises(ConfigError, match="does not tell"):
+        direction_of("foo")
+    with pytest.raises(ConfigError, match="must be 'auto', 'min' or 'max'"):
+        direction_of("loss", "down")
+
+
+def test_what_run_returns_prints_as_a_table() -> None:
+    """Seed 000: its keys, and its text."""
+    trainer = build(task=Task)
+    metrics = trainer.run(2, hand.loader(), hand.loader(8), valid_every=4)
+    assert set(metrics) >= {
+        "best_valid", "best_train", "train_metrics_history", "valid_metrics_history", "epoch", "step", "stop_reason",
+    }  # fmt: skip
+    assert metrics["best_valid"]["loss"] == min(row["valid_loss"] for row in metrics["valid_metrics_history"])
+    assert metrics["train_metrics_history"][-1]["train_loss"] == trainer.get_loss_history()[-1]
+    lines = str(metrics).splitlines()
+    assert lines[0].split()[:3] == ["epoch", "step", "train_loss"]
+    places = [(row["epoch"], row["step"]) for row in metrics["valid_metrics_history"]]
+    assert places == [(1, 4), (2, 8), (2, 12)], "a validation belongs to the epoch that is open"
+    assert [tuple(map(int, line.split()[:2])) for line in lines[1:]] == [(1, 4), (1, 6), (2, 8), (2, 12)]
+    assert len([line for line in lines if line.endswith("best")]) == 1
+    assert len({len(line.removesuffix("  best")) for line in lines}) == 1
+    assert str(MetricsDict()) == "no epoch has been trained"
+
+
+def test_an_open_epoch_is_shown_so_far() -> None:
+    trainer = build(task=Task)
+    metrics = trainer.run(None, hand.loader(), max_steps=2)
+    assert [(row["epoch"], row["step"]) for row in metrics["train_metrics_history"]] == [(1, 2)]
+    assert trainer.train_history == []
+
+
+def test_print_log_and_loss_history(capsys: Any) -> None:
+    trainer = build(task=Task)
+    trainer.run(2, hand.loader(), hand.loader(8))
+    trainer.print_log()
+    assert capsys.readouterr().out == f"{trainer.metrics}\n"
+    assert len(trainer.get_loss_history()) == len(trainer.get_loss_history("test")) == 2
+
+
+def test_cells_are_short() -> None:
+    rows = [Metrics(epoch=1, step=1, a=1e-9, b=math.nan, c=123456.0, d=0.0)]
+    text = str(MetricsDict(train_metrics_history=rows, valid_metrics_history=[]))
+    assert text.splitlines()[1].split() == ["1", "1", "1.000e-09", "nan", "1.235e+05", "0.0000"]
+
+
+def test_log_reset_forgets_the_open_epoch() -> None:
+    trainer = build(task=Task)
+    trainer.run(None, hand.loader(), max_steps=2)
+    trainer.log_reset()
+    assert len(trainer.log_train) == len(trainer.log_test) == 0
+    with pytest.raises(MonitorError, match="nothing yet"):
+        trainer.log_train["loss"]
+
+
+def test_nan_is_never_the_best() -> None:
+    """F-E16."""
+    scores = iter([math.nan, 2.0, math.nan, 1.0, math.nan])
+
+    class Scored(Task):
+        def test_step(self, batch: Any) -> Any:
+            return {"loss": next(scores)}
+
+    trainer = build(task=Scored)
+    metrics = trainer.run(5, hand.loader(8), hand.loader(4))
+    assert (metrics["best_valid"]["score"], metrics["best_valid"]["epoch"]) == (1.0, 4)

@@ -1,0 +1,180 @@
+"""A trainer's state: whole, loaded wholly or not at all, and weights alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hand import digest, loader, network
+from safetensors.torch import load_file
+from table import Task, core_of, fingerprint
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
+from zae.errors import CheckpointMismatch, CheckpointNotFound
+
+
+def build(*add_ons: Any, model: Any = None, kind: Any = AdamW, **options: Any) -> Any:
+    model = model or network()
+    options.setdefault("optimizer", kind(model.parameters(), lr=0.05))
+    options.setdefault("scheduler", lambda optimizer: StepLR(optimizer, 1, 0.5))
+    if isinstance(options["optimizer"], torch.optim.Optimizer):
+        options["scheduler"] = options["scheduler"](options["optimizer"])
+    return Task.add_on(*add_ons)(model, "cpu", **options)
+
+
+def trained(*add_ons: Any, **options: Any) -> Any:
+    trainer = build(*add_ons, **options)
+    torch.manual_seed(2)
+    trainer.run(2, loader())
+    return trainer
+
+
+class Wider(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+
+def spoil(name: str, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """One damage each, and what the error says."""
+    model = state["model"]
+    if name == "missing weight":
+        return {**state, "model": {k: v for k, v in model.items() if k != "0.bias"}}, r"1 missing \(0.bias\)"
+    if name == "unexpected weight":
+        return {**state, "model": {**model, "x": torch.ones(1)}}, r"1 unexpected \(x\)"
+    if name == "shape":
+        return {**state, "model": {**model, "0.bias": torch.ones(3)}}, r"0.bias is \(3,\) and must be \(8,\)"
+    if name == "leftover":
+        return {**state, "EMAAddon": {}}, r"nobody here takes the state of EMAAddon; add it with .add_on\(EMAAddon\)"
+    if name == "other optimizers":
+        return {**state, "optimizer": {"g": state["optimizer"]["0"]}}, r"of the optimizers \['g'\], and this .* \['0'\]"
+    if name == "groups":
+        groups = {"0": {"state": {}, "param_groups": [{"params": [0]}]}}
+        return {**state, "optimizer": groups}, r"parameter groups of \[6\] parameters, .* saved with \[1\]"
+    if name == "no scheduler":
+        return {**state, "scheduler": {}}, r"of the schedulers \[\], and this trainer has \['0'\]"
+    if name == "outside":
+        return {**state, "outside": {"0": [torch.ones(2)]}}, r"shapes \[\], and the state has \[\(2,\)\]"
+    if name == "counter":
+        return {**state, "progress": {**state["progress"], "step": "3"}}, "no proper 'step'"
+    return {key: value for key, value in state.items() if key != name}, f"the state has no {name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["missing weight", "unexpected weight", "shape", "leftover", "other optimizers", "groups", "no scheduler",
+     "outside", "counter", "model", "optimizer", "position", "records"],
+)  # fmt: skip
+def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
+    """F-E12, F-E13: one error, and model, optimizer, counters and history are as before."""
+    state, text = spoil(name, trained().state_dict())
+    trainer = build()
+    trainer.run(1, loader(seed=8))
+    before = fingerprint(core_of(trainer))
+    with pytest.raises(CheckpointMismatch, match=text):
+        trainer.load_state_dict(state)
+    assert fingerprint(core_of(trainer)) == before
+
+
+def test_f_e12_many_differences_are_listed_by_tens() -> None:
+    """F-E12: counts and shapes; strict=False loads what fits."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+    with pytest.raises(CheckpointMismatch, match=r"16 missing \(0.weight, .*, \.\.\.\).*1 unexpected \(x\); nothing"):
+        build(model=model).apply_weights({"x": torch.ones(1)})
+    trainer = build()
+    trainer.apply_weights({"0.bias": torch.full((8,), 2.0), "x": torch.ones(1)}, strict=False)
+    assert trainer.model[0].bias.tolist() == [2.0] * 8
+    with pytest.raises(CheckpointMismatch, match="shapes differ"):
+        trainer.apply_weights({"0.bias": torch.ones(3)}, strict=False)
+
+
+def test_strict_false_leaves_out_what_nobody_takes(caplog: Any) -> None:
+    trainer = build()
+    trainer.load_state_dict(trained(EMAAddon).state_dict(), strict=False)
+    assert trainer.progress_checker.step == 12
+    assert "nobody here takes the state of EMAAddon" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=r"the state holds nothing of EMAAddon: .* strict=False"):
+        build(EMAAddon).load_state_dict(trained().state_dict())
+    build(EMAAddon).load_state_dict(trained().state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_p14_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
+    """P-14."""
+    source, trainer = network(5), build()
+    trainer.apply_weights({prefix + key: value for key, value in source.state_dict().items()})
+    assert digest(trainer.model) == digest(source)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".ckpt", ".pt", ".pth"])
+def test_p14_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
+    """P-14, P-19: a file that plain torch reads strictly, without pickle."""
+    trainer = trained(AMPAddon, EMAAddon, precision="bf16")
+    path = trainer.save_model(tmp_path / "new" / f"model{suffix}")
+    weights = load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+    assert list(weights) == list(network().state_dict()) or set(weights) == set(network().state_dict())
+    plain = network(9)
+    plain.load_state_dict(weights, strict=True)
+    assert digest(plain) == digest(trainer.model)
+    other = build()
+    other.apply_weights(path)
+    assert digest(other.model) == digest(plain)
+    with pytest.raises(CheckpointNotFound):
+        other.apply_weights(tmp_path / "nothing.ckpt")
+
+
+def test_two_trainers_share_nothing_after_a_load() -> None:
+    """P-23: neither weights, nor the optimizer's buffers, nor what an add-on keeps."""
+    first = trained(EMAAddon, EarlyStoppingAddon)
+    state = first.state_dict()
+    second = build(EMAAddon, EarlyStoppingAddon)
+    second.load_state_dict(state)
+    frozen = copy.deepcopy(second.state_dict())
+    first.run(1, loader())
+    assert fingerprint(second.state_dict()["model"]) == fingerprint(frozen["model"])
+    assert fingerprint(second.state_dict()["optimizer"]) == fingerprint(frozen["optimizer"])
+    assert fingerprint(second.state_dict()["EMAAddon"]) == fingerprint(frozen["EMAAddon"])
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
+@pytest.mark.parametrize("factories", [False, True])
+def test_b1_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> None:
+    """F-B1: with objects and with functions that make them, before and after the first set-up."""
+    options: dict[str, Any] = {}
+    if factories:
+        options = {"optimizer": lambda p: kind(p, lr=0.05), "scheduler": lambda o: LambdaLR(o, lambda n: 1 / (n + 1))}
+    whole, first, second = (build(kind=kind, **options) for _ in range(3))
+    torch.manual_seed(2)
+    whole.run(1, loader())
+    whole.run(2, loader())
+    torch.manual_seed(2)
+    first.run(1, loader())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    torch.manual_seed(5)
+    second.run(2, loader())
+    assert fingerprint(core_of(second)) == fingerprint(core_of(whole))
+
+
+def test_a_seed_is_set_once_and_a_resume_goes_on_from_the_saved_streams() -> None:
+    """F-B1: independent of the ambient seed."""
+    ends = []
+    for ambient in (1, 2):
+        torch.manual_seed(ambient)
+        trainer = build(seed=7)
+        trainer.run(1, loader())
+        trainer.run(1, loader())
+        ends.append(digest(trainer.model))
+    resumed, first = build(seed=7), build(seed=7)
+    first.run(1, loader())
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    torch.manual_seed(99)
+    resumed.run(1, loader())
+    assert {*ends, digest(resumed.model)} == {ends[0]}
