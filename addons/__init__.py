@@ -5,6 +5,7 @@ from zae.addons.amp import AMPAddon
 from zae.addons.early_stopping import EarlyStoppingAddon
 from zae.addons.ema import EMAAddon
 from zae.addons.ledger import LedgerAddon
+from zae.addons.mpu import MultiGPUAddon
 from zae.addons.state_manager import StateManagerAddon
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "EarlyStoppingAddon",
     "GradientAccumulationAddon",
     "LedgerAddon",
+    "MultiGPUAddon",
     "StateManagerAddon",
 ]

@@ -21,6 +21,7 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
     LedgerAddon,
+    MultiGPUAddon,
     StateManagerAddon,
 )
 from zae.encoding import encode
@@ -114,6 +115,8 @@ TABLE = [
         lambda folder: {"ledger_path": folder / "biting" / "ledger.jsonl"},
         transient=("_file", "_stages", "_loaders"),
     ),
+    # On one device it changes nothing; what it does on several is in tests/addons/test_mpu.py.
+    Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
 ]  # fmt: skip
 
 

@@ -60,7 +60,8 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
         for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
             if batch is not None:
                 trainer.run_batch(batch)
-        metrics = Metrics({**session.means(trainer, trainer.log_test), **session.own_metrics(trainer)})
+        trainer.log_test = session.whole_log(trainer, trainer.log_test)
+        metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
     if not len(trainer.log_test):
         once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
         raise LoaderError(

@@ -308,6 +308,35 @@ def to_host(value: Any) -> Any:
     return value
 
 
+def merge_logs(parts: list[EpochLog]) -> EpochLog:
+    """Put the logs of all ranks together, batch by batch in turn: evaluation deals its batches to the ranks so."""
+    if len(parts) == 1:
+        return parts[0]
+    merged = EpochLog(parts[0]._name)
+    for key in dict.fromkeys(key for part in parts for key in part._series):
+        found = [part._series.get(key, _Series()) for part in parts]
+        series = merged._series[key] = _Series()
+        for value, weight in in_turn([list(zip(each.values, each.weights)) for each in found]):
+            series.add(value, weight)
+    for key in dict.fromkeys(key for part in parts for key in part._kept):
+        merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
+    return merged
+
+
+def in_turn(parts: list[list[Any]]) -> list[Any]:
+    """List the first of each part, then the second of each, and so on; parts may end early.
+
+    Examples
+    --------
+    >>> in_turn([[0, 2, 4], [1, 3]])
+    [0, 1, 2, 3, 4]
+    """
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(map(len, parts), default=0)
+    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+
+
 def merge_sums(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """Add the weighted sums of all ranks up, in the order of the ranks."""
     if len(parts) == 1:

@@ -28,7 +28,7 @@ from zae.faults import explain_error
 from zae.loading import Position, check_loader, length_of
 from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, to_host
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, in_turn, to_host
 from zae.schedulers import is_plateau
 from zae.states import Weights, load_core, load_weights, read_core
 
@@ -669,7 +669,8 @@ class Trainer(metaclass=TrainerMeta):
         check_loader(loader)
         with evaluation.session_of(self), evaluation.testing(self, loader):
             batches = batches_of(self.wrap_loader(loader, False), self.fast_data)
-            return [to_host(evaluation.test(self, b, record=False)) for b in batches if b is not None]
+            outputs = [to_host(evaluation.test(self, b, record=False)) for b in batches if b is not None]
+            return in_turn(self.gather(outputs))
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""

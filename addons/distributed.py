@@ -1,0 +1,311 @@
+"""What every engine that trains on several devices shares: ranks, data, agreement and state, but no gradients."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zae import launching, optim, rng
+from zae.addon import replaces
+from zae.addons.sharded import ShardingAddon
+from zae.checks import check_number
+from zae.errors import CheckpointMismatch, ConfigError
+from zae.ranks import note_failure, random_state_of
+from zae.seams import slots_of
+from zae.travel import mark_stepped
+
+__all__ = ["DistributedAddon"]
+
+
+class DistributedAddon(ShardingAddon):
+    """Run the loop on several ranks: the base of the add-ons that fill the slot ``parallel``.
+
+    It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,
+    decides together when to stop, and keeps the state of every rank. How gradients are brought together is left to
+    the engine, in `wrap_model`, `sync_context` and `normalize`.
+
+    Parameters
+    ----------
+    init_method : str, optional
+        Where spawned ranks meet: ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR``, ``MASTER_PORT``) or
+        ``"file:///path"``. By default a free port of the loopback interface. Under a launcher, where it says.
+    backend : str
+        Of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for those on the CPU.
+    timeout : float
+        Seconds after which a rank that does not answer is given up.
+    reshard : bool
+        Whether to go on from a state that was saved with another number of ranks: the samples that are left of an
+        open epoch are dealt anew, and up to one step of them may come twice.
+
+    Raises
+    ------
+    ConfigError
+        An option cannot be meant.
+    """
+
+    layer = "parallel"
+    slot = "parallel"
+
+    def __init__(
+        self,
+        *args: Any,
+        init_method: str | None = None,
+        backend: str = "auto",
+        timeout: float = 600.0,
+        reshard: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if not (init_method is None or isinstance(init_method, str)):
+            raise ConfigError(f"init_method={init_method!r}; it must be a str such as 'tcp://localhost:12355', or None")
+        if not isinstance(backend, str) or not backend:
+            raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl'")
+        self.init_method, self.backend = init_method, backend
+        self.timeout = check_number("timeout", timeout, 0.001)
+        self.reshard = bool(reshard)
+        self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
+        self._placed = self._loaded = False
+        self._wish: str | None = None
+        self._outer_error: BaseException | None = None
+
+    # ------------------------------------------------------------------------------------------- beginning and end
+
+    @replaces
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the loop on every rank: where there is no launcher, in processes that are started here."""
+        world = self._planned_world()
+        if world == 1 or dist.is_initialized() or launching.launched_world() is not None:
+            return super().launch(function, *args)
+        names = ("loader", "valid_loader", "plan") if len(args) == 3 else tuple(f"argument {i}" for i in range(9))
+        sent = {"trainer": self, "name": function.__name__, **dict(zip(names, args))}
+        result, state, rest = launching.spawn(
+            run_rank,
+            {"given": sent},
+            self.devices,
+            backend=self._backend(),
+            timeout=self.timeout,
+            init_method=self.init_method,
+        )
+        self._take_back(state, rest)
+        return result
+
+    def _take_back(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Put what rank 0 ended with into the caller's objects."""
+        self.optimizer = self.build_optimizer()
+        self._optimizers = optim.named(self.optimizer)
+        self.scheduler = self.build_scheduler()
+        self._schedulers = optim.named(self.scheduler)
+        self.load_state_dict(state)
+        vars(self).update(rest)
+
+    def _planned_world(self) -> int:
+        """How many ranks there are, or will be."""
+        if dist.is_initialized():
+            return dist.get_world_size()
+        launched = launching.launched_world()
+        return launched[1] if launched is not None else len(self.devices)
+
+    def _backend(self) -> str:
+        """The backend's name for torch; the ranks can always talk over the CPU too."""
+        if self.backend not in ("auto", "nccl"):
+            return self.backend
+        return "cpu:gloo,cuda:nccl" if self.devices[0].type == "cuda" else "gloo"
+
+    def setup(self) -> None:
+        """Join the other ranks, then make everything ready on this rank's device."""
+        self._outer_error = sys.exc_info()[1]
+        if launching.join(self._backend(), self.timeout, self.init_method):
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+            self.device = self._own_device()
+            self._rng_of_rank()
+        super().setup()
+        if self._world > 1 and not self._placed:
+            self._place()
+
+    def _place(self) -> None:
+        """Take this rank's part of a state that was loaded before its number was known."""
+        self._placed = True
+        if self._ranks:
+            own, self._ranks = self._ranks[self._rank], []
+            self._position.load_state_dict(own["position"])
+            self.log_train.load_state_dict(own["log_train"])
+        elif self._loaded:
+            self._position.load_state_dict(_apart(self._position.state_dict(), self._rank))
+
+    def _own_device(self) -> torch.device:
+        """The device of this rank among those that were asked for."""
+        local, first = launching.local_rank(), self.devices[0]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
+        if len(self.devices) > 1 and len(self.devices) != here:
+            raise ConfigError(
+                f"device is a list of {len(self.devices)}, and the launcher has started {here} ranks on this machine; "
+                f"write --nproc_per_node {len(self.devices)}, or device='{first.type}': each rank then takes its own"
+            )
+        if len(self.devices) > 1 or first.type == "cpu":
+            return self.devices[local % len(self.devices)]
+        device = torch.device(first.type, local)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+    def _rng_of_rank(self) -> None:
+        """Seed as rank 0 is, for what all ranks must draw alike, and then apart."""
+        if self.seed is not None and not self._seeded and self._rank:
+            rng.seed_everything(self.seed)
+            rng.restore(random_state_of(self._rank, rng.capture()))
+            self._seeded = True
+
+    def on_exception(self, error: BaseException) -> None:
+        """Tell at once that this rank fails."""
+        note_failure(error)
+        if isinstance(error, Exception) and self._world > 1:
+            error.add_note(f"zae: in rank {self._rank} of {self._world}")
+        super().on_exception(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what belongs to this process."""
+        state = cast("dict[str, Any]", super().__getstate__())
+        fresh = {"_outer_error": None, "_placed": False}
+        return {key: value for key, value in state.items() if key != "_bar"} | fresh
+
+    # -------------------------------------------------------------------------------------------------- the ranks
+
+    @property
+    @replaces
+    def rank(self) -> int:
+        """The number of this process among those that train; under a launcher it is known before the first run."""
+        if self._world > 1:
+            return self._rank
+        launched = launching.launched_world()
+        return 0 if launched is None else launched[0]
+
+    @property
+    @replaces
+    def world_size(self) -> int:
+        """How many processes train; without a launcher it is 1 outside of ``run``."""
+        if self._world > 1:
+            return self._world
+        launched = launching.launched_world()
+        return 1 if launched is None else launched[1]
+
+    @replaces
+    def reduce(self, value: Tensor) -> Tensor:
+        """Sum a tensor over the ranks."""
+        total = super().reduce(value).clone()
+        if self._world > 1:
+            dist.all_reduce(total)
+        return total
+
+    @replaces
+    def gather(self, value: Any) -> list[Any]:
+        """List a value of every rank."""
+        values = super().gather(value)
+        if self._world > 1:
+            values = [None] * self._world
+            dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank; not while an error is on its way, that the others may not have."""
+        super().barrier()
+        if not self._is_failing():
+            self.reduce(torch.zeros(1))
+
+    def _is_failing(self) -> bool:
+        """Whether this is called while an exception of this run is being handled: the other ranks may not be here."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._outer_error
+
+    # ------------------------------------------------------------------------------------------------- agreement
+
+    @replaces
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks after this step, whichever of them asks for it."""
+        if self._world == 1:
+            super().stop(reason)
+        else:
+            self._wish = reason
+
+    def on_run_begin(self) -> None:
+        """Forget what was asked of an earlier run."""
+        self._wish = None
+        super().on_run_begin()
+
+    def checkpoint(self) -> None:
+        """Agree, after each step and each epoch, on whether to stop."""
+        if self._world > 1 and float(self.reduce(torch.tensor(float(self._wish is not None)))):
+            reason = next(wish for wish in self.gather(self._wish) if wish is not None)
+            self._wish = None
+            super().stop(reason)
+        super().checkpoint()
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def _name(self) -> str:
+        return str(slots_of(type(self))["parallel"].__name__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
+        state, world = super().state_dict(), self._planned_world()
+        if world == 1:
+            return state
+        ranks = self._ranks
+        if self._world > 1 and not self._is_failing():
+            ranks = self.gather({"position": state["position"], "log_train": state["records"]["log_train"]})
+        return {**state, self._name(): {"world_size": world, "ranks": list(ranks)}}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over this rank's part; the state of another number of ranks only with ``reshard=True``."""
+        own, rest = self.take(state, self._name(), strict=False)
+        own = {"world_size": 1, "ranks": []} if own is None else own
+        if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):
+            raise CheckpointMismatch(f"the state of {self._name()} holds no list of ranks")
+        world, saved, ranks = self._planned_world(), int(own["world_size"]), list(own["ranks"])
+        if saved != world:
+            if not self.reshard:
+                raise CheckpointMismatch(
+                    f"the state was saved with {saved} rank{'s' * (saved > 1)}, and this run has {world}: the batches "
+                    f"of an epoch are others. Go on with {saved}, or write reshard=True to deal the rest of the data "
+                    "anew"
+                )
+            rest, ranks = _resharded(rest, saved, world), []
+        if len(ranks) == self._world > 1:
+            mine = ranks[self._rank]
+            rest = {**rest, "position": mine["position"]}
+            rest["records"] = {**rest["records"], "log_train": mine["log_train"]}
+        elif self._rank:
+            rest["position"] = _apart(rest["position"], self._rank)
+        super().load_state_dict(rest, strict)
+        self._ranks = ranks if self._world == 1 else []
+        self._placed, self._loaded = self._world > 1, True
+
+
+def run_rank(given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
+    trainer = given.pop("trainer")
+    for scheduler in optim.named(trainer.scheduler).values():
+        if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
+            mark_stepped(scheduler.optimizer)
+    result = getattr(trainer, given.pop("name"))(*given.values())
+    names = ("log_test", "grad_norm", "_calls", "_seeded")
+    return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}
+
+
+def _apart(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """A position with random streams of a rank's own, for a rank that saved none."""
+    present = position["present"]
+    return {**position, "present": {**present, "random": random_state_of(rank, present["random"])}}
+
+
+def _resharded(state: Mapping[str, Any], saved: int, world: int) -> dict[str, Any]:
+    """A state whose open epoch goes on after the same samples on another number of ranks."""
+    progress = dict(state["progress"])
+    for name in ("epoch_batch", "epoch_step"):
+        progress[name] = progress[name] * saved // world
+    return {**state, "progress": progress, "position": {**state["position"], "facts": {}, "loader": None}}

@@ -1,0 +1,253 @@
+"""What goes to another process and back: packed into a file, or refused with the attribute that cannot go."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zae.errors import ConfigError
+
+__all__ = ["culprit", "mark_stepped", "pack", "unpack"]
+
+_DEPTH = 12
+
+
+def pack(value: Any, path: Path, name: str = "") -> None:
+    """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared.
+
+    Parameters
+    ----------
+    value : object
+        Anything that pickle takes; of a dict, each key names what an error is about.
+    path : Path
+        A file in a folder that only this user can write to.
+    name : str
+        What the value is called in an error; empty for a dict of several things.
+
+    Raises
+    ------
+    ConfigError
+        Something in it cannot travel; nothing is sent.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pack({"task": lambda batch: batch}, Path(folder, "value"))
+    Traceback (most recent call last):
+        ...
+    zae.errors.ConfigError: task cannot travel to another process: it is the function <lambda>, and that is found by \
+its name only; define it with def at the top level of a module
+    """
+    from_main: list[Any] = []
+    module = ModuleType("zae_pickle")
+    vars(module).update({**vars(pickle), "Pickler": _recording(from_main)})
+    try:
+        torch.save(value, path, pickle_module=module)
+    except Exception as error:
+        raise ConfigError(_refusal(value, name, error)) from error
+    if from_main and not _main_is_a_file():
+        names = ", ".join(sorted({each.__qualname__ for each in from_main}))
+        raise ConfigError(
+            f"{names}: defined where the interpreter was typed into (module __main__), and another process cannot "
+            "import that; put it into a file, for instance task.py, and write from task import ... (or begin the "
+            "whole script with torchrun)"
+        )
+
+
+def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
+    """Read what `pack` wrote, in a process of the same run.
+
+    Parameters
+    ----------
+    path : Path
+        The file. It is read by pickle: it must be one's own.
+    devices : mapping, optional
+        Where tensors of a device go instead.
+
+    Returns
+    -------
+    object
+        The value.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pack({"weight": torch.ones(2)}, Path(folder, "value"))
+    ...     unpack(Path(folder, "value"))
+    {'weight': tensor([1., 1.])}
+    """
+    # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
+    return torch.load(path, map_location=dict(devices or {}), weights_only=False)
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Let a scheduler see again that its optimizer steps: torch notes it on the instance, and pickle leaves that out.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        One that has travelled, and that a scheduler drives.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return function(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _recording(seen: list[Any]) -> type:
+    """A pickler class that notes what is found by name in ``__main__``."""
+
+    class Recording(_Pickler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.from_main = seen
+
+    return Recording
+
+
+class _Pickler(pickle.Pickler):
+    """Notes which classes and functions of ``__main__`` are met: they are found by name, not sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.from_main: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__" and "_recipe" not in vars(value):
+            self.from_main.append(value)
+        return NotImplemented
+
+
+def _main_is_a_file() -> bool:
+    """Whether another process can run the main module again."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
+
+
+def _refusal(value: Any, name: str, error: Exception) -> str:
+    """Say which attribute cannot travel, and what to do."""
+    named = {name: value} if name or not isinstance(value, Mapping) else value
+    for key, each in named.items():
+        found = culprit(each, key)
+        if found is not None:
+            path, thing, why = found
+            return f"{path} cannot travel to another process: {_describe(thing, why)}"
+    return f"{name or 'what is to be sent'} cannot travel to another process: {error}"
+
+
+def culprit(value: Any, path: str) -> tuple[str, Any, Exception] | None:
+    """Find the innermost thing that pickle refuses.
+
+    Parameters
+    ----------
+    value : object
+        Where to begin.
+    path : str
+        What it is called.
+
+    Returns
+    -------
+    (str, object, Exception) or None
+        The path to it, itself, and what pickle says. None when the value can be pickled.
+
+    Examples
+    --------
+    >>> import threading
+    >>> from types import SimpleNamespace
+    >>> culprit(SimpleNamespace(parts=[1, {"lock": threading.Lock()}]), "trainer")[0]
+    "trainer.parts[1]['lock']"
+    """
+    return _culprit(value, path, set(), _DEPTH)
+
+
+def _culprit(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any, Exception] | None:
+    error = _error_of(value)
+    if error is None or id(value) in seen:
+        return None
+    seen.add(id(value))
+    if depth:
+        for name, child in _parts(value):
+            found = _culprit(child, path + name, seen, depth - 1)
+            if found is not None:
+                return found
+    return path, value, error
+
+
+def _error_of(value: Any) -> Exception | None:
+    try:
+        _Pickler(io.BytesIO(), protocol=4).dump(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, with how one writes it."""
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return
+    if isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", each) for index, each in enumerate(value))
+    else:
+        if isinstance(value, nn.Module):
+            yield from ((f".{name}", child) for name, child in value.named_children())
+        # Whatever its __reduce_ex__ does, a failure there is the value's own.
+        with contextlib.suppress(Exception):
+            made = value.__reduce_ex__(4)
+            if isinstance(made, tuple):
+                yield from _reduced(made)
+
+
+def _reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """The parts of what ``__reduce_ex__`` returned: state first, for it has names."""
+    state = made[2] if len(made) > 2 else None
+    for each in state if isinstance(state, tuple) else (state,):
+        if isinstance(each, Mapping):
+            yield from ((f".{key}", part) for key, part in each.items())
+    for argument in made[1]:
+        if isinstance(argument, type):
+            yield " (its class)", argument
+        elif argument is not None:
+            yield "", argument
+
+
+def _describe(thing: Any, error: Exception) -> str:
+    """What a thing is that cannot travel, and what to write."""
+    if isinstance(thing, (type, FunctionType)):
+        kind, keyword = ("class", "class") if isinstance(thing, type) else ("function", "def")
+        return (
+            f"it is the {kind} {thing.__qualname__}, and that is found by its name only; define it with {keyword} at "
+            "the top level of a module"
+        )
+    if isinstance(thing, io.IOBase):
+        return f"it is an open file ({getattr(thing, 'name', '?')}); open it in setup(), or where it is used"
+    if isinstance(thing, GeneratorType):
+        return "it is a generator, which runs in this process only; give a DataLoader, or a list of batches"
+    return (
+        f"it is a {type(thing).__name__} ({error}); make it in setup(), or give its class a __getstate__ that leaves "
+        "it out"
+    )
