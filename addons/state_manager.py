@@ -345,7 +345,7 @@ class StateManagerAddon(AddOnBase):
 
     def _load_from(self, found: Path, strict: bool, resuming: bool = False) -> None:
         manifest, model, state = files.load_checkpoint(found, allow_partial=self.allow_partial)
-        if resuming and manifest["world_size"] != self.world_size:
+        if resuming and manifest["world_size"] != self.world_size and not getattr(self, "reshard", False):
             raise CheckpointMismatch(
                 f"{found} is of {manifest['world_size']} ranks, and this run has {self.world_size}; use as many ranks, "
                 "or take only the weights: apply_weights(path)"

@@ -56,7 +56,7 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     elif any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
         batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
         note = f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
-    if any(_is(frame, "batches", "zae.loading") for frame in frames) or "DataLoader worker" in str(error):
+    if any(frame.f_globals.get("__name__") == "zae.loading" for frame in frames) or "DataLoader worker" in str(error):
         loader = trainer._position.loader
         workers = getattr(loader, "num_workers", 0)
         asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
