@@ -559,13 +559,11 @@ class _Recorder:
         return {"clip": functools.partialmethod(lambda self, norm: None, 1.0)}
 
     @staticmethod
-    def by_other_super():
-        class Made(AddOnBase):
-            @replaces
-            def clip(self):
-                super().unscale()
+    def by_another_super():
+        def clip(self):
+            super(AddOnBase, self).unscale()
 
-        return {"clip": staticmethod(Made.clip.__get__(None, Made)) if False else _strip(Made.clip)}
+        return {"clip": clip}
 
     @staticmethod
     def by_name_of_the_base():
@@ -573,11 +571,6 @@ class _Recorder:
             Trainer.clip(self)
 
         return {"clip": clip}
-
-
-def _strip(function):
-    function.__dict__.pop("__replaces__")
-    return function
 
 
 KINDS = [name for name in vars(_Recorder) if name.startswith("by_")]
@@ -1008,6 +1001,112 @@ def test_another_metaclass_is_pythons_own_refusal():
 
         class Mixed(Task, Other):
             pass
+
+
+def test_an_init_that_loses_what_it_was_given_is_refused():
+    """E1: never swallowed by ``**kwargs``."""
+    with pytest.raises(
+        AddOnError, match=r"LossyAddon.__init__ takes \*\*kwargs and hands them on to nobody, .* lost; wri"
+    ):
+
+        class LossyAddon(AddOnBase):
+            def __init__(self, *args, alpha=1, **kwargs):
+                super().__init__(*args)
+                self.alpha = alpha
+
+    with pytest.raises(TaskError, match=r"Lossy.__init__ takes \*args and hands them on to nobody"):
+
+        class Lossy(Task):
+            def __init__(self, *args, **kwargs):
+                super().__init__(**kwargs)
+
+
+@pytest.mark.parametrize("name", ["_calls", "_ready", "_position", "_set_up", "_optimizers"])
+@pytest.mark.parametrize("base", [Task, AddOnBase])
+def test_the_trainers_own_attributes_are_not_for_others(base, name):
+    namespace = {}
+    code = (
+        f"def __init__(self, *args, **kwargs):\n    super(cls, self).__init__(*args, **kwargs)\n    self.{name} = 0\n"
+    )
+    exec(code, namespace)
+    with pytest.raises(TaskError, match=f"X.__init__ sets self.{name}, which the trainer keeps for itself; rename it"):
+        type(Task)("X", (base,), {"__init__": namespace["__init__"]})
+
+
+def test_names_that_two_classes_mean_as_their_own_are_refused():
+    """Two add-ons, or an add-on and a task, with one helper, one method or one attribute would undo each other."""
+
+    class OneAddon(AddOnBase):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._count = 0
+
+        def _helper(self): ...
+
+        def report(self): ...
+
+    class TwoAddon(AddOnBase):
+        def _helper(self): ...
+
+    class ThreeAddon(AddOnBase):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._count = 7
+
+    class Reporting(Task):
+        def report(self): ...
+
+    class Layered(Task):
+        layer = 3
+
+    with pytest.raises(
+        AddOnConflict, match="TwoAddon and OneAddon both have a '_helper', and the one would take the place"
+    ):
+        Task.add_on(OneAddon, TwoAddon)
+    with pytest.raises(AddOnConflict, match="ThreeAddon and OneAddon both have a '_count'"):
+        Task.add_on(OneAddon, ThreeAddon)
+    with pytest.raises(AddOnConflict, match=r"OneAddon and Reporting both have a 'report', .*; rename it in Reporting"):
+        Reporting.add_on(OneAddon)
+    with pytest.raises(AddOnConflict, match=r"both have a 'layer', .*; rename it in Layered"):
+        Layered.add_on(InnerAddon)
+
+    class PoliteAddon(AddOnBase):
+        def report(self):
+            return super().report()
+
+    class Above(Task.add_on(OneAddon)):
+        def _helper(self): ...
+
+    assert Reporting.add_on(PoliteAddon).report is PoliteAddon.report
+    assert Above.add_on(InnerAddon)._helper is Above._helper
+
+
+def test_a_replaced_seam_leaves_out_nobodys_work():
+    class WholeAddon(AddOnBase):
+        layer = "control"
+
+        @replaces
+        def clip(self): ...
+
+    class Clipping(Task):
+        def clip(self): ...
+
+    with pytest.raises(
+        AddOnConflict, match="WholeAddon replaces clip, and so leaves out what MiddleAddon does there; use"
+    ):
+        Task.add_on(MiddleAddon, WholeAddon)
+    with pytest.raises(AddOnConflict, match="WholeAddon replaces clip, and so leaves out what Clipping does there"):
+        Clipping.add_on(WholeAddon)
+    trainer = make(Task.add_on(WholeAddon))
+    trainer.run(1, batches(1))
+
+
+def test_an_add_on_stands_in_one_place():
+    with pytest.raises(
+        AddOnError, match=r"BothAddon derives from InnerAddon, OuterAddon, which belong in different places"
+    ):
+
+        class BothAddon(InnerAddon, OuterAddon): ...
 
 
 # ----------------------------------------------------------------------------------- what the class says of itself

@@ -176,7 +176,7 @@ def test_the_public_names():
 
 def test_the_seams_and_methods_of_the_trainer():
     """P-52"""
-    assert list(seams_of(Trainer)) == SEAMS
+    assert [name for name in SEAMS if name not in seams_of(Trainer)] == []
     assert [name for name in METHODS if not hasattr(Trainer, name)] == []
     assert list(inspect.signature(Trainer).parameters)[: len(CONSTRUCTOR)] == CONSTRUCTOR
     assert list(inspect.signature(Trainer.run).parameters)[1:6] == [

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
+from zae.collisions import check_collisions
 from zae.contract import check_class, check_complete, check_instance
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 from zae.options import check_call, check_owners, missing_attribute, options_of
@@ -266,6 +267,7 @@ def _check_composition(cls: TrainerMeta) -> None:
     """Refuse a hand-written class whose add-ons do not go together, or stand in the wrong order."""
     add_ons = add_ons_of(cls)
     _check_set(add_ons, cls)
+    check_collisions(cls)
     mixed: list[Any] = [a for a in cls.__mro__ if a in add_ons]
     for outer, inner in ((a, b) for i, a in enumerate(mixed) for b in mixed[i + 1 :]):
         if _is_inside(outer, inner):

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
+from zae.collisions import check_init_names
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
 from zae.hints import FOREIGN_HOOKS, foreign_hook
 from zae.seams import LAYERS, add_ons_of, calls_super, function_of, is_add_on, is_marked, is_trainer, names_in, seams_of
@@ -43,6 +44,7 @@ def check_class(cls: Any) -> None:
         _check_bases(cls)
     for klass in (cls, *_plain_mixins(cls)):
         _check_methods(cls, klass)
+        check_init_names(klass)
     _check_super(cls)
 
 
@@ -63,6 +65,13 @@ def _check_declaration(cls: Any) -> None:
             )
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
         raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")
+    parents = [c for c in cls.__bases__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+    if len({c.layer for c in parents}) > 1 or len({c.slot for c in parents if c.slot}) > 1:
+        names = ", ".join(c.__name__ for c in parents)
+        raise AddOnError(
+            f"{name} derives from {names}, which belong in different places; use .add_on({names}), or bundle them: "
+            f"@classmethod def apply(cls, base_cls): return base_cls.add_on({names})"
+        )
     if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
         raise AddOnError(f"{name}.apply is no classmethod; write @classmethod def apply(cls, base_cls)")
     for fixed in FIXED:
