@@ -1,0 +1,301 @@
+"""The ledger of a run, and `python -m zae diff`, which names where two runs part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zae import ConfigError, Every, Trainer
+from zae.addons import AMPAddon, GradientAccumulationAddon, LedgerAddon, StateManagerAddon
+from zae.addons.ledger import fingerprint, random_state
+from zae.cli import main
+from zae.diff import STAGES, compare, read_ledger
+
+
+class Task(Trainer):
+    """A task that notes what it trained on, and goes astray on demand."""
+
+    astray: tuple[str, int] = ("", 0)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        self.samples = [*getattr(self, "samples", []), batch[1].flatten().long().tolist()]
+        loss = self.model(batch[0]).square().mean()
+        if self._now("forward"):
+            torch.rand(1)
+        return {"loss": loss * (1 + 1e-7) if self._now("loss") else loss}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.model(batch[0]).square().mean()}
+
+    def _now(self, place: str) -> bool:
+        return self.astray == (place, self.progress_checker.step + 1)
+
+    def normalize(self, num_targets: Any) -> None:
+        super().normalize(num_targets)
+        if self._now("backward"):
+            self.parameters[0].grad[0, 0].mul_(1 + 1e-6)
+
+    def clip(self) -> None:
+        super().clip()
+        if self._now("clip"):
+            self.parameters[0].grad[0, 0].mul_(1 + 1e-6)
+
+    def optimizer_step(self) -> bool:
+        stepped = super().optimizer_step()
+        if self._now("step"):
+            with torch.no_grad():
+                self.parameters[0].view(torch.int32)[0, 0] += 1  # The last bit of one weight.
+        return stepped
+
+
+def loader_of(workers: int = 0, **options: Any) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10.0)[:, None])
+    return DataLoader(data, batch_size=3, shuffle=True, num_workers=workers, **options)
+
+
+def train(path: Path, *add_ons: Any, astray: tuple[str, int] = ("", 0), loader: Any = None, n_epoch: int = 3,
+          seed: int = 1, max_steps: int | None = None, **options: Any) -> Any:  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    torch.manual_seed(seed)
+    cls = Task.add_on(LedgerAddon, *add_ons)
+    trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, ledger_path=path, seed=seed, **options)
+    trainer.astray = astray
+    trainer.run(n_epoch, loader if loader is not None else loader_of(), max_steps=max_steps)
+    return trainer
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_ledger_has_a_line_for_each_step_with_all_its_stages(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "ledger.jsonl"
+    trainer = train(path, gradient_clip=0.001)
+    header, *entries = lines(path)
+    assert header == {"ledger": 1, "begins_after": 0, "composition": ["LedgerAddon"]}
+    assert [entry["step"] for entry in entries] == list(range(1, 13))
+    assert [entry["epoch"] for entry in entries] == [1] * 4 + [2] * 4 + [3] * 4
+    for entry, samples in zip(entries, trainer.samples, strict=True):
+        stages = entry["stages"]
+        assert tuple(stages) == STAGES
+        assert stages["batch"]["data"] == [samples]
+        assert len({stages[stage]["random"] for stage in ("backward", "clip", "step")}) == 1
+        assert stages["forward"]["random"] == [stages["backward"]["random"]]
+        assert stages["batch"]["random"] != stages["backward"]["random"]  # Of the dropout.
+        assert stages["backward"]["gradients"] != stages["clip"]["gradients"]
+        assert stages["step"]["stepped"] is True
+    assert [entry["stages"]["step"]["lr"]["lr"] for entry in entries[::4]] == pytest.approx([0.01, 0.01, 0.001])
+    assert entries[-1]["stages"]["step"]["weights"] == fingerprint(trainer.unwrap().state_dict().values())
+    losses = [entry["stages"]["forward"]["loss"][0] for entry in entries[:4]]
+    assert (
+        sum(n * loss for n, loss in zip((3, 3, 3, 1), losses, strict=True)) / 10
+        == trainer.train_history[0]["train_loss"]
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ledger_notes_the_samples_of_a_prefetching_loader(workers: int, tmp_path: Path) -> None:
+    options = {"persistent_workers": True} if workers else {}
+    trainer = train(tmp_path / "a", loader=loader_of(workers, **options), n_epoch=2)
+    noted = [entry["stages"]["batch"]["data"][0] for entry in lines(tmp_path / "a")[1:]]
+    assert noted == trainer.samples
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_ledger_of_a_window_has_all_its_batches(tmp_path: Path) -> None:
+    add_ons = (GradientAccumulationAddon, AMPAddon)
+    options = {"gradient_accumulation_steps": 3, "precision": "fp16", "loss_scale": (2.0**40, 1.0)}
+    trainer = train(tmp_path / "a", *add_ons, n_epoch=2, **options)
+    entries = lines(tmp_path / "a")[1:]
+    assert [len(entry["stages"]["batch"]["data"]) for entry in entries] == [3, 1, 3, 1]
+    assert [s for entry in entries for s in entry["stages"]["batch"]["data"]] == trainer.samples
+    assert [len(entry["stages"]["forward"]["loss"]) for entry in entries] == [3, 1, 3, 1]
+    assert [entry["stages"]["step"]["stepped"] for entry in entries] == [False] * 4
+    assert len({entry["stages"]["step"]["weights"] for entry in entries}) == 1
+
+
+def test_ledger_every_so_many_steps(tmp_path: Path) -> None:
+    train(tmp_path / "a", ledger_every=5)
+    assert [entry["step"] for entry in lines(tmp_path / "a")[1:]] == [5, 10]
+
+
+def test_ledger_hashes_what_has_no_sampler(tmp_path: Path) -> None:
+    batches = [(torch.ones(2, 3) * k, torch.zeros(2, 1)) for k in (1, 2, 1)]
+    train(tmp_path / "a", loader=batches, n_epoch=1)
+    first, second, third = (entry["stages"]["batch"]["data"] for entry in lines(tmp_path / "a")[1:])
+    assert first == third != second
+
+
+def test_ledger_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a ledger goes by steps: write ledger_every=10"):
+        train(tmp_path / "a", ledger_every=Every(epochs=1))
+    with pytest.raises(ConfigError, match=r"is a folder; write .*ledger\.jsonl"):
+        train(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- the diff
+
+
+@pytest.mark.parametrize(
+    ("place", "stage", "what"),
+    [
+        ("forward", "forward", "random"),
+        ("loss", "forward", "loss"),
+        ("backward", "backward", "gradients"),
+        ("clip", "clip", "gradients"),
+        ("step", "step", "weights"),
+    ],
+)
+def test_ledger_diff_names_the_step_and_the_stage(place: str, stage: str, what: str, tmp_path: Path) -> None:
+    """Two runs that part at step 7, each time at another stage."""
+    train(tmp_path / "a")
+    train(tmp_path / "b", astray=(place, 7))
+    found = compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b"))
+    assert found is not None
+    assert (found.step, found.stage, found.what) == (7, stage, what)
+
+
+def test_ledger_diff_names_other_data_first(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", seed=2)
+    found = compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b"))
+    assert found is not None
+    assert (found.step, found.stage, found.what) == (1, "batch", "data")
+
+
+def test_ledger_diff_finds_two_equal_runs_the_same(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b")
+    assert compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b")) is None
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
+
+
+def test_ledger_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> None:
+    """P-12: what was trained twice is there once; what a kill cut off does not matter."""
+    options: dict[str, Any] = {"resume": "auto", "save_every": 3, "keep_last": None}
+    train(tmp_path / "a", StateManagerAddon, save_path=tmp_path / "whole", **options)
+    train(tmp_path / "b", StateManagerAddon, save_path=tmp_path / "cut", max_steps=8, **options)
+    last = tmp_path / "cut" / "step-00000008"
+    for file in last.iterdir():
+        file.unlink()
+    last.rmdir()
+    with (tmp_path / "b").open("a") as file:
+        file.write('{"step": 9, "stages": {"ba')
+    # The rest of that line is overwritten by nothing: the ledger is only ever written to at its end.
+    text = (tmp_path / "b").read_text()
+    (tmp_path / "b").write_text(text[: text.rindex("\n") + 1])
+    resumed = train(tmp_path / "b", StateManagerAddon, save_path=tmp_path / "cut", **options)
+    assert resumed.progress_checker.step == 12
+    assert [entry.get("begins_after") for entry in lines(tmp_path / "b") if "ledger" in entry] == [0, 6]
+    assert compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b")) is None
+    assert read_ledger(tmp_path / "a").keys() == read_ledger(tmp_path / "b").keys()
+
+
+def test_ledger_of_a_new_run_in_an_old_file_is_read_alone(tmp_path: Path) -> None:
+    train(tmp_path / "a", seed=2, n_epoch=4)
+    train(tmp_path / "a")
+    train(tmp_path / "b")
+    assert read_ledger(tmp_path / "a") == read_ledger(tmp_path / "b")
+
+
+def test_ledger_that_a_kill_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    text = (tmp_path / "a").read_text()
+    (tmp_path / "a").write_text(text[: len(text) - 40])
+    assert list(read_ledger(tmp_path / "a")) == list(range(1, 12))
+    (tmp_path / "a").write_text("no ledger\n" + text)
+    with pytest.raises(ConfigError, match="line 1 is not one of a ledger: no ledger"):
+        read_ledger(tmp_path / "a")
+
+
+def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 0 for the same, 1 for a difference, 2 for wrong usage; a run is a file or a folder."""
+    a, b, c = (tmp_path / name / "ledger.jsonl" for name in "abc")
+    train(a)
+    train(b)
+    train(c, astray=("clip", 7))
+    assert main(["diff", str(a), str(b.parent)]) == 0
+    assert "the same in all 12 steps" in capsys.readouterr().out
+    assert main(["diff", str(a.parent), str(c.parent)]) == 1
+    told = capsys.readouterr().out
+    assert "the runs part at step 7, in the stage 'clip'" in told
+    assert "the same up to step 6" in told
+    assert main(["diff", "--json", str(a), str(c)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["step"], found["stage"], found["what"]) == (False, 7, "clip", "gradients")
+    assert main(["diff", str(a), str(tmp_path / "missing")]) == 2
+    assert "holds no ledger (No such file or directory)" in capsys.readouterr().err
+    train(b, n_epoch=2)
+    assert main(["diff", str(a), str(b)]) == 1
+    assert "runA goes on to step 12, runB to step 8" in capsys.readouterr().out
+
+
+def test_ledger_diff_is_a_command_that_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from zae.cli import main; main(sys.argv[1:]) ; assert 'torch' not in sys.modules"
+    train(tmp_path / "a", n_epoch=1)
+    for arguments in (["diff", str(tmp_path / "a"), str(tmp_path / "a")], []):
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60)
+    shown = subprocess.run([sys.executable, "-X", "importtime", "-m", "zae", "--help"], capture_output=True, text=True,
+                           check=True, timeout=60)  # fmt: skip
+    assert "diff" in shown.stdout
+    assert "| torch" not in shown.stderr
+
+
+# ------------------------------------------------------------------------------------------------ the fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("size", [1, 7, 1000, 300_001])
+def test_ledger_fingerprint_sees_every_change(dtype: torch.dtype, size: int) -> None:
+    """One element changed, two exchanged, another shape or dtype."""
+    generator = torch.Generator().manual_seed(size)
+    tensor = torch.randint(0, 2, (size,), generator=generator).to(dtype)
+    same = fingerprint([tensor])
+    assert fingerprint([tensor.clone()]) == same
+    for place in {0, size // 2, size - 1}:
+        other = tensor.clone()
+        other[place] = 1 - int(other[place])
+        assert fingerprint([other]) != same
+    assert fingerprint([tensor[None]]) != same
+    if size > 1:
+        order = torch.arange(size)
+        first, second = int((tensor == 0).nonzero()[0]), int((tensor != 0).nonzero()[-1])
+        order[first], order[second] = second, first
+        assert fingerprint([tensor[order]]) != same
+        assert fingerprint([tensor[:1], tensor[1:]]) != same
+
+
+def test_ledger_fingerprint_reads_views_as_what_they_show() -> None:
+    table = torch.arange(12.0).view(3, 4)
+    assert fingerprint([table.T]) == fingerprint([table.T.contiguous()])
+    assert fingerprint([table.flatten()[1:8]]) == fingerprint([table.flatten()[1:8].clone()])
+    assert fingerprint([torch.tensor([0.0])]) != fingerprint([torch.tensor([-0.0])])
+    assert fingerprint([]) == fingerprint([])
+
+
+def test_ledger_hashes_are_the_same_in_every_process() -> None:
+    code = (
+        "import torch, random, numpy; from zae.addons.ledger import fingerprint, random_state\n"
+        "torch.manual_seed(0); random.seed(0); numpy.random.seed(0)\n"
+        "print(fingerprint([torch.ones(3), torch.zeros(200000)]), random_state())"
+    )
+    shown = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+        for _ in range(2)
+    }
+    assert len(shown) == 1
+    before = random_state()
+    assert random_state() == before
+    torch.rand(1)
+    assert random_state() != before
