@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import re
 from collections import namedtuple
 from dataclasses import dataclass
@@ -779,6 +780,22 @@ def test_e16_a_nan_is_never_the_best():
     trainer = make(cls, monitor="score")
     trainer.run(4, loader(), loader())
     assert (trainer.best["score"], trainer.best["epoch"]) == (0.5, 2)
+
+
+def test_e15_what_cannot_travel_to_another_process():
+    """E15: the path of the attribute, before any process is started."""
+    from zae.addons.mpu import MultiGPUAddon
+
+    trainer = make(Task.add_on(MultiGPUAddon), device=["cpu", "cpu"])
+    trainer.settings = {"open": [open("notes.txt", "w")]}  # noqa: SIM115
+    with refused(trainer, ConfigError, r"settings\['open'\]\[0\] cannot travel to another process: it is an open file"):
+        trainer.run(1, loader())
+    trainer.settings = {"augment": lambda batch: batch}
+    with refused(
+        trainer, ConfigError, r"settings\['augment'\] cannot travel to another process: it is the function .*lambda"
+    ):
+        trainer.run(1, loader())
+    assert multiprocessing.active_children() == []
 
 
 def test_e17_a_missing_step():
