@@ -15,6 +15,7 @@ from collections.abc import Sequence
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
+    "doctor": ("zae.doctor", "list and verify the checkpoints of a run, and say what is wrong and what to do"),
     "diff": ("zae.diff", "name the first step and stage at which two runs part"),
 }
 """Each command, the module that it is in, and its line in the help."""

@@ -1,0 +1,123 @@
+"""`python -m zae doctor`: what it says of checkpoints that are whole, damaged, left behind and in use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faults
+import hand
+import pytest
+import torch
+
+from zae import files
+from zae.addons import EMAAddon, StateManagerAddon
+from zae.cli import main
+from zae.doctor import examine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder with three checkpoints."""
+    model = faults.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = faults.Task.add_on(StateManagerAddon, EMAAddon)(
+        model, "cpu", optimizer=optimizer, save_path=tmp_path / "run", keep_last=None, log_bar=False
+    )
+    made.run(3, hand.loader(), [hand.data()[:4]])
+    return tmp_path / "run"
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    status = main(["doctor", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 0; step, epoch, score, ranks, size, version and composition of each."""
+    status, text = doctor(capsys, run)
+    assert status == 0
+    assert text.count("whole\n") == 3
+    for word in (
+        "step-00000018",
+        "loss ",
+        "EMAAddon, StateManagerAddon",
+        "0.0 MB",
+        "0.1.0",
+        "resume=True goes on from",
+    ):
+        assert word in text
+    status, text = doctor(capsys, run, "--json")
+    report = json.loads(text)
+    assert status == 0
+    assert [each["step"] for each in report["checkpoints"]] == [18, 12, 6]
+    assert report["resume_from"] == "step-00000018"
+    assert report["checkpoints"][0]["world_size"] == 1
+    assert doctor(capsys, run / "step-00000006")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
+def test_f_a8_the_newest_is_damaged(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1, the file and what to do; resume does just what is said."""
+    path = run / "step-00000018" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    status, text = doctor(capsys, run)
+    assert status == 1
+    assert "DAMAGED" in text
+    assert name in text
+    assert "passes over step-00000018 and goes on from step-00000012" in text
+    found = files.newest_valid(run)
+    assert found is not None
+    assert found[0].name == "step-00000012"
+
+
+def test_an_older_one_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 0: the newest is whole."""
+    (run / "step-00000006" / "state.json").unlink()
+    status, text = doctor(capsys, run)
+    assert status == 0
+    assert "delete what is damaged: step-00000006" in text
+
+
+def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None is whole: 1, with the way to save the weights; an empty folder: 1; no folder: 2."""
+    for path in files.list_checkpoints(run):
+        (path / "state.json").unlink()
+    status, text = doctor(capsys, run)
+    assert status == 1
+    assert "allow_partial=" in text
+    (tmp_path / "empty").mkdir()
+    assert doctor(capsys, tmp_path / "empty")[0] == 1
+    assert doctor(capsys, tmp_path / "missing")[0] == 2
+
+
+def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Left-overs of killed saves, crash checkpoints and the holder are listed; nothing acts on the terminal (F-C10)."""
+    (run / ".staging-step-00000024-00000000-1-0123456789abcdef").mkdir()
+    (run / "crash-00000020").mkdir()
+    about = {"run_id": "\x1b[31mred", "step": 19, "epoch": 0, "composition": ["\x1b]0;title\x07"], "world_size": 1}
+    files.save_checkpoint(run / "step-00000019", {}, {}, manifest_info={**about, "info": {"monitor": "\x1b[2J"}})
+    (run / ".lock").write_text(json.dumps({"pid": 4, "host": "\x1b[5melsewhere", "since": "today"}))
+    (run / ".staging-x\x1b[1m-00000000-1-0123456789abcdef").mkdir()
+    status, text = doctor(capsys, run)
+    assert status == 0
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "crash-00000020" in text
+    assert "process 4 on host" in text
+    report = examine(run)
+    assert any(name.startswith(".staging-step-00000024") for name in report["left_behind"])
+
+
+def test_help_answers_without_torch() -> None:
+    """The command is listed, and --help does not wait for torch."""
+    script = "import sys; from zae.cli import main\ntry: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+    script += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "save_path" in done.stdout
+    assert done.stdout.strip().endswith("False")
