@@ -71,16 +71,17 @@ class AMPAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        wanted = ["bf16", "fp16"] if precision == "auto" else [precision] if isinstance(precision, str) else precision
+        wanted = ["bf16", "fp16"] if precision == "auto" else precision
+        wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
         for name in wanted:
-            if name not in _TYPES:
+            if not isinstance(name, str) or name not in _TYPES:
                 raise ConfigError(
                     f"precision={precision!r}; it must be 'auto', 'bf16', 'fp16', 'fp32' or a list of them"
                     + did_you_mean(str(name), _TYPES)
                 )
         if not (isinstance(loss_scale, (tuple, list)) and len(loss_scale) == 2 and 0 < loss_scale[1] <= loss_scale[0]):
             raise ConfigError(f"loss_scale={loss_scale!r}; it must be (first, least) with 0 < least <= first")
-        self._wanted = list(wanted)
+        self._wanted = wanted
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
         self.precision = "fp32"

@@ -1,0 +1,118 @@
+"""Windows: how long they are, what they hold, and what is refused. What they compute is in tests/test_trainer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hand import digest, loader, network
+from table import Task
+from torch.optim import SGD
+
+from zae import ConfigError, LoaderError
+from zae.addons import GradientAccumulationAddon
+
+
+class Noting(Task):
+    """Notes how many micro-batches each step has."""
+
+    def gradients(self, batch: Any) -> Any:
+        outputs = super().gradients(batch)
+        self.__dict__.setdefault("windows", []).append(len(outputs))
+        return outputs
+
+
+def build(steps: Any, task: Any = Noting, **options: Any) -> Any:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    made = task.add_on(GradientAccumulationAddon)
+    return made(model, "cpu", optimizer=optimizer, gradient_accumulation_steps=steps, **options)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.0, "2", True, None])
+def test_f_e11_a_count_that_cannot_be_meant(steps: Any) -> None:
+    """F-E11."""
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=.* whole number of at least 1"):
+        build(steps)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 50])
+def test_p01_windows_of_every_length(count: int, steps: int) -> None:
+    """P-01: with and without a length, the same windows and bitwise the same weights."""
+    batches = list(loader(28))[:count]
+    lengths = [min(steps, count - first) for first in range(0, count, steps)]
+    ends = []
+    for source in (batches, (batch for batch in batches)):
+        trainer = build(steps)
+        torch.manual_seed(1)
+        metrics = trainer.run(1, source)
+        assert trainer.windows == lengths
+        assert (metrics["step"], trainer.progress_checker.batch) == (len(lengths), count)
+        assert trainer.steps_in(batches) == len(lengths)
+        ends.append(digest(trainer.model))
+    assert ends[0] == ends[1]
+
+
+def test_without_a_length_one_window_is_held() -> None:
+    """The batches of one window are fetched before its first backward, and none of the next."""
+    events: list[str] = []
+
+    class Watching(Task):
+        def train_step(self, batch: Any) -> Any:
+            events.append("use")
+            return super().train_step(batch)
+
+    def source() -> Iterator[Any]:
+        for batch in list(loader())[:5]:
+            events.append("fetch")
+            yield batch
+
+    build(2, Watching).run(1, source())
+    assert events == ["fetch", "fetch", "use", "use"] * 2 + ["fetch", "use"]
+
+
+def test_steps_are_windows_everywhere() -> None:
+    """max_steps, steps_per_epoch, cadences and the log."""
+    trainer = build(4, log_every=1)
+    metrics = trainer.run(None, loader(), loader(8), max_steps=3, valid_every=2)
+    assert trainer.windows == [4, 2, 4]
+    assert [row["step"] for row in metrics["valid_metrics_history"]] == [2]
+    assert [row["batch"] for row in trainer.log_history if "train/loss" in row] == [4, 6, 10]
+    trainer = build(2)
+    assert trainer.run(2, loader(), steps_per_epoch=2)["step"] == 4
+    assert trainer.progress_checker.batch == 8
+
+
+def test_a_batch_that_is_a_list_is_one_batch() -> None:
+    """Only the add-on's own windows are taken apart; the mean of an epoch is by sample over all micro-batches."""
+    trainer = build(3)
+    batches = [list(batch) for batch in loader()]
+    trainer.run(1, batches)
+    assert trainer.windows == [3, 3]
+    losses = trainer.log_train["loss"]
+    assert len(losses) == 6
+    sizes = [len(batch[0]) for batch in batches]
+    assert trainer.train_metrics["loss"] == pytest.approx(sum(map(lambda a, b: a * b, losses, sizes)) / 22, rel=1e-12)
+    trainer.run_batch(batches[0])
+    assert trainer.windows[-1] == 1
+
+
+def test_a_window_is_given_once() -> None:
+    class Indexing(Task):
+        def gradients(self, batch: Any) -> Any:
+            return super().gradients([self.micro_batches(batch)[0]])
+
+    with pytest.raises(TypeError, match="given once, in their order"):
+        build(2, Indexing).run(1, loader())
+
+
+def test_a_length_that_promises_too_much_is_an_error_in_words() -> None:
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 9
+
+    with pytest.raises(LoaderError, match="ended after 0 of the 2 batches of a window that its length promised"):
+        build(2).run(1, Lying(loader()))

@@ -1,0 +1,151 @@
+"""Mixed precision: which one is taken, what it does to a forward, and how its loss scale moves and is kept."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hand import digest, loader, network
+from table import Task
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from zae import ConfigError
+from zae.addons import AMPAddon
+
+
+class Noting(Task):
+    """Notes the type that a forward computes in."""
+
+    def train_step(self, batch: Any) -> Any:
+        self.__dict__.setdefault("seen", []).append(self.model(batch[0]).dtype)
+        return super().train_step(batch)
+
+
+def build(task: Any = Noting, **options: Any) -> Any:
+    model = options.pop("model", None) or network()
+    options.setdefault("optimizer", AdamW(model.parameters(), lr=0.01))
+    return task.add_on(AMPAddon)(model, "cpu", **options)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "BF16", 16, [], ["bf16", "fp8"], None, [["bf16"]]])
+def test_a_precision_that_is_none(precision: Any) -> None:
+    """F-E11; an empty list is one without a wish."""
+    if precision == []:
+        trainer = build(precision=[])
+        trainer.run(1, loader())
+        assert trainer.precision == "fp32"
+        return
+    with pytest.raises(ConfigError, match=r"precision=.*; it must be 'auto', 'bf16', 'fp16', 'fp32' or a list"):
+        build(precision=precision)
+
+
+@pytest.mark.parametrize("scale", [(0.0, 0.0), (1.0, 2.0), (4.0,), 4.0, (4.0, -1.0)])
+def test_a_loss_scale_that_cannot_be_meant(scale: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss_scale=.*\(first, least\)"):
+        build(precision="fp16", loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("precision", "taken"),
+    [("auto", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), (["fp16", "bf16"], "bf16"),
+     (["fp16"], "fp32"), (["fp32", "bf16"], "fp32")],
+)  # fmt: skip
+def test_a_list_is_a_preference_among_what_is_native(precision: Any, taken: str) -> None:
+    """On the CPU that is bf16; one name is taken at its word."""
+    trainer = build(precision=precision, loss_scale=(8.0, 1.0))
+    trainer.run(1, loader())
+    assert trainer.precision == taken
+    assert set(trainer.seen) == {{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[taken]}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_bf16_needs_no_scale_and_no_setting_is_kept_outside() -> None:
+    trainer = build(precision="bf16")
+    trainer.run(1, loader())
+    assert trainer.scaler is None
+    assert trainer.state_dict()["AMPAddon"] == {"scaler": {}}
+    assert trainer.model(torch.ones(2, 4)).dtype == torch.float32
+
+
+class Explosive(Task):
+    """Its gradients are infinite at the steps that are told."""
+
+    at: tuple[int, ...] = ()
+
+    def train_step(self, batch: Any) -> Any:
+        out = super().train_step(batch)
+        if self.progress_checker.step in self.at:
+            out["loss"].register_hook(lambda g: g * float("inf"))
+        return out
+
+
+def exploding(*at: int, **options: Any) -> Any:
+    return build(type("Now", (Explosive,), {"at": at, "__module__": __name__}), precision="fp16", **options)
+
+
+def test_p05_the_scale_halves_and_grows() -> None:
+    """P-05: down at an overflow, up after so many steps without one (Micikevicius et al. 2018)."""
+    trainer = exploding(1, loss_scale=(64.0, 1.0))
+    scales = []
+    trainer.checkpoint = lambda: scales.append(trainer.scaler.get_scale())
+    trainer.on_run_begin = lambda: trainer.scaler.set_growth_interval(3)
+    trainer.run(1, loader())
+    assert scales[:6] == [64.0, 32.0, 32.0, 32.0, 64.0, 64.0]
+
+
+def test_the_scale_is_held_at_its_least(caplog: Any) -> None:
+    trainer = exploding(0, 1, 2, 3, loss_scale=(4.0, 2.0))
+    trainer.run(1, loader())
+    assert trainer.state_dict()["AMPAddon"]["scaler"]["scale"] == 2.0
+    assert trainer.progress_checker.skipped_steps == 4
+    assert "overflowed at the smallest loss scale, 2" in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_the_scale_goes_on_in_the_next_run_and_in_a_fresh_trainer() -> None:
+    first = exploding(0, 1, loss_scale=(64.0, 1.0))
+    first.run(1, loader())
+    state = first.state_dict()
+    assert state["AMPAddon"]["scaler"]["scale"] == 16.0
+    assert state["AMPAddon"]["scaler"]["_growth_tracker"] == 4
+    fresh = exploding(loss_scale=(64.0, 1.0))
+    fresh.load_state_dict(state)
+    for trainer in (first, fresh):
+        trainer.run(1, loader())
+        assert trainer.state_dict()["AMPAddon"]["scaler"]["_growth_tracker"] == 10
+
+
+def test_one_of_two_optimizers_overflows() -> None:
+    """P-05: the other one steps; schedules wait, as for any step that was not whole."""
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+
+    class Two(Task):
+        def train_step(self, batch: Any) -> Any:
+            first, second = (part(batch).float().square().mean() for part in self.model)
+            if self.progress_checker.step == 0:
+                first.register_hook(lambda g: g * float("inf"))
+            return {"loss": first + second}
+
+    trainer = build(Two, model=model, optimizer=[SGD(part.parameters(), lr=0.1) for part in model], precision="fp16",
+                    loss_scale=(8.0, 1.0))  # fmt: skip
+    before = [digest(part) for part in model]
+    trainer.run(1, [torch.ones(2, 2)])
+    assert [digest(part) == old for part, old in zip(model, before, strict=True)] == [True, False]
+    assert trainer.progress_checker.skipped_steps == 1
+
+
+def test_hooks_are_taken_off_the_optimizer() -> None:
+    trainer = build(precision="fp16", loss_scale=(8.0, 1.0))
+    for _ in range(3):
+        trainer.run(1, loader())
+    assert len(trainer.optimizer._optimizer_step_post_hooks) == 0
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    trainer = build(precision="fp16")
+    for own in ({}, 3, {"scaler": 4}):
+        with pytest.raises(ValueError, match="AMPAddon holds no 'scaler'"):
+            trainer.load_state_dict({**trainer.state_dict(), "AMPAddon": own})

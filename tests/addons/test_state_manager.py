@@ -1,0 +1,220 @@
+"""Checkpoints: which are kept, what they hold, and going on from them. Faults are attacked in tests of their own."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand import digest, loader, network
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from table import Task, core_of, fingerprint
+from torch.optim import AdamW
+
+from zae import ConfigError, Every
+from zae.addons import EMAAddon, StateManagerAddon
+from zae.errors import CheckpointNotFound
+
+
+class Scored(Task):
+    """Its validations score what is told, by the number of the epoch."""
+
+    scores: tuple[float, ...] = ()
+
+    def test_step(self, batch: Any) -> Any:
+        return {"loss": self.scores[self.progress_checker.step - 1]} if self.scores else super().test_step(batch)
+
+
+def build(folder: Any, scores: Any = (), *more: Any, **options: Any) -> Any:
+    task = type("Told", (Scored,), {"scores": tuple(scores), "__module__": __name__})
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    return task.add_on(StateManagerAddon, *more)(model, "cpu", optimizer=optimizer, save_path=folder, **options)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in Path(folder).iterdir() if path.name.startswith("step-")}
+
+
+def valid() -> Any:
+    return loader(10, seed=9, shuffle=False)
+
+
+@given(
+    scores=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=6),
+    last=st.integers(1, 3),
+    best=st.integers(0, 2),
+    larger=st.booleans(),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_p22_kept_are_the_last_and_the_best(scores: Any, last: int, best: int, larger: bool, tmp_path: Path) -> None:
+    """P-22: for any scores the files are exactly last-n and best-m; best_path and last_path are there."""
+    folder = tmp_path / "states"
+    shutil.rmtree(folder, ignore_errors=True)
+    trainer = build(folder, scores, keep_last=last, keep_best=best, monitor_mode="max" if larger else "min")
+    on_epoch_end = trainer.on_epoch_end
+
+    def look(done: int) -> None:
+        ranked = sorted(
+            (score * (-1 if larger else 1), i) for i, score in enumerate(scores[:done]) if not math.isnan(score)
+        )
+        kept = {i for _, i in ranked[:best]} | set(range(max(0, done - last), done))
+        assert names(folder) == {f"step-{i + 1:08d}" for i in kept}
+        assert trainer.last_path == folder / f"step-{done:08d}"
+        assert trainer.best_path is None or trainer.best_path.is_dir()
+        if best and ranked:
+            assert trainer.best_path == folder / f"step-{ranked[0][1] + 1:08d}"
+
+    def end() -> None:
+        on_epoch_end()
+        if trainer.progress_checker.epoch > 1:
+            look(trainer.progress_checker.epoch - 1)
+
+    trainer.on_epoch_end = end
+    trainer.run(len(scores), loader(4), loader(4))
+    look(len(scores))
+
+
+@pytest.mark.parametrize("save_format", ["safetensors", "safetensor", ".safetensors", "ckpt", ".ckpt"])
+def test_p14_p21_the_formats(save_format: str, tmp_path: Path) -> None:
+    """P-14, P-19, P-21: the model's own keys, in a file that plain libraries read."""
+    trainer = build(tmp_path / "states", save_format=save_format)
+    trainer.run(1, loader())
+    [path] = (tmp_path / "states").glob("step-*")
+    suffix = "ckpt" if "ckpt" in save_format else "safetensors"
+    file = path / f"model.{suffix}"
+    weights = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
+    plain = network(9)
+    plain.load_state_dict(weights, strict=True)
+    assert digest(plain) == digest(trainer.model)
+
+
+@pytest.mark.parametrize("save_format", ["safetensorz", "pickle", "", None, 3])
+def test_p21_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
+    """P-21: nothing is made."""
+    with pytest.raises(ValueError, match="save_format"):
+        build(tmp_path / "states", save_format=save_format)
+    assert not (tmp_path / "states").exists()
+
+
+@pytest.mark.parametrize("more", [(), (EMAAddon,)])
+def test_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
+    """P-23: exactly, with an average in the evaluation too; and training may go on from it."""
+    options = {"decay": 0.5} if more else {}
+    trainer = build(tmp_path, (), *more, keep_last=1, keep_best=1, **options)
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint in .* has a score"):
+        trainer.restore_best()
+    metrics = trainer.run(6, loader(), valid(), valid_every=4)
+    best = metrics["best_valid"]
+    path = trainer.restore_best()
+    assert path == trainer.best_path == tmp_path / f"step-{best['step']:08d}"
+    assert trainer.evaluate(valid())["loss"] == best["score"]
+    assert min(row["valid_loss"] for row in metrics["valid_metrics_history"]) == best["score"]
+    trainer.run(1, loader())
+
+
+@pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
+@pytest.mark.parametrize("stop", [3, 6, 8])
+def test_f_b1_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:
+    """F-B1, F-B6, P-12: from the newest checkpoint that there is, or from the start."""
+    whole = build(tmp_path / "whole", (), EMAAddon, decay=0.5, save_every=every, log_every=4)
+    torch.manual_seed(3)
+    whole.run(3, loader(), valid())
+
+    class Killed(Exception):
+        pass
+
+    first = build(tmp_path / "cut", (), EMAAddon, decay=0.5, save_every=every, log_every=4)
+    checkpoint = first.checkpoint
+
+    def kill() -> None:
+        checkpoint()
+        if first.progress_checker.step == stop and first.progress_checker.epoch_batch in (stop % 6, 0):
+            raise Killed
+
+    first.checkpoint = kill
+    torch.manual_seed(3)
+    with pytest.raises(Killed):
+        first.run(3, loader(), valid())
+    second = build(tmp_path / "cut", (), EMAAddon, decay=0.5, save_every=every, log_every=4, resume="auto")
+    torch.manual_seed(3)
+    metrics = second.run(3, loader(), valid())
+    assert metrics["step"] == 18
+    assert fingerprint(core_of(second)) == fingerprint(core_of(whole))
+    again = build(tmp_path / "cut", (), EMAAddon, decay=0.5, save_every=every, log_every=4, resume=True)
+    before = names(tmp_path / "cut")
+    assert again.run(3, loader(), valid())["step"] == 18
+    assert names(tmp_path / "cut") == before
+
+
+def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
+    """F-A7: nothing is begun afresh unless that is asked for."""
+    with pytest.raises(CheckpointNotFound, match="write resume='auto' to begin afresh"):
+        build(tmp_path / "none", resume=True).run(1, loader())
+    first = build(tmp_path / "a")
+    first.run(1, loader())
+    second = build(tmp_path / "b", resume=first.last_path)
+    assert second.run(2, loader())["step"] == 12
+    with pytest.raises(ConfigError, match=r"holds 1 checkpoints of another run.*overwrite=True"):
+        build(tmp_path / "a").run(1, loader())
+    assert build(tmp_path / "a", overwrite=True).run(2, loader())["step"] == 12
+    assert names(tmp_path / "a") == {"step-00000006", "step-00000012"}
+
+
+def test_p18_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> None:
+    """P-18."""
+    trainer = build(tmp_path, save_every=6, keep_last=None)
+    metrics = trainer.run(3, loader(), valid())
+    rows = {f"step-{row['step']:08d}": row["valid_loss"] for row in metrics["valid_metrics_history"]}
+    assert trainer.state_dict()["StateManagerAddon"]["scores"] == rows
+    watching = build(tmp_path / "train", monitor="train/loss", keep_last=None)
+    watching.run(3, loader(), valid())
+    scores = watching.state_dict()["StateManagerAddon"]["scores"]
+    assert list(scores.values()) == watching.get_loss_history()
+
+
+def test_a_checkpoint_that_somebody_removed_is_no_error(tmp_path: Path) -> None:
+    """A folder that is tidied up while a run is going on."""
+    trainer = build(tmp_path, save_every=1, keep_last=2, keep_best=0)
+    checkpoint = trainer.checkpoint
+
+    def tidy() -> None:
+        checkpoint()
+        if trainer.progress_checker.step == 3 and trainer.progress_checker.epoch_batch:
+            shutil.rmtree(tmp_path / "step-00000002")
+
+    trainer.checkpoint = tidy
+    trainer.run(1, loader())
+    assert names(tmp_path) == {"step-00000005", "step-00000006"}
+
+
+def test_save_state_elsewhere_is_not_covered_by_the_rule(tmp_path: Path) -> None:
+    trainer = build(tmp_path / "a", keep_last=1, keep_best=0)
+    trainer.run(1, loader())
+    kept = trainer.save_state(tmp_path / "mine" / "one")
+    trainer.run(2, loader())
+    assert names(tmp_path / "a") == {"step-00000018"}
+    other = build(tmp_path / "b")
+    other.load_state(kept)
+    assert other.progress_checker.step == 6
+    assert other.best_path is None
+    other.load_state(tmp_path / "a")
+    assert digest(other.model) == digest(trainer.model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_last": 0}, {"keep_last": 1.5}, {"keep_best": -1}, {"resume": 3}, {"save_every": 0}, {"save_every": "1"}],
+)
+def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
+    """F-E11, F-D13: at construction."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        build(tmp_path, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file, and must be a folder"):
+        build(tmp_path / "file" / "states")
