@@ -20,6 +20,7 @@ The tree, with the built-in family each one also belongs to, so that an
     |   |-- CheckpointNotFound (FileNotFoundError)
     |   |-- CheckpointDamaged              a file is absent, cut, changed or hostile
     |   `-- CheckpointMismatch             a whole state, of another model or composition
+    |-- LoggerError (RuntimeError)         a logger that was required, and failed
     `-- DistributedError (RuntimeError)    ranks that failed, died or disagree
 
 Every message says what was wrong, where, what was found, and what to write instead.
@@ -42,6 +43,7 @@ __all__ = [
     "ConfigError",
     "DistributedError",
     "LoaderError",
+    "LoggerError",
     "MissingError",
     "MonitorError",
     "NonFiniteError",
@@ -135,6 +137,10 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A whole checkpoint, but of another model, optimizer or composition."""
+
+
+class LoggerError(ZaeError, RuntimeError):
+    """A logger that was required has failed."""
 
 
 class DistributedError(ZaeError, RuntimeError):

@@ -1,0 +1,76 @@
+"""A file of JSON lines: the records of a run, with no package but Python's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from zae.addons.logger import LoggerAddon
+from zae.addons.sinks import JSONLSink, Sink
+from zae.checks import check_folder
+from zae.errors import ConfigError
+
+__all__ = ["JSONLLoggerAddon"]
+
+
+class JSONLLoggerAddon(LoggerAddon):
+    """Log to a file with one JSON object a line.
+
+    A line reads ``{"step": 10, "epoch": 1, "batch": 10, "train/loss": 0.5, "lr": 0.1}``: the optimizer steps and the
+    loader batches so far, and the epoch (from 1) that they are of. NaN and the infinities are the texts "nan", "inf"
+    and "-inf", so that every line is strict JSON. After a kill and a resume each record is there exactly once.
+
+    Parameters
+    ----------
+    jsonl_path : str or Path
+        The file; its folder is made. A second call of ``run``, and a resumed run, append to it. A run that begins
+        afresh moves a file that is there aside, to ``name.1.jsonl``.
+
+    Raises
+    ------
+    ConfigError
+        At construction, when the path cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from zae import Trainer
+    >>> from zae.addons.jsonl_logger import JSONLLoggerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": (self.model.weight * batch).sum()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "run.jsonl")
+    ...     trainer = Task.add_on(JSONLLoggerAddon)(model, "cpu", optimizer=optimizer, jsonl_path=path)
+    ...     _ = trainer.run(2, [torch.ones(1, 1)] * 2)
+    ...     print(path.read_text(), end="")
+    {"step": 2, "epoch": 1, "batch": 2, "train/loss": -0.5, "lr": 1.0}
+    {"step": 4, "epoch": 2, "batch": 4, "train/loss": -2.5, "lr": 1.0}
+    """
+
+    def __init__(self, *args: Any, jsonl_path: str | Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.jsonl_path = _check_file(jsonl_path)
+
+    def sinks(self) -> list[Sink]:
+        """Add the file."""
+        return [*super().sinks(), JSONLSink(self.jsonl_path)]
+
+
+def _check_file(path: Any) -> Path:
+    """Refuse what cannot be a file to write to, without making it."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(f"jsonl_path={path!r}; it must be the path of a file")
+    path = Path(path).expanduser().absolute()
+    if path.is_dir():
+        raise ConfigError(f"jsonl_path={str(path)!r} is a folder; give a file in it: {str(path / 'metrics.jsonl')!r}")
+    check_folder(path.parent, "jsonl_path")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"jsonl_path={str(path)!r} cannot be written to; give another path or change its rights")
+    return path

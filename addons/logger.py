@@ -1,0 +1,347 @@
+"""The base of every logger: it opens sinks, hands them the records of a run, and closes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+
+from zae import rng
+from zae.addon import AddOnBase, seam
+from zae.addons.guard import Guard
+from zae.addons.redact import redact, secrets_in
+from zae.addons.sinks import RunInfo, Sink
+from zae.checks import check_number
+from zae.compose import add_ons_of, options_of
+from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
+
+__all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,36}")
+_OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config does not take as they are.
+
+
+class LoggerAddon(AddOnBase):
+    """Log every record of ``log`` to the sinks that the loggers add; on the main rank only.
+
+    A sink never costs the run: when one raises, or blocks for longer than ``logger_timeout``, there is one warning, and
+    its records go to a local file for as long as the trainer lives. Training is bitwise the same with and without. A
+    second call of ``run``, and a process that resumes, go on with the same run. A logger of your own extends ``sinks``.
+
+    Parameters
+    ----------
+    logger_required : bool
+        Raise `LoggerError` when a sink fails, instead of keeping its records locally.
+    logger_fallback : str or Path
+        The folder of the local files, ``<sink>-<run id>.jsonl``.
+    logger_timeout : float
+        Seconds that the sinks may hold up training, together: when they are opened, when a state is saved and when
+        they are closed. One that takes longer has failed.
+
+    Raises
+    ------
+    ConfigError
+        An option has a value that cannot be meant.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons.logger import LoggerAddon
+    >>> from zae.addons.sinks import Sink
+    >>> class ListSink(Sink):
+    ...     name, rows = "list", []
+    ...     def write(self, metrics, step):
+    ...         self.rows.append((step, metrics["train/loss"]))
+    >>> class ListLoggerAddon(LoggerAddon):
+    ...     "Log to a list."
+    ...     def sinks(self):
+    ...         return [*super().sinks(), ListSink()]
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": (self.model.weight * batch).sum()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> trainer = Task.add_on(ListLoggerAddon)(model, "cpu", optimizer=optimizer, log_every=1)
+    >>> _ = trainer.run(1, [torch.ones(1, 1)] * 3)
+    >>> ListSink.rows
+    [(1, 0.0), (2, -1.0), (3, -2.0)]
+    """
+
+    layer = "observe"
+
+    def __init__(
+        self,
+        *args: Any,
+        logger_required: bool = False,
+        logger_fallback: str | Path = "zae-offline",
+        logger_timeout: float = 5.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(logger_required, bool):
+            raise ConfigError(f"logger_required={logger_required!r}; it must be True or False")
+        if not isinstance(logger_fallback, (str, os.PathLike)) or not str(logger_fallback):
+            raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
+        self.logger_required = logger_required
+        self.logger_fallback = Path(logger_fallback).expanduser()
+        self.logger_timeout = check_number("logger_timeout", logger_timeout, 0.1)
+        self._guards: list[Guard] = []
+        self._opened = self._failed = False
+        self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them once more.
+        self._run_id: str | None = None  # None until the sinks are opened for the first time.
+        self._records = 0
+        self._resumed_at: int | None = None
+
+    @seam
+    def sinks(self) -> list[Sink]:
+        """List where the records go, each time they are opened; a logger returns ``[*super().sinks(), MySink()]``."""
+        return []
+
+    def on_run_begin(self) -> None:
+        """Open the sinks, so that what is wrong with one is known before the first batch."""
+        super().on_run_begin()
+        self._open_sinks()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand a record to every sink, with the epoch it belongs to and the number of batches so far."""
+        super().log(metrics, step)
+        self._open_sinks()
+        self._records += 1
+        if self._guards:
+            progress = self.progress_checker
+            at = {"epoch": progress.epoch + bool(progress.epoch_batch), "batch": progress.batch}
+            record = {**at, **{str(key): _plain(value) for key, value in metrics.items()}}
+            for guard in self._guards:
+                guard.write(record, step)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Remember that the run has failed, for the sinks that show it."""
+        self._failed = True
+        super().on_exception(error)
+
+    def teardown(self) -> None:
+        """Close the sinks."""
+        try:
+            self._close_sinks()
+        finally:
+            super().teardown()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the run's name and the number of its records, once the sinks have written them."""
+        self._settle(flush=True)
+        return {**super().state_dict(), "LoggerAddon": {"run_id": self._run_id, "records": self._records}}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on with the run that the state is of; the state of one that was not logged is welcome."""
+        own, rest = self.take(state, "LoggerAddon", strict=False)
+        run_id, records = _of_state({"run_id": None, "records": 0} if own is None else own)
+        super().load_state_dict(rest, strict)
+        self._close_sinks()
+        self._run_id, self._records = run_id, records
+        self._resumed_at = self.progress_checker.step if run_id is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the open sinks behind: they belong to this process."""
+        state = cast("dict[str, Any]", super().__getstate__())
+        return {**state, "_guards": [], "_opened": False}
+
+    def _open_sinks(self) -> None:
+        """Open them all at once, and wait for them, but no longer than allowed."""
+        if self._opened or not self.is_main:
+            return
+        self._opened = True
+        sinks = self.sinks()
+        if not sinks:
+            return
+        continued = self._run_id is not None
+        self._run_id = self._run_id or secrets.token_hex(8)
+        info = RunInfo(
+            id=self._run_id,
+            continued=continued,
+            resumed_at=self._resumed_at,
+            records=None if self._resumed_at is None else self._records,
+            timeout=self.logger_timeout,
+            config=self._config(),
+        )
+        folder, hidden = self.logger_fallback.absolute(), self._secrets()
+        self._guards = [
+            Guard(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
+            for s in sinks
+        ]
+        with rng.isolated():  # A client may draw numbers: for the name of a folder, or to wait before it tries again.
+            for guard in self._guards:
+                guard.start()
+            self._settle()
+        self._resumed_at = None
+
+    def _settle(self, flush: bool = False) -> None:
+        deadline = time.monotonic() + self.logger_timeout
+        for guard in self._guards:
+            guard.settle(deadline, flush=flush)
+
+    def _close_sinks(self) -> None:
+        """Close every sink; a required one that fails here is an error, unless there is one on its way already."""
+        guards, self._guards, self._opened = self._guards, [], False
+        failed, self._failed = self._failed, False
+        if not guards:
+            return
+        deadline = time.monotonic() + self.logger_timeout
+        errors = []
+        with rng.isolated():
+            for guard in guards:
+                try:
+                    guard.close(failed, deadline)
+                except ZaeError as error:
+                    errors.append(error)
+        if not self.logger_required:
+            self._lost |= {guard.sink.name for guard in guards if guard.failed}
+        if errors and not failed:
+            raise errors[0]
+
+    def _secrets(self) -> list[str]:
+        """What must not occur in any message."""
+        return []
+
+    def _config(self) -> dict[str, Any]:
+        """How this trainer was made, in plain values."""
+        options = [name for name in options_of(type(self)) if name not in _OBJECTS and hasattr(self, name)]
+        config = {name: _setting(getattr(self, name)) for name in options}
+        config["model"] = type(self.unwrap()).__name__
+        config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
+        for name, optimizer in self._optimizers.items():
+            rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
+            config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
+        config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(self))]
+        config["world_size"] = self.world_size
+        return dict(redact(config, self._secrets()))
+
+
+class WebLoggerAddon(LoggerAddon):
+    """The base of the loggers that send records to a service: what they share is the option ``web_logger``.
+
+    Parameters
+    ----------
+    web_logger : dict
+        For each web logger, under its own key, what its client is given: ``{"wandb": {"project": "my-project"}}``.
+
+    Raises
+    ------
+    ConfigError
+        An entry is missing, or belongs to no add-on that is there.
+
+    Examples
+    --------
+    >>> from zae.addons.logger import WebLoggerAddon
+    >>> class PaperLoggerAddon(WebLoggerAddon):
+    ...     "Send records to a printer, which web_logger={'paper': {...}} sets."
+    ...     web_key = "paper"
+    """
+
+    web_key: ClassVar[str] = ""
+
+    def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        line = ", ".join(f'"{key}": {{"project": "my-project"}}' for key in self._web_keys())
+        if not isinstance(web_logger, Mapping):
+            found = "missing" if web_logger is None else f"a {type(web_logger).__name__}"
+            raise ConfigError(f"web_logger is {found}; write web_logger={{{line}}}")
+        for key in web_logger:
+            self._check_key(key)
+        for key in self._web_keys():
+            if not isinstance(web_logger.get(key), Mapping):
+                found = f"a {type(web_logger[key]).__name__} for" if key in web_logger else "no entry"
+                raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={{{line}}}')
+        self.web_logger = _Entries({key: _Entries(entries) for key, entries in web_logger.items()})
+
+    def _web_keys(self) -> dict[str, str]:
+        """The keys that the web loggers of this class read, and their owners."""
+        owners = {c.__dict__.get("web_key"): c.__name__ for c in type(self).__mro__}
+        return dict(sorted((key, name) for key, name in owners.items() if key))
+
+    def _check_key(self, key: Any) -> None:
+        """Refuse an entry that no web logger of this class reads."""
+        owners = {c.web_key: c.__name__ for c in WebLoggerAddon.__subclasses__() if c.web_key}
+        if key in self._web_keys():
+            return
+        if key in owners:
+            raise ConfigError(f"web_logger has an entry {key!r} of {owners[key]}; add it: .add_on({owners[key]})")
+        known = self._web_keys() or owners
+        hint = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"web_logger has an unknown entry {redact(key)!r}{hint}")
+
+    def _secrets(self) -> list[str]:
+        return [*super()._secrets(), *secrets_in(self.web_logger)]
+
+
+class _Entries(dict[str, Any]):
+    """A dict that does not show its secrets: ``explain`` and tracebacks print what an option is set to."""
+
+    def __repr__(self) -> str:
+        return repr(redact(dict(self)))
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be imported, without importing it.
+
+    Parameters
+    ----------
+    package : str
+        Its import name.
+
+    Returns
+    -------
+    bool
+        False also where it has been blocked.
+
+    Examples
+    --------
+    >>> is_installed("torch"), is_installed("no_such_package")
+    (True, False)
+    """
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # sys.modules holds None in its place.
+        return False
+
+
+def _of_state(state: Any) -> tuple[str | None, int]:
+    """The run's name and the number of its records, as `LoggerAddon.state_dict` has written them."""
+    run_id, records = (state.get("run_id"), state.get("records")) if isinstance(state, Mapping) else (None, None)
+    # The name becomes part of a path: a state from elsewhere must not choose the folder.
+    if isinstance(records, int) and (run_id is None or (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id))):
+        return run_id, records
+    raise CheckpointMismatch("the state of LoggerAddon holds no proper run_id and records")
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python has it, detached from graph and device; anything else as short text."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+    if isinstance(value, (bool, int, float)):
+        return value
+    try:
+        number = value.item() if hasattr(value, "item") else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = value
+    return number if isinstance(number, (bool, int, float)) else str(redact(str(value)))[:200]
+
+
+def _setting(value: Any) -> Any:
+    """An option's value, as far as it says something in a config."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_setting(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _setting(item) for key, item in value.items()}
+    return type(value).__name__ if callable(value) else str(value)

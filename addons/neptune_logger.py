@@ -1,0 +1,160 @@
+"""Neptune: log the records of a run with its client, as long as there is a server; else to its offline files."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zae.addons.logger import WebLoggerAddon, is_installed
+from zae.addons.redact import redact
+from zae.addons.sinks import RunInfo, Sink
+from zae.errors import AddOnRequirement, ConfigError, did_you_mean
+
+__all__ = ["NeptuneLoggerAddon", "NeptuneSink"]
+
+_LOCAL = ("offline", "debug")
+_OFFLINE = 'web_logger={"neptune": {"mode": "offline"}}'
+
+
+class NeptuneLoggerAddon(WebLoggerAddon):
+    """Log with the Neptune client.
+
+    Its hosted service ended on 2026-03-05, and its data are deleted: this is for a server of one's own, and for code
+    that was written for it. Where the package is absent or no server answers, there is one warning and the records go
+    to a local file. To begin anew, take TensorBoardLoggerAddon or JSONLLoggerAddon.
+
+    ``web_logger["neptune"]`` goes to ``neptune.init_run``: project, api_token (or api_tkn), mode and so on.
+
+    Parameters
+    ----------
+    web_logger : dict
+        Declared by `WebLoggerAddon`, and shared by all web loggers.
+
+    Raises
+    ------
+    AddOnRequirement
+        At construction, when there is no API token and the mode needs one; and when neptune is not installed, if
+        ``logger_required=True``.
+
+    Examples
+    --------
+    >>> import logging, neptune, torch
+    >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client tells of its own steps.
+    >>> from zae import Trainer
+    >>> from zae.addons.neptune_logger import NeptuneLoggerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> entries = {"mode": "debug", "capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
+    >>> trainer = Task.add_on(NeptuneLoggerAddon)(model, "cpu", optimizer=optimizer, web_logger={"neptune": entries})
+    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    2
+    """
+
+    web_key = "neptune"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        entries = self.web_logger["neptune"]
+        if "api_tkn" in entries:
+            entries["api_token"] = entries.pop("api_tkn")
+        if not is_installed("neptune"):
+            if self.logger_required:
+                raise AddOnRequirement(
+                    'NeptuneLoggerAddon needs neptune, which is not installed: pip install "zae[neptune]"'
+                )
+        elif _mode(entries) not in _LOCAL and not (entries.get("api_token") or os.environ.get("NEPTUNE_API_TOKEN")):
+            raise AddOnRequirement(
+                "NeptuneLoggerAddon has no API token; log in with: export NEPTUNE_API_TOKEN=... (the hosted service "
+                f"has ended: this needs a server of your own), or log to files: {_OFFLINE}"
+            )
+
+    def sinks(self) -> list[Sink]:
+        """Add the run of the Neptune client."""
+        return [*super().sinks(), NeptuneSink(self.web_logger["neptune"])]
+
+
+class NeptuneSink(Sink):
+    """A run of the Neptune client.
+
+    Parameters
+    ----------
+    entries : mapping
+        For ``neptune.init_run``.
+
+    Examples
+    --------
+    >>> import logging, neptune
+    >>> logging.getLogger("neptune").setLevel("WARNING")
+    >>> quiet = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
+    >>> sink = NeptuneSink({"mode": "debug", **quiet})
+    >>> sink.load()
+    >>> sink.open(RunInfo(id="0123456789abcdef"))
+    >>> sink.write({"train/loss": 0.5, "epoch": 1}, 10)
+    >>> sink.close(False)
+    """
+
+    name = "neptune"
+    remedy = (
+        f"note that Neptune's hosted service has ended: set NEPTUNE_API_TOKEN to one of your own server, log to files "
+        f'with {_OFFLINE} (pip install "zae[neptune]"), or take TensorBoardLoggerAddon or JSONLLoggerAddon instead'
+    )
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = dict(entries)
+        self._run: Any = None
+        self._timeout = 5.0
+
+    def load(self) -> None:
+        """Import neptune, and refuse what its ``init_run`` does not take."""
+        import neptune
+
+        known = inspect.signature(neptune.Run.__init__).parameters
+        for name in self._entries:
+            if name not in known:
+                raise ConfigError(f'web_logger["neptune"] has an entry {name!r} that neptune.init_run does not take'
+                                  f"{did_you_mean(name, known)}")  # fmt: skip
+
+    def open(self, info: RunInfo) -> None:
+        """Start the run, or go on with the one of this id."""
+        import neptune
+        from neptune.utils import stringify_unsupported
+
+        entries = dict(self._entries)
+        if "with_id" not in entries:
+            entries.setdefault("custom_run_id", info.id)
+        self._timeout = info.timeout
+        shown = redact({key: entries[key] for key in ("name", "description", "tags") if key in entries})
+        self._run = neptune.init_run(**{**entries, **shown})
+        self._run["config"] = stringify_unsupported(dict(info.config))
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Append to each series; what is no finite number, which Neptune would skip, goes to a series of texts."""
+        for key, value in metrics.items():
+            if isinstance(value, str) or not math.isfinite(value):
+                self._run[f"texts/{key}"].append(str(value), step=step)
+            else:
+                self._run[key].append(value, step=step)
+
+    def flush(self) -> None:
+        """Wait until the client has its calls on the disk; it sends them from there."""
+        if self._run is not None:
+            self._run.wait(disk_only=True)
+
+    def close(self, failed: bool) -> None:
+        """Stop the run."""
+        if self._run is not None:
+            if failed:
+                self._run["sys/failed"] = True
+            self._run.stop(seconds=self._timeout * 0.9)
+        self._run = None
+
+
+def _mode(entries: Mapping[str, Any]) -> str:
+    return str(entries.get("mode") or os.environ.get("NEPTUNE_MODE") or "async")

@@ -1,0 +1,225 @@
+"""Where records go: what a logger add-on hands them to, and the plainest of these, a file of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+__all__ = ["JSONLSink", "RunInfo", "Sink"]
+
+_log = logging.getLogger("zae")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a sink is told about the run when it is opened.
+
+    Attributes
+    ----------
+    id : str
+        The run's own name; a resumed run, and a second call of ``run``, keep it.
+    continued : bool
+        Whether records of this run were written before.
+    resumed_at : int or None
+        The step of the state that was loaded since: what was written of later steps comes again.
+    records : int or None
+        How many records had been logged when that state was saved.
+    timeout : float
+        Seconds that opening and closing may take.
+    config : mapping
+        How the trainer was made, without secrets.
+
+    Examples
+    --------
+    >>> RunInfo(id="0123456789abcdef").continued
+    False
+    """
+
+    id: str
+    continued: bool = False
+    resumed_at: int | None = None
+    records: int | None = None
+    timeout: float = 5.0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink:
+    """One place that records go to; derive from it for a client of your own.
+
+    Its methods are called one after the other, all but ``load`` in a thread of the sink's own: they may block or fail,
+    and training goes on. A `zae.ZaeError` raised by ``load`` or ``open`` is the user's to mend, and ends the run.
+
+    Attributes
+    ----------
+    name : str
+        For messages, and for the name of the local file.
+    remedy : str
+        What to do when it fails, as the end of a sentence.
+
+    Examples
+    --------
+    >>> class ListSink(Sink):
+    ...     name = "list"
+    ...     def open(self, info):
+    ...         self.rows = []
+    ...     def write(self, metrics, step):
+    ...         self.rows.append((step, metrics))
+    """
+
+    name: ClassVar[str] = "sink"
+    remedy: ClassVar[str] = "see the message above"
+
+    def load(self) -> None:
+        """Import the client; it is local work, in the main thread, and not counted against the time limit."""
+
+    def open(self, info: RunInfo) -> None:
+        """Begin a run, or go on with it.
+
+        Parameters
+        ----------
+        info : RunInfo
+            What is known of it.
+        """
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Take one record.
+
+        Parameters
+        ----------
+        metrics : mapping
+            Plain numbers (and short texts) by name; "epoch" and "batch" are among them.
+        step : int
+            The optimizer step they belong to. It never falls, but for a state that is loaded.
+        """
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Put what was written where a killed process leaves it; called before a state is saved."""
+
+    def close(self, failed: bool) -> None:
+        """End the run, for now.
+
+        Parameters
+        ----------
+        failed : bool
+            Whether an exception ended it.
+        """
+
+
+class JSONLSink(Sink):
+    """A file with one JSON object a line; NaN and the infinities are the texts "nan", "inf" and "-inf".
+
+    Every line is flushed. After a resume, lines of what the loaded state has not seen yet are cut off, and so is a line
+    that was written in part: each record is there exactly once.
+
+    Parameters
+    ----------
+    path : Path
+        The file; its folder is made. One that another run has written is moved aside first, to ``name.1.jsonl`` or the
+        next number that is free: nothing is lost, and nobody has to be asked.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sink = JSONLSink(Path(folder, "run.jsonl"))
+    ...     sink.open(RunInfo(id="a"))
+    ...     sink.write({"loss": float("inf")}, 3)
+    ...     sink.close(False)
+    ...     Path(folder, "run.jsonl").read_text()
+    '{"step": 3, "loss": "inf"}\\n'
+    """
+
+    name = "jsonl"
+    remedy = "free some space, or give another jsonl_path"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def open(self, info: RunInfo) -> None:
+        """Make the file, or bring it back to where the run stands."""
+        path = self.path = self.path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not info.continued:
+            _move_aside(path)
+        elif info.resumed_at is not None:
+            _keep_lines(path, info.records, info.resumed_at)
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Append a line."""
+        assert self._file is not None
+        plain = {key: _strict(value) for key, value in metrics.items() if key != "step"}
+        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Wait until the disk has it: a loss of power takes nothing that a checkpoint counts on."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def _move_aside(path: Path) -> None:
+    """Give the file of another run a name of its own."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not aside.exists():
+            path.rename(aside)
+            _log.info("%s holds the records of another run; moved to %s", path, aside.name)
+            return
+
+
+def _strict(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
+    """Keep the first so many lines, of these the whole ones up to a step; the file is changed at once or not at all."""
+    if not path.exists():
+        return
+    staging = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    count, kept = 0, 0
+    try:
+        with path.open("rb") as source, staging.open("xb") as target:
+            for line in source:
+                if records is not None and count >= records:
+                    break
+                count += 1
+                at = _step_of(line)
+                if at is not None and (step is None or at <= step):
+                    kept += target.write(line)
+            target.flush()
+            os.fsync(target.fileno())
+        if kept != path.stat().st_size:
+            staging.chmod(path.stat().st_mode & 0o777)
+            os.replace(staging, path)
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+
+
+def _step_of(line: bytes) -> float | None:
+    """The step of a whole line, else None."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, TypeError, LookupError):
+        return None
+    return step if isinstance(step, (int, float)) else None

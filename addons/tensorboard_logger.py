@@ -1,0 +1,134 @@
+"""TensorBoard: write the records of a run as event files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zae.addons.logger import LoggerAddon, is_installed
+from zae.addons.sinks import RunInfo, Sink
+from zae.checks import check_folder
+from zae.errors import AddOnRequirement
+
+__all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
+
+
+class TensorBoardLoggerAddon(LoggerAddon):
+    """Log to TensorBoard event files.
+
+    Each metric is a scalar over optimizer steps. After a resume, TensorBoard hides what was written of steps that the
+    loaded state has not seen; event files are on the disk whenever a state is saved. Show them with
+    ``tensorboard --logdir <log_dir>``.
+
+    Parameters
+    ----------
+    log_dir : str or Path
+        The folder of the event files; it is made. Give each run its own: TensorBoard shows all that is in it as one.
+
+    Raises
+    ------
+    AddOnRequirement
+        At construction, when tensorboard is not installed.
+    ConfigError
+        At construction, when ``log_dir`` is a file, or in a place that cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from zae import Trainer
+    >>> from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer = Task.add_on(TensorBoardLoggerAddon)(model, "cpu", optimizer=optimizer, log_dir=folder)
+    ...     _ = trainer.run(2, [torch.ones(4, 2)])
+    ...     len(list(Path(folder).glob("events.out.tfevents.*")))
+    1
+    """
+
+    def __init__(self, *args: Any, log_dir: str | Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not is_installed("tensorboard"):
+            raise AddOnRequirement(
+                'TensorBoardLoggerAddon needs tensorboard, which is not installed: pip install "zae[tensorboard]"'
+            )
+        self.log_dir = check_folder(log_dir, "log_dir").absolute()
+
+    def sinks(self) -> list[Sink]:
+        """Add the event files."""
+        return [*super().sinks(), TensorBoardSink(self.log_dir)]
+
+
+class TensorBoardSink(Sink):
+    """Event files in one folder.
+
+    Parameters
+    ----------
+    folder : Path
+        It is made.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sink = TensorBoardSink(Path(folder))
+    ...     sink.load()
+    ...     sink.open(RunInfo(id="0123456789abcdef"))
+    ...     sink.write({"train/loss": 0.5, "epoch": 1}, 10)
+    ...     sink.close(False)
+    """
+
+    name = "tensorboard"
+    remedy = "free some space, or give another log_dir"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def load(self) -> None:
+        """Import tensorboard."""
+        import torch.utils.tensorboard  # noqa: F401
+
+    def open(self, info: RunInfo) -> None:
+        """Begin an event file; later steps than the loaded one, in older files, are marked as gone."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if info.continued:
+            _wait_for_a_later_second(self._folder)
+        purge_step = None if info.resumed_at is None else info.resumed_at + 1
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        if not info.continued:
+            self._writer.add_text("config", f"```json\n{json.dumps(info.config, indent=2, default=str)}\n```")
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Add a scalar for each number, and a text for anything else."""
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            else:
+                self._writer.add_scalar(key, value, step)
+
+    def flush(self) -> None:
+        """Write out what the writer holds back."""
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+def _wait_for_a_later_second(folder: Path) -> None:
+    """Wait, if need be: event files are read in the order of their names, which begin with the second of making."""
+    made = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*"))
+    newest = max((int(second) for second in made if second.isdecimal()), default=0)
+    time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))

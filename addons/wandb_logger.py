@@ -1,0 +1,221 @@
+"""Weights & Biases: send the records of a run to its service, or to its offline files."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import inspect
+import netrc
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from zae.addons.logger import WebLoggerAddon, is_installed
+from zae.addons.redact import redact, secrets_in
+from zae.addons.sinks import RunInfo, Sink
+from zae.errors import AddOnRequirement, ConfigError, did_you_mean
+
+__all__ = ["WandBLoggerAddon", "WandBSink"]
+
+_HOST = "https://api.wandb.ai"
+_INTERVAL, _SECONDS = "x_transaction_log_flush_interval", 0.05
+"""How often the client writes its file: at its default of 15 s, what was logged since is lost with a killed process."""
+
+_SHOWN = ("config", "name", "notes", "tags", "group", "job_type")
+"""What W&B shows to others."""
+
+
+class WandBLoggerAddon(WebLoggerAddon):
+    """Log to Weights & Biases.
+
+    ``web_logger["wandb"]`` goes to ``wandb.init``: project, entity, name, tags, mode and so on; ``api_key`` is taken
+    as well. Records carry their own ``step``, which every chart is drawn over: none is dropped, whatever was logged
+    before. A run of your own that is active already (in a sweep, for instance) is used, and left open.
+
+    Parameters
+    ----------
+    web_logger : dict
+        Declared by `WebLoggerAddon`, and shared by all web loggers.
+
+    Raises
+    ------
+    AddOnRequirement
+        At construction, when wandb is not installed, or nobody is logged in and the mode is online.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from zae import Trainer
+    >>> from zae.addons.wandb_logger import WandBLoggerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(WandBLoggerAddon)(
+    ...     model, "cpu", optimizer=optimizer, web_logger={"wandb": {"project": "demo", "mode": "disabled"}}
+    ... )
+    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    2
+    """
+
+    web_key = "wandb"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not is_installed("wandb"):
+            raise AddOnRequirement('WandBLoggerAddon needs wandb, which is not installed: pip install "zae[wandb]"')
+        mode, host = _mode_and_host(self.web_logger["wandb"])
+        if mode in ("online", "shared") and not _has_key(self.web_logger["wandb"], host):
+            raise AddOnRequirement(
+                f"WandBLoggerAddon has no API key for {redact(host)}; log in with: wandb login (or set WANDB_API_KEY); "
+                'or log to files: web_logger={"wandb": {"mode": "offline", ...}}'
+            )
+
+    def sinks(self) -> list[Sink]:
+        """Add the run at Weights & Biases."""
+        return [*super().sinks(), WandBSink(self.web_logger["wandb"])]
+
+
+class WandBSink(Sink):
+    """A run of the wandb client.
+
+    Parameters
+    ----------
+    entries : mapping
+        For ``wandb.init``.
+
+    Examples
+    --------
+    >>> sink = WandBSink({"mode": "disabled"})
+    >>> sink.load()
+    >>> sink.open(RunInfo(id="0123456789abcdef"))
+    >>> sink.write({"train/loss": 0.5, "epoch": 1}, 10)
+    >>> sink.close(False)
+    """
+
+    name = "wandb"
+    remedy = (
+        "check the network and WANDB_BASE_URL, raise logger_timeout, or log to files with "
+        'web_logger={"wandb": {"mode": "offline"}} and send them with `wandb sync` later'
+    )
+
+    _last_second: ClassVar[int] = 0
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = dict(entries)
+        self._run: Any = None
+        self._is_own = True
+        self._written = False
+        self._size = 0
+
+    def load(self) -> None:
+        """Import wandb, and refuse what its ``init`` does not take."""
+        import wandb
+
+        known = inspect.signature(wandb.init).parameters
+        for name in self._entries:
+            if name not in known and name != "api_key":
+                raise ConfigError(f'web_logger["wandb"] has an entry {name!r} that wandb.init does not take'
+                                  f"{did_you_mean(name, known)}")  # fmt: skip
+
+    def open(self, info: RunInfo) -> None:
+        """Start the run, or go on with the one of this id."""
+        import wandb
+
+        # The client names its folder by the second: two calls of run within one would write to the same file.
+        if info.continued:
+            time.sleep(max(0.0, WandBSink._last_second + 1 - time.time()))
+        WandBSink._last_second = int(time.time())
+        self._is_own = wandb.run is None
+        entries = dict(self._entries)
+        settings = _settings_of(entries)
+        if "api_key" in entries:
+            settings["api_key"] = entries.pop("api_key")
+        # The client's own limits, so that it gives up by itself, and says so on its own terms, too.
+        ours = {
+            "init_timeout": info.timeout,
+            "finish_timeout": info.timeout * 0.9,
+            "finish_timeout_raises": True,
+            _INTERVAL: _SECONDS,
+        }
+        known = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have them all.
+        settings = {**{key: value for key, value in ours.items() if key in known}, **settings}
+        config = entries.get("config") or {}
+        entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
+        shown = redact({key: entries[key] for key in _SHOWN if key in entries}, secrets_in(self._entries))
+        self._run = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log one row; without wandb's own step, which drops what comes a second time."""
+        self._run.log({**metrics, "step": step})
+        self._written = True
+
+    def flush(self) -> None:
+        """Wait until the client's file holds what was logged: no call does that, but it is written at intervals."""
+        interval = getattr(self._run.settings, _INTERVAL, 0.0)
+        if not self._written or not 0 < interval < 1:
+            return
+        self._written = False
+        self._run.summary.get("step")  # Answered after all that was logged before.
+        file, size, end = Path(self._run.settings.sync_file), -1, time.monotonic() + 1
+        with contextlib.suppress(OSError):
+            while time.monotonic() < end:
+                time.sleep(2 * interval)
+                before, size = size, file.stat().st_size
+                if size == before > self._size:
+                    break
+            self._size = size
+
+    def close(self, failed: bool) -> None:
+        """Finish the run, unless it is the user's own."""
+        if self._run is not None and self._is_own:
+            self._run.finish(exit_code=int(failed))
+        self._run = None
+
+
+def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings out of the entries, as a dict of those that were set."""
+    settings = entries.pop("settings", None)
+    if settings is None:
+        return {}
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
+
+
+def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
+    """What wandb is going to do, as its arguments, its environment and its files say, without importing it."""
+    settings = entries.get("settings")
+    find = settings.get if isinstance(settings, Mapping) else lambda key: getattr(settings, key, None)
+    filed = configparser.ConfigParser(interpolation=None)
+    folders = (os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb", Path("wandb"))
+    with contextlib.suppress(OSError, configparser.Error):
+        filed.read([Path(folder, "settings") for folder in folders])
+    kept = dict(filed["default"]) if "default" in filed else {}
+    mode = entries.get("mode") or find("mode") or os.environ.get("WANDB_MODE") or kept.get("mode") or "online"
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+        mode = "disabled"
+    host = find("base_url") or os.environ.get("WANDB_BASE_URL") or kept.get("base_url") or _HOST
+    return str(mode), str(host)
+
+
+def _has_key(entries: Mapping[str, Any], host: str) -> bool:
+    """Whether wandb finds a key without asking for one."""
+    settings = entries.get("settings")
+    given = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
+    if given or entries.get("api_key") or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE")):
+        return True
+    for path in (Path(os.environ.get("NETRC") or "no-netrc"), Path.home() / ".netrc", Path.home() / "_netrc"):
+        try:
+            if netrc.netrc(path).authenticators(urlsplit(host).hostname or ""):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

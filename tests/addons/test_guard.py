@@ -1,0 +1,261 @@
+"""F-D8, F-D9: a sink that raises or blocks costs neither records nor time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from logger_kit import ListSink, forked, lines, warned
+
+from zae import ConfigError, ZaeError
+from zae import LoggerError
+from zae.addons.guard import Guard
+from zae.addons.sinks import RunInfo
+
+FOLDER = Path("zae-offline")
+FILE = FOLDER / "list-r1.jsonl"
+
+
+class Blocking(ListSink):
+    """Block in one method, until it is released."""
+
+    def __init__(self, method, at=0):
+        super().__init__()
+        self.method, self.at, self.free, self.count = method, at, threading.Event(), 0
+
+    def wait_until(self, count):
+        end = time.monotonic() + 5
+        while len(self.calls) < count and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def wait(self, method):
+        if method == self.method:
+            self.count += 1
+            if self.count > self.at:
+                self.free.wait(30)
+
+    def open(self, info):
+        self.wait("open")
+        super().open(info)
+
+    def write(self, metrics, step):
+        self.wait("write")
+        super().write(metrics, step)
+
+    def flush(self):
+        self.wait("flush")
+
+    def close(self, failed):
+        self.wait("close")
+        super().close(failed)
+
+
+class Raising(ListSink):
+    """Raise in one method."""
+
+    def __init__(self, method, error, at=0):
+        super().__init__()
+        self.count = 0
+
+        def fail(*args):
+            self.count += 1
+            if self.count > at:
+                raise error
+            getattr(ListSink, method)(self, *args)
+
+        setattr(self, method, fail)
+
+
+def guarded(sink, timeout=None, **options):
+    """A guard that has begun; only what is to block gets a time limit that is soon over."""
+    timeout = timeout or (0.3 if isinstance(sink, Blocking) else 20.0)
+    guard = Guard(sink, RunInfo("r1", timeout=timeout), FOLDER, **options)
+    guard.start()
+    return guard
+
+
+def drive(guard, count=10):
+    """Open, write and close; return the seconds that took."""
+    begin = time.monotonic()
+    guard.settle()
+    for step in range(1, count + 1):
+        guard.write({"x": step / 2}, step)
+    guard.settle(flush=True)
+    guard.close(False)
+    return time.monotonic() - begin
+
+
+def test_calls_arrive_in_order():
+    sink = ListSink()
+    drive(guarded(sink), 3)
+    assert [call[0] for call in sink.calls] == ["open", "write", "write", "write", "flush", "close"]
+    assert not FOLDER.exists()
+    assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(5) or t.is_alive())]
+
+
+@pytest.mark.parametrize("at", [0, 6, 9])
+def test_fd9_a_write_that_raises(caplog, at):
+    """One warning with reason and remedy, every record kept, and their number told once, at the end."""
+    sink = Raising("write", ValueError("bad\n  \x1b[31mnews\x1b[0m"), at)
+    drive(guarded(sink))
+    failed, told = warned(caplog)
+    assert "the logger list failed: ValueError: bad news" in failed
+    assert str(FILE) in failed
+    assert "nothing can be done" in failed
+    assert told == f"{10 - at} records of list were kept in {FILE}"
+    assert [row["step"] for row in lines(FILE)] == list(range(at + 1, 11))
+    assert [step for _, step in sink.rows] == list(range(1, at + 1))
+    assert sink.calls[-1] == ("close", True)
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("open", OSError("no route")), ("open", SystemExit(3)), ("load", ImportError("no wheel"))],
+)
+def test_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
+    sink = Raising(method, error)
+    drive(guarded(sink))
+    assert len(warned(caplog)) == 2
+    assert str(error) in warned(caplog)[0]
+    assert [row["step"] for row in lines(FILE)] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("method", "at", "kept"), [("open", 0, 10), ("write", 0, 10), ("write", 6, 4), ("flush", 0, 0)]
+)
+def test_fd8_a_sink_that_blocks(caplog, method, at, kept):
+    """It costs its time limit once, not at every call."""
+    sink = Blocking(method, at)
+    took = drive(guarded(sink))
+    assert 0.25 < took < 2.5
+    assert f"its {method}() has not returned within 0.3 s" in warned(caplog)[0]
+    assert len(warned(caplog)) == 1 + bool(kept)
+    assert [row["step"] for row in (lines(FILE) if kept else [])] == list(range(11 - kept, 11))
+    sink.free.set()
+
+
+def test_fd8_a_close_that_blocks(caplog):
+    sink = Blocking("close")
+    assert drive(guarded(sink)) < 2.5
+    assert "its close() has not returned" in warned(caplog)[0]
+    assert len(warned(caplog)) == 1
+    assert len(sink.rows) == 10
+    sink.free.set()
+
+
+def test_a_slow_sink_is_no_failed_one(caplog):
+    """Every write takes a while, all together longer than the limit; training does not wait for them."""
+    sink = ListSink()
+    sink.write = lambda metrics, step: (time.sleep(0.05), ListSink.write(sink, metrics, step))
+    guard = guarded(sink, timeout=5.0)
+    guard.settle()
+    begin = time.monotonic()
+    for step in range(20):
+        guard.write({}, step)
+    assert time.monotonic() - begin < 0.5
+    guard.close(False)
+    assert len(sink.rows) == 20
+    assert not warned(caplog)
+
+
+def test_what_a_late_client_opens_is_closed_again():
+    sink = Blocking("open")
+    guard = guarded(sink)
+    guard.settle()
+    guard.write({"x": 1}, 1)
+    sink.free.set()
+    sink.wait_until(1)
+    time.sleep(0.05)
+    assert [call[0] for call in sink.calls] == ["open"]  # closing may draw random numbers: not while training runs
+    guard.close(False)
+    sink.wait_until(2)
+    assert [call[0] for call in sink.calls] == ["open", "close"]
+    assert [row["step"] for row in lines(FILE)] == [1]
+
+
+@pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
+def test_fd8_required_raises_instead(caplog, make):
+    sink = make()
+    guard = guarded(sink, required=True)
+    with pytest.raises(LoggerError, match="logger_required=False") as caught:
+        guard.settle()
+    assert isinstance(caught.value, ZaeError)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None  # the client's own error, with what it was given, is not shown
+    guard.write({"x": 1}, 1)
+    guard.close(True)
+    assert not warned(caplog)
+    assert not FOLDER.exists()
+    getattr(sink, "free", threading.Event()).set()
+
+
+def test_fd9_required_raises_at_the_record(caplog):
+    guard = guarded(Raising("write", ValueError("bad"), at=6), required=True)
+    guard.settle()
+    for step in range(1, 7):
+        guard.write({"x": 1}, step)
+    with pytest.raises(LoggerError, match="list failed: ValueError: bad"):
+        guard.write({"x": 1}, 7)
+    guard.close(True)
+
+
+@pytest.mark.parametrize("method", ["load", "open"])
+def test_what_the_user_must_mend_is_raised(caplog, method):
+    guard = guarded(Raising(method, ConfigError("write it so")))
+    with pytest.raises(ConfigError, match="write it so"):
+        guard.settle()
+    guard.close(True)
+    assert not warned(caplog)
+
+
+def test_the_local_file_fails_too(caplog):
+    """Training goes on even then, and the end says how much is lost."""
+    FOLDER.write_text("a file")
+    drive(guarded(Raising("write", OSError("no route"))))
+    failed, second, told = warned(caplog)
+    assert "no route" in failed
+    assert "cannot be kept" in second
+    assert told == f"0 records of list were kept in {FILE}; 10 more could not be written"
+
+
+def test_fc7_no_secret_in_a_warning(caplog, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-environment")
+    error = ValueError("bad canary-given, canary-environment, https://me:canary@host, api_key=canary1")
+    drive(guarded(Raising("open", error), secrets=["canary-given"]))
+    text = " ".join(warned(caplog))
+    assert "canary" not in text
+    assert "bad ***, ***, https://***@host, api_key=***" in text
+
+
+def test_a_long_reason_is_cut(caplog):
+    drive(guarded(Raising("open", ValueError("x" * 10_000))))
+    assert len(warned(caplog)[0]) < 1000
+
+
+def test_a_forked_process_leaves_it_alone(caplog):
+    sink = ListSink()
+    guard = guarded(sink)
+    guard.settle()
+
+    def child():
+        begin = time.monotonic()
+        guard.close(False)
+        assert time.monotonic() - begin < 0.2
+
+    assert forked(child) == 0
+    guard.write({"x": 1}, 1)
+    guard.close(False)
+    assert len(sink.rows) == 1
+    assert guard._process == os.getpid()
+
+
+def test_closing_twice_is_once():
+    sink = ListSink()
+    guard = guarded(sink)
+    guard.close(True)
+    guard.close(False)
+    assert sink.calls[-1] == ("close", True)
+    assert len(sink.calls) == 2
