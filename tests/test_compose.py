@@ -1101,6 +1101,26 @@ def test_a_replaced_seam_leaves_out_nobodys_work():
     trainer.run(1, batches(1))
 
 
+def test_an_add_on_does_not_take_the_tasks_step_away():
+    for name in ("train_step", "test_step"):
+        with pytest.raises(AddOnError, match=rf"X.{name} overrides the task's own step without calling super\(\)"):
+            type(Task)("X", (AddOnBase,), {name: lambda self, batch: {}})
+
+    class ScaledAddon(AddOnBase):
+        def train_step(self, batch):
+            return {"loss": super().train_step(batch)["loss"] * 2}
+
+    make(Task.add_on(ScaledAddon)).run(1, batches(1))
+
+
+@pytest.mark.parametrize("bases", [(Task, torch.nn.Module), (torch.nn.Module, Task)], ids=["after", "before"])
+def test_a_trainer_is_no_module(bases):
+    with pytest.raises(
+        TaskError, match=r"Both is a torch.nn.Module and a Trainer, and cannot be both; derive from Trainer"
+    ):
+        type(Task)("Both", bases, {})
+
+
 def test_an_add_on_stands_in_one_place():
     with pytest.raises(
         AddOnError, match=r"BothAddon derives from InnerAddon, OuterAddon, which belong in different places"
@@ -1264,6 +1284,8 @@ def test_add_ons_are_found_by_their_name():
     assert Task.add_on("AMPAddon", "EMA") is Task.add_on(AMPAddon, EMAAddon)
     with pytest.raises(AddOnError, match=r"no add-on is called 'AMPAdon'; did you mean 'AMPAddon'?"):
         Task.add_on("AMPAdon")
+    with pytest.raises(AddOnError, match=r"no add-on is called 'state'; did you mean 'StateManagerAddon'"):
+        Task.add_on("state")
     with pytest.raises(AddOnError, match=r"no add-on is called 'qqq'; installed are AMPAddon, E"):
         Task.add_on("qqq")
 

@@ -180,7 +180,9 @@ def _installed(name: str) -> Any:
     found = {p.value: p for p in points if p.name == name} or {p.value: p for p in points if p.name == name + "Addon"}
     if not found:
         known = sorted({p.name for p in points})
-        hint = did_you_mean(name, known) or f"; installed are {', '.join(known)}"
+        longer = [each for each in known if each.lower().startswith(name.lower())]
+        hint = did_you_mean(name, longer or known, cutoff=0.0 if longer else 0.6)
+        hint = hint or f"; installed are {', '.join(known)}"
         raise AddOnError(f"no add-on is called {name!r}{hint}")
     if len(found) > 1:
         owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in found.values())

@@ -139,6 +139,11 @@ def _check_bases(cls: Any) -> None:
                     f"{cls.__name__} has {klass.__name__} outside of {late[0].__name__}, where it would see the loop "
                     f"before the add-on does; write class {cls.__name__}({late[0].__name__}, {klass.__name__})"
                 )
+        if (klass.__module__, klass.__name__) == ("torch.nn.modules.module", "Module"):
+            raise TaskError(
+                f"{cls.__name__} is a torch.nn.Module and a Trainer, and cannot be both; derive from Trainer alone, "
+                "and give the model to it, where it is self.model"
+            )
     for klass in mro[_root_index(cls) + 1 :]:
         if isinstance(klass.__dict__.get("__init__"), FunctionType) and not getattr(klass, "_is_protocol", False):
             raise AddOnOrder(
@@ -239,7 +244,7 @@ def _check_super(cls: Any) -> None:
     for index, klass in enumerate(cls.__mro__[: _root_index(cls)]):
         if klass.__dict__.get("_is_base"):
             continue
-        for name in klass.__dict__.keys() & (seams.keys() | {"__init__"}):
+        for name in klass.__dict__.keys() & {*seams, *_STEPS, "__init__"}:
             value = klass.__dict__[name]
             if seams.get(name) is klass or is_marked(value, "__replaces__") or calls_super(value, name):
                 continue
@@ -256,7 +261,9 @@ def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
     dropped = f"drops what {below[0].__name__} does there" if below else "drops what is inside of it"
     call = f"super().{name}" + ("" if isinstance(klass.__dict__[name], property) else "(...)")
     mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it does the whole work itself"
-    what = "__init__" if name == "__init__" else "a seam"
+    what = (
+        "a seam" if name not in (*_STEPS, "__init__") else "__init__" if name == "__init__" else "the task's own step"
+    )
     raise _error(klass)(
         f"{klass.__name__}.{name} overrides {what} without calling super(), and so {dropped}; call {call}{mark}"
     )
