@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import time
@@ -66,6 +67,7 @@ from zae.tensors import (
     moved,
     read_ckpt,
     read_safetensors,
+    read_trusted,
     separate,
     write_ckpt,
     write_safetensors,
@@ -91,6 +93,7 @@ __all__ = [
     "verify",
 ]
 
+_log = logging.getLogger("zae")
 _MANIFEST = "manifest.json"
 _KNOWN = {_MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
 
@@ -603,7 +606,7 @@ def save_weights(
     return path
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
     """Read a model's state from one file, or from a checkpoint.
 
     Parameters
@@ -611,6 +614,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     path : path-like
         A file as `save_weights` writes it, also one by safetensors or ``torch.save``; or a checkpoint's directory, of
         which only the model's file is read and compared.
+    trust_pickle : bool
+        Whether a file of ``torch.save`` may run the code that it holds, with a warning. Only for a file of your own
+        that an older program has written; no resume ever does so.
 
     Returns
     -------
@@ -641,6 +647,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not path.exists():
         raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
     path = path.resolve()  # the user's own link, as caches of downloads have them, is followed
+    if trust_pickle and kind == "ckpt":
+        _log.warning("%s is read with trust_pickle=True: whatever code it holds is run", path)
+        return read_trusted(path)
     return _load_safetensors(path, None) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
 
 

@@ -11,11 +11,12 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.strict_json import strict_json
@@ -29,6 +30,7 @@ __all__ = [
     "moved",
     "read_ckpt",
     "read_safetensors",
+    "read_trusted",
     "separate",
     "view_key",
     "write_ckpt",
@@ -440,6 +442,31 @@ def read_ckpt(data: bytes | bytearray, where: str) -> dict[str, Tensor]:
         return dict(made)
     found = f"a dict with the keys {list(made)[:5]!r:.120}" if isinstance(made, dict) else f"a {type(made).__name__}"
     raise CheckpointDamaged(f"{where}: holds {found}, not a dict of tensors by name. Store the model's state alone.")
+
+
+def read_trusted(path: Path) -> dict[str, Tensor]:
+    """Read what ``torch.save`` wrote, and run whatever code it holds.
+
+    Parameters
+    ----------
+    path : Path
+        A file that is trusted.
+
+    Returns
+    -------
+    dict of str to Tensor
+        The state of a model: of a module that was saved whole, or of a dict of tensors.
+
+    Raises
+    ------
+    CheckpointDamaged
+        It holds something else.
+    """
+    made = torch.load(path, map_location="cpu", weights_only=False)
+    made = made.state_dict() if isinstance(made, nn.Module) else made
+    if isinstance(made, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in made.items()):
+        return dict(made)
+    raise CheckpointDamaged(f"{path}: holds a {type(made).__name__}, no module and no dict of tensors by name")
 
 
 def byte_count(*tensors: Tensor) -> int:
