@@ -896,3 +896,33 @@ def test_loaders_that_lie_about_their_length() -> None:
         trainer = build(GradientAccumulationAddon, gradient_accumulation_steps=2, **options)
         with pytest.raises(LoaderError, match="mend its __len__"):
             trainer.run(2, Lying(pairs(2, 2, 2, 2, 2), said))
+
+
+# --- seed 003
+
+
+def test_p57_the_seed_s_basic_example(tmp_path: Any) -> None:
+    """P-57: with its two methods added; device as text, a scheduler of zae's own, and none."""
+    from zae.schedulers import CosineAnnealingScheduler
+
+    for scheduled in (True, False):
+        my_model = line()
+        my_optimizer = torch.optim.Adam(my_model.parameters(), lr=0.001)
+        my_scheduler = CosineAnnealingScheduler(optimizer=my_optimizer, total_iters=100) if scheduled else None
+        trainer = Regression.add_on(StateManagerAddon)(
+            model=my_model, device="cpu", mode="train", optimizer=my_optimizer, scheduler=my_scheduler,
+            save_path=tmp_path / f"checkpoints{scheduled}",
+        )  # fmt: skip
+        trainer.run(n_epoch=10, loader=pairs(4, 4), valid_loader=pairs(3))
+        assert trainer.progress_checker.epoch == 10
+        assert trainer.best_path is not None
+        assert trainer.best_path.is_dir()
+        assert trainer.mode == "train"
+        assert isinstance(trainer.device, torch.device)
+
+
+def test_p57_f_e17_the_abstract_trainer_shows_what_to_write() -> None:
+    """P-57, F-E17: class, methods and the lines."""
+    model = line()
+    with pytest.raises(TypeError, match=r"train_step and test_step[\s\S]*def train_step\(self, batch\)"):
+        Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")
