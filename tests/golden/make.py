@@ -1,4 +1,4 @@
-"""Writes the golden checkpoints of the present format; run it once, when a format is new: python tests/golden/make.py."""
+"""Writes the golden checkpoints of the present format; run it when a format is new: python tests/golden/make.py."""
 
 from __future__ import annotations
 
