@@ -46,6 +46,7 @@ PUBLIC = [
     "DistributedError",
     "Every",
     "LoaderError",
+    "LoggerError",
     "MetricsDict",
     "MissingError",
     "MonitorError",
@@ -61,7 +62,14 @@ PUBLIC = [
     "seam",
 ]
 
-ADD_ONS = ["AMPAddon", "EMAAddon", "EarlyStoppingAddon", "GradientAccumulationAddon", "StateManagerAddon"]
+ADD_ONS = [
+    "AMPAddon",
+    "EMAAddon",
+    "EarlyStoppingAddon",
+    "GradientAccumulationAddon",
+    "MultiGPUAddon",
+    "StateManagerAddon",
+]
 
 SEAMS = [
     "metric_on_epoch_end",
