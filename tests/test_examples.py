@@ -1,0 +1,93 @@
+"""The examples, each started as a user starts it, in an empty folder: what they print, and the files they leave."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+FINISHED = r"runs/digits holds a finished run of (\d+) epochs; remove it to begin again\n"
+TRAINED = r"trained from step (\d+) to (\d+), (\d+) epochs in all\n"
+ENDING = r"ended because .+\ntest accuracy (0\.\d{4}|1\.0000); the curves are in runs/digits/curves\.png\n"
+
+
+def start(name):
+    """Run an example in the present folder; its output is plain text, and it says nothing to standard error (X-7)."""
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr == b""
+    assert [byte for byte in done.stdout if byte < 32 and byte != 10] == []
+    return done.stdout.decode()
+
+
+def matched(pattern, text):
+    found = re.fullmatch(pattern, text)
+    assert found, f"{text!r} is not {pattern!r}"
+    return found.groups()
+
+
+def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
+    """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and once more."""
+    folder = tmp_path / "runs" / "digits"
+    with subprocess.Popen([sys.executable, EXAMPLES / "digits.py"], stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("step-*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    began, step, _, accuracy = matched(TRAINED + ENDING, start("digits.py"))
+    assert 0 < int(began) < int(step)
+    assert float(accuracy) >= 0.97
+
+    curves = folder / "curves.png"
+    height, width, _ = imread(curves).shape
+    assert (width, height) == (1200, 456)
+    assert len(set(map(bytes, imread(curves)[::4, ::4].reshape(-1, 4)))) > 20  # Something is drawn.
+
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    curves.unlink()
+    epochs, again = matched(FINISHED + ENDING, start("digits.py"))
+    assert again == accuracy
+    assert curves.exists()
+    assert (folder / "log.jsonl").read_text().splitlines() == lines
+    assert len(lines) == 2 * int(epochs)  # Training and validation, each epoch once, in spite of the kill.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def test_gan_draws_digits_that_teach_a_classifier(tmp_path):
+    """P-11: two optimizers, one step each batch; drawn digits train a classifier nearly as well as real ones."""
+    line = r"a classifier trained on {} digits reads (0\.\d+) of the held-out real ones\n"
+    pattern = r"1040 steps of 2 optimizers\n" + line.format("real") + line.format("drawn")
+    real, drawn = map(float, matched(pattern + r"100 drawn digits are in runs/gan\.png\n", start("gan.py")))
+    assert real == pytest.approx(0.915, abs=0.01)
+    assert drawn >= 0.8
+    assert imread(tmp_path / "runs" / "gan.png").shape[:2] == (400, 400)
+
+
+def test_custom_addon_bites():
+    """Where plain SGD stays at one in ten, the add-on's clipping trains."""
+    line = r"learning rate 3, clip_ratio {}: test accuracy (0\.\d+)\n"
+    without, clipped = map(float, matched(line.format("0.0") + line.format("0.01"), start("custom_addon.py")))
+    assert without < 0.5
+    assert clipped > 0.9
+
+
+def test_plain_is_the_hand_written_loop():
+    """P-48, P-51: the bare trainer, validating every epoch, ends with bitwise the weights of the loop by hand."""
+    lines = start("plain.py").splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "9610 weights, bitwise equal to those of the hand-written loop"
+
+
+def test_examples_are_short_and_all_tested():
+    """Each has under 80 lines, and a test that names it."""
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name in names if name not in tests] == []
+    assert [name for name in names if len((EXAMPLES / name).read_text().splitlines()) >= 80] == []
