@@ -96,7 +96,11 @@ class NonFiniteGuard:
                 bad = self._look(trainer, loss) or bad
         norm = trainer.grad_norm
         if norm is not None and not self.scaled:
-            bad = self._look(trainer, norm) or bad
+            if norm.is_cpu:
+                value = norm.item()
+                bad = bad or value - value != 0.0
+            else:
+                bad = self._look(trainer, norm) or bad
         if self.policy == "skip" and trainer.world_size > 1:
             # One rank's NaN is in every rank's gradients, but not in its loss: all skip, or the ranks part.
             bad = float(trainer.reduce(torch.tensor(float(bad), device=trainer.device))) > 0

@@ -15,7 +15,7 @@ from zae import files
 from zae.compose import add_ons_of
 from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
-from zae.tensors import view_key
+from zae.tensors import byte_view, view_key
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -211,7 +211,13 @@ class Snapshots:
             kind = (value.dtype, value.shape, pinned)
             buffers = spare.get(kind)
             buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            copies[key] = buffer.copy_(value, non_blocking=pinned)
+            if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
+                byte_view(buffer)[:] = byte_view(
+                    value
+                )  # One copy of bytes: threads would have to meet for each tensor.
+            else:
+                buffer.copy_(value, non_blocking=pinned)
+            copies[key] = buffer
             self._buffers.append((kind, buffer))
         return copies[key]
 
