@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,8 +71,8 @@ class AMPAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        wanted = ["bf16", "fp16"] if precision == "auto" else precision
-        wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+        listed = ["bf16", "fp16"] if precision == "auto" else precision
+        wanted: list[Any] = list(listed) if isinstance(listed, (list, tuple)) else [listed]
         for name in wanted:
             if not isinstance(name, str) or name not in _TYPES:
                 raise ConfigError(
@@ -112,16 +112,15 @@ class AMPAddon(AddOnBase):
         self._hooks, self.scaler, self.nonfinite.scaled = [], None, False
         super().teardown()
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Autocast the forward; the loss that is computed in it runs in float32 where torch deems it needful."""
-        dtype = _TYPES[self.precision]
-        with super().forward_context():
-            if dtype is None:
-                yield
-            else:
-                with torch.autocast(self.device.type, dtype=dtype):
-                    yield
+        inner, dtype = super().forward_context(), _TYPES[self.precision]
+        return inner if dtype is None else self._autocast(inner, dtype)
+
+    @contextmanager
+    def _autocast(self, inner: AbstractContextManager[None], dtype: torch.dtype) -> Iterator[None]:
+        with inner, torch.autocast(self.device.type, dtype=dtype):
+            yield
 
     def backward(self, loss: Any) -> None:
         """Scale the loss, so that small float16 gradients do not vanish."""

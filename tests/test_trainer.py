@@ -924,5 +924,5 @@ def test_p57_the_seed_s_basic_example(tmp_path: Any) -> None:
 def test_p57_f_e17_the_abstract_trainer_shows_what_to_write() -> None:
     """P-57, F-E17: class, methods and the lines."""
     model = line()
-    with pytest.raises(TypeError, match=r"train_step and test_step[\s\S]*def train_step\(self, batch\)"):
+    with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):
         Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")
