@@ -214,7 +214,7 @@ class Snapshots:
             if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
                 byte_view(buffer)[:] = byte_view(
                     value
-                )  # One copy of bytes: threads would have to meet for each tensor.
+                )  # Threads would have to meet for each tensor.
             else:
                 buffer.copy_(value, non_blocking=pinned)
             copies[key] = buffer
