@@ -65,6 +65,8 @@ ELSEWHERE = {
     "PipelineAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
+    "LoggerAddon": "the base of the loggers",
+    "WebLoggerAddon": "the base of the loggers that send",
     "WandBLoggerAddon": "its client takes half a second to start",
     "NeptuneLoggerAddon": "its client takes seconds to start",
 }
@@ -205,7 +207,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------- the proof
 
 
-def prove(chosen: Iterable[str], options: Options) -> None:
+def assert_is_by_hand(chosen: Iterable[str], options: Options) -> None:
     """Raise with the smallest set of add-ons that does not do what the hand-written loop does."""
     chosen = list(chosen)
     known = add_ons()
@@ -281,6 +283,7 @@ def page() -> str:
     import zae.addons
 
     found = {name: getattr(zae.addons, name) for name in zae.addons.__all__ if name.endswith("Addon")}
+    found = {n: a for n, a in found.items() if not any(b is not a and issubclass(b, a) for b in found.values())}
     names = sorted(found, key=lambda name: (zae.compose.LAYERS.index(found[name].layer), name))
     refusals: list[str] = []
     rows = []
