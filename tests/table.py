@@ -20,9 +20,13 @@ from zae.addons import (
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
+    JSONLLoggerAddon,
     LedgerAddon,
     MultiGPUAddon,
+    NeptuneLoggerAddon,
     StateManagerAddon,
+    TensorBoardLoggerAddon,
+    WandBLoggerAddon,
 )
 from zae.encoding import encode
 
@@ -78,6 +82,13 @@ def fixed(**options: Any) -> Options:
     return lambda folder: options
 
 
+def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
+    """A logger: its clients do nothing here, what they write is in the tests of each."""
+    opened = ("_guards", "_opened", "_failed", "_resumed_at", "_run_id")
+    return Entry(add_on, options, options, {}, packages, stateful=True, name="LoggerAddon", transient=opened,
+                 comparable=lambda own: own["records"])  # fmt: skip
+
+
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 
 TABLE = [
@@ -117,6 +128,10 @@ TABLE = [
     ),
     # On one device it changes nothing; what it does on several is in tests/addons/test_mpu.py.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
+    logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),
+    logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),
+    logger(WandBLoggerAddon, fixed(web_logger={"wandb": {"project": "p", "mode": "disabled"}}), "wandb"),
+    logger(NeptuneLoggerAddon, fixed(web_logger={"neptune": {"project": "w/p", "mode": "debug"}}), "neptune"),
 ]  # fmt: skip
 
 
@@ -148,7 +163,9 @@ def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, 
     """A fresh trainer with add-ons, all "neutral" or all "biting"."""
     model, optimizer = parts()
     for entry in entries:
-        options.update(getattr(entry, setting)(folder))
+        for key, value in getattr(entry, setting)(folder).items():
+            # Every web logger reads its own part of the one option.
+            options[key] = {**options.get(key, {}), **value} if isinstance(value, Mapping) else value
     options.setdefault("gradient_clip", 0.5)
     return composed(*entries)(model, "cpu", optimizer=optimizer, **options)
 
