@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,11 +17,14 @@ from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
 from zae.checks import check_number
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.ranks import note_failure, random_state_of
+from zae.loading import Position
+from zae.ranks import note_failure, random_state_of, tell_failures_early
 from zae.seams import slots_of
 from zae.travel import mark_stepped
 
 __all__ = ["DistributedAddon"]
+
+_STREAMS = ("torch", "numpy", "python")
 
 
 class DistributedAddon(ShardingAddon):
@@ -71,6 +75,7 @@ class DistributedAddon(ShardingAddon):
         self.reshard = bool(reshard)
         self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
         self._placed = self._loaded = False
+        self._left: tuple[bytes, bytes, str] | None = None  # The random streams, as the last run left them here.
         self._wish: str | None = None
         self._outer_error: BaseException | None = None
 
@@ -82,27 +87,40 @@ class DistributedAddon(ShardingAddon):
         world = self._planned_world()
         if world == 1 or dist.is_initialized() or launching.launched_world() is not None:
             return super().launch(function, *args)
-        names = ("loader", "valid_loader", "plan") if len(args) == 3 else tuple(f"argument {i}" for i in range(9))
+        self._begin_here()
+        names = inspect.signature(function).parameters
         sent = {"trainer": self, "name": function.__name__, **dict(zip(names, args))}
-        result, state, rest = launching.spawn(
-            run_rank,
-            {"given": sent},
-            self.devices,
-            backend=self._backend(),
-            timeout=self.timeout,
-            init_method=self.init_method,
-        )
-        self._take_back(state, rest)
+        options: dict[str, Any] = {"backend": self._backend(), "timeout": self.timeout, "init_method": self.init_method}
+        result, state, rest = launching.spawn(run_rank, sent, self.devices, **options)
+        self._take_back(state, rest, args[0] if args else None)
         return result
 
-    def _take_back(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Put what rank 0 ended with into the caller's objects."""
+    def _begin_here(self) -> None:
+        """Let the ranks go on from where the last ones ended, unless somebody has drawn or seeded here since."""
+        if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
+            self._ranks, self._loaded = [], False
+            self._position = Position(self.fast_data)
+
+    def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
+        """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
+        vars(self).update(rest)
+        present = state["position"]["present"]
+        rng.restore({key: value for key, value in present["random"].items() if key in _STREAMS})
+        generators = rng.generators_of(loader)
+        if present["generators"] is not None and len(generators) == len(present["generators"]):
+            rng.restore_generators(loader, present["generators"])
+        if not state["progress"]["epoch_batch"]:
+            # Between two epochs a loader goes on from its own generators, which another loader does not share.
+            state["position"] = _between(state["position"])
+            for each in state[self._name()]["ranks"]:
+                each["position"] = _between(each["position"])
         self.load_state_dict(state)
         vars(self).update(rest)
+        self._left = _streams()
 
     def _planned_world(self) -> int:
         """How many ranks there are, or will be."""
@@ -142,12 +160,13 @@ class DistributedAddon(ShardingAddon):
         """The device of this rank among those that were asked for."""
         local, first = launching.local_rank(), self.devices[0]
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
-        if len(self.devices) > 1 and len(self.devices) != here:
+        if len(self.devices) not in (1, here, self._world):
             raise ConfigError(
-                f"device is a list of {len(self.devices)}, and the launcher has started {here} ranks on this machine; "
-                f"write --nproc_per_node {len(self.devices)}, or device='{first.type}': each rank then takes its own"
+                f"device is a list of {len(self.devices)}, and the launcher has started {self._world} ranks, {here} on "
+                f"this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': each rank then "
+                "takes its own"
             )
-        if len(self.devices) > 1 or first.type == "cpu":
+        if len(self.devices) == here or first.type == "cpu":
             return self.devices[local % len(self.devices)]
         device = torch.device(first.type, local)
         if device.type == "cuda":
@@ -286,15 +305,31 @@ class DistributedAddon(ShardingAddon):
         self._placed, self._loaded = self._world > 1, True
 
 
-def run_rank(given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
-    trainer = given.pop("trainer")
+    tell_failures_early()
     for scheduler in optim.named(trainer.scheduler).values():
         if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
             mark_stepped(scheduler.optimizer)
-    result = getattr(trainer, given.pop("name"))(*given.values())
+    result = getattr(trainer, name)(*arguments.values())
     names = ("log_test", "grad_norm", "_calls", "_seeded")
     return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}
+
+
+def _streams() -> tuple[bytes, bytes, str]:
+    """What tells one state of this process's random streams from another."""
+    state = rng.capture()
+    return (
+        state["torch"].numpy().tobytes(),
+        state["numpy"]["key"].numpy().tobytes(),
+        str((state["python"], state["numpy"]["pos"], state["numpy"]["has_gauss"])),
+    )
+
+
+def _between(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A position between two epochs, of any loader."""
+    present = {**position["present"], "generators": None, "parts": {}}
+    return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
 
 
 def _apart(position: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -95,6 +95,8 @@ class MultiGPUAddon(DistributedAddon):
             own = {id(parameter) for parameter in self.unwrap().parameters()}
             self._outside = [parameter for parameter in self.parameters if id(parameter) not in own]
             _broadcast([*self.unwrap().parameters(), *self._buffers, *self._outside])
+            if self._engine is not None and not (self.find_unused_parameters or self.static_graph):
+                self._engine.settle()
 
     def teardown(self) -> None:
         """Give the wrapper up."""
@@ -106,13 +108,14 @@ class MultiGPUAddon(DistributedAddon):
         model = super().wrap_model(model)
         if self._world == 1 or self.mode == "test" or not any(p.requires_grad for p in model.parameters()):
             return model
+        # Buffers are sent after each step: a rank without samples makes no forward to do it in.
+        options: dict[str, Any] = {_SYNC_BUFFERS: False}
         self._engine = _Replica(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
-            # Buffers are sent after each step: a rank without samples makes no forward to do it in.
-            **{_SYNC_BUFFERS: False},
+            **options,
         )
         return self._engine
 
@@ -235,6 +238,20 @@ class _Replica(DistributedDataParallel):
 
     used = False
 
+    def settle(self) -> None:
+        """Let the buckets of gradients be arranged now, by the order of the parameters.
+
+        That is otherwise done after the first step, by the order in which its gradients came. The order of a sum over
+        three or more ranks hangs on it: the first step after a resume would differ in its last bits.
+        """
+        module, self.module = self.module, _Zero(self.module)
+        try:
+            self(torch.zeros((), device=next(module.parameters()).device)).backward()
+        finally:
+            self.module = module
+        for parameter in module.parameters():
+            parameter.grad = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.used = True
         return super().forward(*args, **kwargs)
@@ -249,6 +266,17 @@ class _Replica(DistributedDataParallel):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
+
+
+class _Zero(nn.Module):
+    """A module whose output is zero and depends on every parameter of another one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+
+    def forward(self, zero: Tensor) -> Tensor:
+        return cast(Tensor, sum(((p * 0).sum() for p in self.trained), zero))
 
 
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from zae import rng, travel
 from zae.errors import DistributedError
 
-__all__ = ["Report", "Task", "main_of_rank", "note_failure", "random_state_of"]
+__all__ = ["Report", "Task", "main_of_rank", "note_failure", "random_state_of", "tell_failures_early"]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
@@ -123,6 +123,7 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._failed_at: float | None = None
+        self.early = False  # Whether a failure is told before the work has ended by it.
 
     def send(self, report: Report) -> None:
         try:
@@ -149,8 +150,14 @@ def note_failure(error: BaseException) -> None:
     error : BaseException
         What was raised.
     """
-    if _line is not None:
+    if _line is not None and _line.early:
         _line.failing(error)
+
+
+def tell_failures_early() -> None:
+    """Say that what is passed to `note_failure` ends the work of this rank."""
+    if _line is not None:
+        _line.early = True
 
 
 def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:

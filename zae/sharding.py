@@ -147,8 +147,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
-        if callable(getattr(each, "set_epoch", None)):
-            each.set_epoch(epoch)
+        tell = getattr(each, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 # ------------------------------------------------------------------------------------------------- the shares

@@ -1,0 +1,454 @@
+"""MultiGPUAddon over gloo: many runs inside one group of 2 ranks and one of 3, and a few that start their own."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_tasks import (
+    Counted,
+    Seen,
+    Task,
+    agree,
+    build,
+    dataset,
+    distance,
+    loader,
+    network,
+    run_checks,
+    same,
+    weights,
+)
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from zae import ConfigError, DistributedError, Trainer
+from zae.addons import (
+    AMPAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+    StateManagerAddon,
+)
+from zae.errors import CheckpointMismatch, LoaderError
+from zae.launching import spawn
+
+WORLDS = (2, 3)
+F64 = torch.float64
+
+
+# ------------------------------------------------------------------------------- checks, called on every rank
+
+
+def every_size_is_the_big_batch(world, folder):
+    """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
+    cases = itertools.product(range(1, 10), (1, 2), (Seen, Counted), (1, 2))
+    for size, batch_size, task, accumulate in cases:
+        options = {"gradient_accumulation_steps": accumulate}
+        add_ons = (GradientAccumulationAddon,)
+        trainer = build(task, (*add_ons, MultiGPUAddon), model=network(dtype=F64), **options)
+        single = build(task, add_ons, model=network(dtype=F64), **options)
+        here = trainer.run(2, loader(size, batch_size, 3, F64), loader(size, 2, dtype=F64))
+        there = single.run(2, loader(size, batch_size * world, 3, F64), loader(size, 2, dtype=F64))
+        assert trainer.world_size == world
+        assert distance(trainer, single) < 1e-12, (size, batch_size, task, accumulate)
+        assert here["step"] == there["step"]
+        for key in ("train_metrics_history", "valid_metrics_history"):
+            for row, expected in zip(here[key], there[key], strict=True):
+                assert row == pytest.approx(expected, rel=1e-9)
+        assert [row["valid_n_seen"] for row in here["valid_metrics_history"]] == [size, size]
+        assert len(set(trainer.gather(trainer.progress_checker.batch))) == 1
+        if task is Seen:
+            for epoch in (0, 1):
+                seen = trainer.gather(getattr(trainer, "seen", {}).get(epoch, []))
+                assert sorted(itertools.chain(*seen)) == list(range(size))
+
+
+def evaluation_is_bitwise_that_of_one_process(world, folder):
+    """P-39: the same batches, in the same order: metrics and kept outputs are the very same."""
+    for size in (1, 4, 7, 9):
+        trainer, single = build(Task, (MultiGPUAddon,)), build(Task)
+        assert trainer.evaluate(loader(size, 2)) == single.evaluate(loader(size, 2))
+        assert trainer.world_size == world
+        assert same(trainer.log_test["output"], single.log_test["output"])
+        here, there = trainer.inference(loader(size, 2)), single.inference(loader(size, 2))
+        assert same([out["output"] for out in here], [out["output"] for out in there])
+
+
+def orders_differ_and_are_repeated(world, folder):
+    """P-41: another order in each epoch, the same in the same run again; validation in the dataset's own."""
+    seen = []
+    for _ in range(2):
+        trainer = build(Seen, (MultiGPUAddon,), seed=7)
+        trainer.run(3, loader(12, 2, 5))
+        seen.append((trainer.seen, weights(trainer)))
+        assert trainer.world_size == world
+        assert agree(trainer)
+    assert seen[0][0] == seen[1][0]
+    assert same(seen[0][1], seen[1][1])
+    assert seen[0][0][0] != seen[0][0][1]
+
+
+def any_sampler_and_loader(world, folder):
+    """The user's own sampler, batch sampler, loader without batches, list; workers, collate function, drop_last."""
+    data = dataset(11, F64)
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    together = [list(itertools.chain(*batches[i : i + world])) for i in range(0, len(batches), world)]
+    listed = [tuple(torch.stack(part) for part in zip(*[data[i] for i in batch])) for batch in batches]
+    whole = [tuple(torch.stack(part) for part in zip(*[data[i] for i in batch])) for batch in together]
+
+    def draws():
+        return WeightedRandomSampler([1.0] * 11, 9, generator=torch.Generator().manual_seed(2))
+
+    def one_by_one(b):
+        return DataLoader(data, sampler=BatchSampler(RandomSampler(data), b, False), batch_size=None)
+
+    pairs = [
+        (DataLoader(data, batch_sampler=batches), DataLoader(data, batch_sampler=together)),
+        (listed, whole),
+        (DataLoader(data, 2, sampler=draws()), DataLoader(data, 2 * world, sampler=draws())),
+        (loader(11, 2, 4, F64, drop_last=True), loader(11, 2 * world, 4, F64, drop_last=True)),
+        (loader(11, 2, 4, F64, collate_fn=flipped), loader(11, 2 * world, 4, F64, collate_fn=flipped)),
+        (loader(11, 2, 4, F64, num_workers=1), loader(11, 2 * world, 4, F64)),
+    ]
+    for mine, expected in pairs:
+        trainer = build(Task, (MultiGPUAddon,), model=network(dtype=F64))
+        single = build(Task, model=network(dtype=F64))
+        torch.manual_seed(9)
+        trainer.run(2, mine)
+        torch.manual_seed(9)
+        single.run(2, expected)
+        assert trainer.world_size == world
+        assert distance(trainer, single) < 1e-12
+    trainer = build(Task, (MultiGPUAddon,), model=network(dtype=F64))
+    assert trainer.run(1, one_by_one(2))["step"] == -(-6 // world)
+    assert agree(trainer)
+
+
+def flipped(samples):
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return -inputs, targets
+
+
+def streams_are_declared_or_refused(world, folder):
+    """P-43, P-40: an IterableDataset without declared sharding is refused; a declared one ends together."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from (dataset(10)[i] for i in range(10))
+
+    class Own(Stream):
+        is_sharded = True
+
+        def __iter__(self):
+            yield from (dataset(10)[i] for i in range(dist.get_rank(), 10, dist.get_world_size()))
+
+    trainer = build(Task, (MultiGPUAddon,))
+    for bad in (DataLoader(Stream(), 2), iter([dataset(4)[0]]), map(dataset(4).__getitem__, range(4))):
+        with pytest.raises(LoaderError, match="is_sharded = True"):
+            trainer.run(1, bad)
+    assert trainer.progress_checker.batch == 0
+    metrics = trainer.run(2, DataLoader(Own(), 2), DataLoader(Own(), 2))
+    assert trainer.world_size == world
+    assert agree(trainer)
+    assert metrics["step"] == 2 * -(-(10 // world) // 2)
+    assert metrics["valid_metrics_history"][-1]["valid_n_seen"] == 10
+    with pytest.raises(LoaderError, match="None"):
+        build(Task, (MultiGPUAddon,)).run(1, loader(8, 2, collate_fn=lambda samples: None))
+
+
+def every_add_on_resumes_bitwise(world, folder):
+    """F-B3, P-12: AMP fp16, accumulation, EMA, early stopping, dropout, batch norm, clipping: from any checkpoint."""
+    add_ons = (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon)
+
+    def run(name, resume, size, batch_norm):
+        trainer = build(
+            Task, add_ons, model=network(batch_norm, 0.3), seed=4, gradient_clip=1.0, precision="fp16",
+            loss_scale=(128.0, 1.0), gradient_accumulation_steps=2, patience=50, decay=0.9,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+            save_path=folder / name, save_every=1, keep_last=None, resume=resume, timeout=20.0,
+        )  # fmt: skip
+        return trainer, trainer.run(3, loader(size, 3, 2), loader(7, 3))
+
+    # With batch norm no rank may have a single sample; without, one rank has none in the last step.
+    for size, batch_norm in ((8 * world, True), (6 * world + 1, False)):
+        first, expected = run(f"first-{size}", False, size, batch_norm)
+        assert first.world_size == world
+        assert agree(first)
+        saved = sorted(path.name for path in (folder / f"first-{size}").glob("step-*"))
+        assert len(saved) == expected["step"]
+        for name in (saved[0], saved[1], saved[2], saved[-1]):
+            again, metrics = run(f"again-{size}-{name}", str(folder / f"first-{size}" / name), size, batch_norm)
+            assert same(weights(first), weights(again)), name
+            assert metrics["train_metrics_history"] == expected["train_metrics_history"]
+            assert metrics["valid_metrics_history"] == expected["valid_metrics_history"]
+            assert all(torch.equal(first.average[key], again.average[key]) for key in first.average)
+            assert first.optimizer.state_dict()["state"].keys() == again.optimizer.state_dict()["state"].keys()
+
+
+def another_number_of_ranks_is_refused(world, folder):
+    """F-B5: the state of one process, and back; reshard=True goes on after the samples that were used."""
+    size, batch_size = 24, 2
+    alone = build(Seen, (StateManagerAddon,), save_path=folder / f"alone-{dist.get_rank()}")
+    alone.run(2, loader(size, batch_size * world, 6), max_steps=2)
+    dist.barrier()
+    options = {"save_path": folder / "together", "resume": str(folder / "alone-0")}
+    with pytest.raises(CheckpointMismatch, match=rf"of 1 ranks?, and this run has {world}.*reshard=True"):
+        build(Seen, (MultiGPUAddon, StateManagerAddon), **options).run(2, loader(size, batch_size, 6))
+    trainer = build(Seen, (MultiGPUAddon, StateManagerAddon), **options, reshard=True)
+    before = list(alone.seen[0])
+    trainer.run(1, loader(size, batch_size, 6))
+    assert trainer.world_size == world
+    assert agree(trainer)
+    assert trainer.progress_checker.epoch == 1
+    after = list(itertools.chain(*trainer.gather(getattr(trainer, "seen", {}).get(0, []))))
+    assert set(before) | set(after) == set(range(size))
+
+
+def stopping_is_agreed(world, folder):
+    """P-36: only the last rank asks for the end; early stopping by a metric of all; both at the same step."""
+
+    class LastRankStops(Task):
+        def train_step(self, batch):
+            if self.rank == world - 1 and self.progress_checker.step == 2:
+                self.stop("enough")
+            return super().train_step(batch)
+
+    trainer = build(LastRankStops, (MultiGPUAddon,))
+    metrics = trainer.run(9, loader(12, 2))
+    assert trainer.gather((metrics["step"], metrics["stop_reason"])) == [(3, "enough")] * world
+
+    class OneRankIsBad(Task):
+        def test_step(self, batch):
+            return {"loss": float(self.progress_checker.epoch if self.rank == world - 1 else 1)}
+
+        def metric_on_epoch_end(self):
+            return {}
+
+    trainer = build(OneRankIsBad, (MultiGPUAddon, EarlyStoppingAddon), patience=2)
+    metrics = trainer.run(9, loader(12, 2), loader(12, 1))
+    assert trainer.gather(metrics["epoch"]) == [3] * world
+
+
+def unused_parameters_are_named(world, folder):
+    """P-45; and parts of the model may be called, which the wrapper does not see."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, inputs):
+            return self.used(inputs)
+
+    with pytest.raises(DistributedError, match=r"2 parameters \(idle.weight, idle.bias\).*find_unused_parameters=True"):
+        build(Task, (MultiGPUAddon,), model=Half()).run(1, loader(4 * world, 2))
+    dist.barrier()
+    trainer = build(Task, (MultiGPUAddon,), model=Half(), find_unused_parameters=True)
+    trainer.run(1, loader(4 * world, 2))
+    assert agree(trainer)
+
+    class Parts(Task):
+        def train_step(self, batch):
+            inputs, targets = batch
+            return {"loss": nn.functional.mse_loss(self.model[3](self.model[0](inputs)), targets)}
+
+    trainer, single = (build(Parts, add_ons, model=network(dtype=F64)) for add_ons in ((MultiGPUAddon,), ()))
+    trainer.run(2, loader(4 * world, 2, dtype=F64))
+    single.run(2, loader(4 * world, 2 * world, dtype=F64))
+    assert trainer.world_size == world
+    assert distance(trainer, single) < 1e-12
+
+
+def several_optimizers_and_parameters_outside(world, folder):
+    """P-03; a loss for each optimizer, and a learnt weight that the model does not hold."""
+
+    class Two(Task):
+        def train_step(self, batch):
+            inputs, targets = batch
+            loss = nn.functional.mse_loss(self.model(inputs), targets)
+            return {"loss": {"first": loss, "last": loss * self.factor.exp()}}
+
+    def run(add_ons, batch_size):
+        model, factor = network(dtype=F64), torch.zeros((), dtype=F64, requires_grad=True)
+        optimizers = {
+            "first": torch.optim.SGD(model[0].parameters(), lr=0.01),
+            "last": torch.optim.SGD([*model[3].parameters(), factor], lr=0.01),
+        }
+        trainer = Two.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False)
+        trainer.factor = factor
+        return trainer, factor, trainer.run(2, loader(4 * world + 1, batch_size, dtype=F64))["step"]
+
+    trainer, factor, steps = run((MultiGPUAddon,), 2)
+    single, expected, there = run((), 2 * world)
+    assert trainer.world_size == world
+    assert steps == there == 6
+    assert distance(trainer, single) < 1e-12
+    assert float((factor - expected).detach().abs()) < 1e-12
+
+
+def rates_are_those_of_one_process(world, folder):
+    """P-04: the learning rate as a function of the step, for accumulation over 1 and 4 batches."""
+    for accumulate in (1, 4):
+        rates = []
+        for add_ons, factor in (((MultiGPUAddon,), 1), ((), world)):
+            trainer = build(
+                Task, (GradientAccumulationAddon, *add_ons), scheduler_step_on_batch=True, log_every=1,
+                gradient_accumulation_steps=accumulate,
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+            )  # fmt: skip
+            trainer.run(2, loader(8 * world, 2 * factor))
+            rates.append([record["lr"] for record in trainer.log_history])
+        assert rates[0] == rates[1]
+
+
+def saved_keys_are_the_model_s(world, folder):
+    """P-14; buffers are those of rank 0 on every rank; one writer."""
+    trainer = build(
+        Task, (MultiGPUAddon, StateManagerAddon), model=network(True), save_path=folder / "run", keep_last=None
+    )
+    trainer.run(2, loader(6 * world, 3))
+    assert trainer.world_size == world
+    assert agree(trainer)
+    assert list(trainer.state_dict()["model"]) == list(network(True).state_dict())
+    assert isinstance(trainer.model, nn.Sequential)
+    if trainer.is_main:
+        network(True).load_state_dict(torch.load(trainer.save_model(folder / "m.ckpt"), weights_only=True))
+    assert trainer.rank == dist.get_rank()
+
+
+CHECKS = (
+    every_size_is_the_big_batch,
+    evaluation_is_bitwise_that_of_one_process,
+    orders_differ_and_are_repeated,
+    any_sampler_and_loader,
+    streams_are_declared_or_refused,
+    every_add_on_resumes_bitwise,
+    another_number_of_ranks_is_refused,
+    stopping_is_agreed,
+    several_optimizers_and_parameters_outside,
+    rates_are_those_of_one_process,
+    saved_keys_are_the_model_s,
+    unused_parameters_are_named,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    found = {}
+
+    def outcome_of(world):
+        if world not in found:
+            sent = {"checks": CHECKS, "world": world, "folder": str(tmp_path_factory.mktemp(f"ranks{world}"))}
+            found[world] = spawn(run_checks, sent, [torch.device("cpu")] * world, timeout=30)
+        return found[world]
+
+    return outcome_of
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_every_rank(outcomes, check, world):
+    """P-02 P-03 P-04 P-14 P-32 P-36 P-39 P-40 P-41 P-43 P-45 F-B3 F-B5 F-D11: each check says which."""
+    text = outcomes(world)[check.__name__]
+    assert not text, text
+
+
+# --------------------------------------------------------------------------------- runs that start their own ranks
+
+
+def spawned(devices, **options):
+    return build(
+        Seen, (MultiGPUAddon, EMAAddon, EarlyStoppingAddon), devices, patience=50, timeout=20.0,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), **options,
+    )  # fmt: skip
+
+
+def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
+    """P-37, P-38, P-55, X-7: two runs of two ranks are those of one process, in the same objects."""
+    options = {"model": network(dtype=F64)}
+    trainer = spawned(["cpu", "cpu"], **options)
+    model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
+    single = build(
+        Seen, (EMAAddon, EarlyStoppingAddon), model=network(dtype=F64), patience=50,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )  # fmt: skip
+    for n_epoch in (1, 2):
+        here = trainer.run(n_epoch, loader(13, 2, 3, F64), loader(7, 2, dtype=F64))
+        there = single.run(n_epoch, loader(13, 4, 3, F64), loader(7, 2, dtype=F64))
+    assert dist.is_initialized() is False
+    assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == len(trainer.state_dict()["MultiGPUAddon"]["ranks"])
+    assert len(trainer.devices) == trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2
+    assert (trainer.model, trainer.optimizer, trainer.scheduler) == (model, optimizer, scheduler)
+    assert distance(trainer, single) < 1e-12
+    assert here["step"] == there["step"] == 12
+    assert here["valid_metrics_history"][-1] == pytest.approx(there["valid_metrics_history"][-1])
+    assert trainer.metrics == here
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert optimizer.state[model[0].weight]["step"] == single.optimizer.state[single.model[0].weight]["step"]
+    assert scheduler.last_epoch == single.scheduler.last_epoch == 3
+    for key, average in single.average.items():
+        assert torch.allclose(trainer.average[key], average, rtol=0, atol=1e-12)
+    assert len(trainer.log_test["output"]) == 4
+    assert [str(each.message) for each in recwarn] == []
+
+
+def test_e15_what_cannot_travel_is_named_before_anything_starts():
+    """E15, P-38: the attribute's path and the remedy."""
+    trainer = spawned(["cpu", "cpu"])
+    trainer.hooks = {"end": [lambda: None]}
+    with pytest.raises(ConfigError, match=re.escape("trainer.hooks['end'][0] cannot travel")):
+        trainer.run(1, loader(4, 2))
+    del trainer.hooks
+    with open(__file__) as trainer.source, pytest.raises(ConfigError, match=r"trainer.source .*open file"):
+        trainer.run(1, loader(4, 2))
+    del trainer.source
+    with pytest.raises(ConfigError, match=r"loader cannot travel .*generator"):
+        trainer.run(1, (batch for batch in loader(4, 2)))
+
+    class Local(Task):
+        pass
+
+    with pytest.raises(ConfigError, match=r"class .*Local.*top level of a module"):
+        build(Local, (MultiGPUAddon,), ["cpu", "cpu"]).run(1, loader(4, 2))
+    assert trainer.world_size == 1
+
+
+def test_p44_devices_are_those_asked_for():
+    """P-44: a list without the add-on is refused, and so is one rank where two were meant."""
+    with pytest.raises(ConfigError, match="MultiGPUAddon"):
+        build(Task, (), ["cpu", "cpu"])
+    trainer = build(Task, (MultiGPUAddon,), ["cpu", "cpu"])
+    with pytest.raises(ConfigError, match=r"call run\(\)"):
+        trainer.run_epoch(loader(4, 2))
+    alone = build(Task, (MultiGPUAddon,), ["cpu"])
+    assert alone.run(1, loader(4, 2))["step"] == 2
+    assert alone.world_size == 1
+    for options in ({"backend": 3}, {"timeout": 0}, {"init_method": 5}):
+        with pytest.raises(ConfigError):
+            build(Task, (MultiGPUAddon,), **options)
+
+
+def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
+    """F-B5: distributed to one process: refused by name; with the add-on and reshard=True it goes on."""
+    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], save_path=tmp_path / "two", timeout=20.0)
+    trainer.run(1, loader(8, 2))
+    assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2
+    options = {"save_path": tmp_path / "one", "resume": str(tmp_path / "two")}
+    with pytest.raises(CheckpointMismatch, match="of 2 ranks, and this run has 1"):
+        build(Task, (StateManagerAddon,), **options).run(1, loader(8, 4))
+    with pytest.raises(CheckpointMismatch, match=r"of 2 ranks, and this run has 1.*reshard=True"):
+        build(Task, (MultiGPUAddon, StateManagerAddon), **options).run(1, loader(8, 4))
+    again = build(Task, (MultiGPUAddon, StateManagerAddon), **options, reshard=True)
+    assert again.run(2, loader(8, 4))["step"] == 4
+
+
+def test_trainer_without_the_add_on_is_untouched():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Trainer.add_on(MultiGPUAddon) is Trainer.add_on(MultiGPUAddon)
