@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from zae import ConfigError, Every, MonitorError, Trainer
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, split_prefix, to_host
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
 
 
 class Returning(Trainer):
@@ -376,3 +376,11 @@ def test_nan_is_never_the_best() -> None:
     trainer = build(task=Scored)
     metrics = trainer.run(5, hand.loader(8), hand.loader(4))
     assert (metrics["best_valid"]["score"], metrics["best_valid"]["epoch"]) == (1.0, 4)
+
+
+def test_p33_what_is_logged_by_hand_is_kept_as_plain_numbers():
+    """A tensor given to ``log`` must not keep its graph alive in the history."""
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    kept = plain({"loss": loss, "count": np.int64(3), "note": "text", "all": torch.zeros(2)})
+    assert (kept["loss"], kept["count"], kept["note"]) == (6.0, 3, "text")
+    assert type(kept["count"]) is int and not kept["all"].requires_grad

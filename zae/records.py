@@ -308,6 +308,15 @@ def to_host(value: Any) -> Any:
     return value
 
 
+def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Take numbers out of tensors and arrays: a record that is kept holds no graph and no memory of a device."""
+    return {key: value.item() if _is_number(value) else to_host(value) for key, value in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 def merge_logs(parts: list[EpochLog]) -> EpochLog:
     """Put the logs of all ranks together, batch by batch in turn: evaluation deals its batches to the ranks so."""
     if len(parts) == 1:

@@ -28,7 +28,7 @@ from zae.faults import explain_error
 from zae.loading import Position, check_loader, length_of
 from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, in_turn, to_host
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, in_turn, plain, to_host
 from zae.schedulers import is_plateau
 from zae.states import Weights, load_core, load_weights, read_core
 
@@ -565,7 +565,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
-        self.log_history.append({"step": step, "batch": self.progress_checker.batch, **metrics})
+        self.log_history.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @seam
     def reduce(self, value: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from logger_kit import Killed, Task, bare, build, digest, forked, lines, loader, server, warned
 
-from zae import AddOnRequirement, ConfigError
+from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
-from zae import LoggerError
 from zae.addons.neptune_logger import NeptuneLoggerAddon
 
 QUIET = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False, "source_files": []}
@@ -60,7 +59,6 @@ def token(url):
 
 
 def test_p27_every_record_is_read_back_offline():
-    pytest.importorskip("neptune")
     trainer = logger(gradient_clip=0.5)
     trainer.run(2, loader(), loader(1))
     trainer.run(1, loader(), loader(1))
@@ -74,7 +72,6 @@ def test_p27_every_record_is_read_back_offline():
 
 
 def test_p34_what_neptune_would_skip_is_kept_as_text():
-    pytest.importorskip("neptune")
 
     class Broken(Task):
         def test_step(self, batch):
@@ -88,7 +85,6 @@ def test_p34_what_neptune_would_skip_is_kept_as_text():
 
 def test_p12_killed_and_resumed_no_record_is_lost():
     """What a checkpoint counts on is on the disk; the client itself writes only now and then."""
-    pytest.importorskip("neptune")
     random.seed(None)  # The names of two processes' folders are drawn.
 
     def train(at):
@@ -105,7 +101,8 @@ def test_p12_killed_and_resumed_no_record_is_lost():
 
 def test_a_run_that_goes_on_has_one_name(monkeypatch):
     """The client is given the run's own name, and so continues it on a server, in a second run and after a resume."""
-    neptune = pytest.importorskip("neptune")
+    import neptune
+
     given, real = [], neptune.init_run
     monkeypatch.setattr(neptune, "init_run", lambda **kwargs: (given.append(kwargs), real(**kwargs))[1])
     trainer = logger()
@@ -122,7 +119,6 @@ def test_a_run_that_goes_on_has_one_name(monkeypatch):
 
 def test_p48_the_weights_are_those_without_a_logger():
     """Its client draws the name of its folder from Python's random stream."""
-    pytest.importorskip("neptune")
     plain = build()
     plain.run(2, loader())
     trainer = logger()
@@ -151,7 +147,6 @@ def test_p27_the_package_is_absent(monkeypatch, caplog):
 
 @pytest.mark.parametrize("kind", ["refuses", "silent", "500"])
 def test_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
-    pytest.importorskip("neptune")
     plain = build()
     plain.run(3, loader())
     with server(kind) as url:
@@ -172,7 +167,6 @@ def test_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
 
 
 def test_fd8_required_raises(caplog):
-    pytest.importorskip("neptune")
     with server("refuses") as url:
         entries = {"project": "w/p", "api_token": token(url), **QUIET}
         trainer = logger(web_logger={"neptune": entries}, logger_timeout=1.5, logger_required=True)
@@ -183,7 +177,6 @@ def test_fd8_required_raises(caplog):
 
 
 def test_fd8_nobody_is_logged_in(monkeypatch):
-    pytest.importorskip("neptune")
     for entries in ({}, {"project": "w/p"}, {"mode": "sync"}):
         with pytest.raises(AddOnRequirement, match=r"no API token; log in with: export NEPTUNE_API_TOKEN"):
             logger(web_logger={"neptune": entries})
@@ -197,7 +190,6 @@ def test_fd8_nobody_is_logged_in(monkeypatch):
 
 
 def test_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
-    pytest.importorskip("neptune")
     from neptune.handler import Handler
 
     real = Handler.append
@@ -216,14 +208,12 @@ def test_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
 
 
 def test_an_entry_that_neptune_does_not_take():
-    pytest.importorskip("neptune")
     trainer = logger(web_logger={"neptune": {"mode": "offline", "projct": "p"}})
     with pytest.raises(ConfigError, match=r"'projct' that neptune.init_run does not take; did you mean 'project'\?"):
         trainer.run(1, loader())
 
 
 def test_a_failed_run_is_marked():
-    pytest.importorskip("neptune")
 
     class Failing(Task):
         def train_step(self, batch):
@@ -237,7 +227,6 @@ def test_a_failed_run_is_marked():
 
 
 def test_fc7_no_secret_is_written_anywhere(tmp_path, caplog, capfd):
-    pytest.importorskip("neptune")
     entries = {"mode": "offline", "api_tkn": CANARY, "description": "https://me:canary@host", **QUIET}
     trainer = build(
         NeptuneLoggerAddon, StateManagerAddon, save_path="saved", web_logger={"neptune": entries}, logger_timeout=30.0

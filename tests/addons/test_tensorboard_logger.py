@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch.utils.tensorboard
 from logger_kit import Killed, Task, build, digest, forked, lines, loader, warned
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zae import AddOnRequirement, ConfigError
 from zae.addons import StateManagerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-
-EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 
 
 def scalars(folder):

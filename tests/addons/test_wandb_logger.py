@@ -12,17 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 from logger_kit import Task, bare, build, digest, lines, loader, server, warned
 
-from zae import AddOnRequirement, ConfigError
+from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
-from zae import LoggerError
 from zae.addons.mpu import MultiGPUAddon
 from zae.addons.neptune_logger import NeptuneLoggerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
 
-wandb = pytest.importorskip("wandb")
 KEY = "canary0" * 5 + "canar"  # 40 characters, as a key of wandb has
 
 
@@ -371,7 +370,6 @@ def test_fd8_required_raises_for_a_client_that_fails(monkeypatch):
 
 def test_p31_two_web_loggers_have_the_same_records():
     """In either order: it is one class."""
-    pytest.importorskip("neptune")
     from test_neptune_logger import QUIET, series
 
     entries = {**offline(), "neptune": {"mode": "offline", **QUIET}}
