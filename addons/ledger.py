@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +109,17 @@ class LedgerAddon(AddOnBase):
             self._loaders = (loader, noting)
         return self._loaders[1]
 
-    @contextmanager
-    def batch_context(self) -> Iterator[None]:
+    def batch_context(self) -> AbstractContextManager[None]:
         """Begin the line of a step, and write it when the step has ended."""
+        inner = super().batch_context()
+        is_due = self.ledger_every.due_at_step(self.progress_checker.step + 1) and self.is_main
+        return self._write_step(inner) if is_due else inner
+
+    @contextmanager
+    def _write_step(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        """The line of one step."""
         progress = self.progress_checker
-        with super().batch_context():
-            if not (self.is_main and self.ledger_every.due_at_step(progress.step + 1)):
-                yield
-                return
+        with inner:
             self._stages = {"batch": {"data": [], "random": random_state()}, "forward": {"loss": [], "random": []}}
             try:
                 yield
@@ -133,13 +136,16 @@ class LedgerAddon(AddOnBase):
             noted.append(fingerprint(_tensors(batch)) if samples is None else samples)
         return super().to_device(batch)
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Note the random state after a forward."""
-        with super().forward_context():
+        inner = super().forward_context()
+        return self._note_forward(inner) if self._stages else inner
+
+    @contextmanager
+    def _note_forward(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        with inner:
             yield
-        if self._stages:
-            self._stages["forward"]["random"].append(random_state())
+        self._stages["forward"]["random"].append(random_state())
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Note the losses, and what the backward left behind."""
