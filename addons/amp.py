@@ -84,7 +84,7 @@ class AMPAddon(AddOnBase):
         self._wanted = wanted
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
-        self.precision = "fp32"
+        self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Settled in setup.
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
         self._stepped = self._unscaled = False

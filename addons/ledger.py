@@ -306,7 +306,7 @@ def _key(device: torch.device) -> Tensor:
 
 def random_state() -> str:
     """Hash the random streams of the process, without drawing from them."""
-    state = hashlib.blake2b(torch.get_rng_state().numpy(), digest_size=8)
+    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     numbers: Any = np.random.get_state()
     state.update(numbers[1].tobytes())
     _, words, gauss = random.getstate()
@@ -315,7 +315,7 @@ def random_state() -> str:
     )  # The hash of whole numbers is no secret of a process.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for each in torch.cuda.get_rng_state_all():
-            state.update(each.numpy())
+            state.update(each.numpy().tobytes())
     return state.hexdigest()
 
 

@@ -174,8 +174,8 @@ def test_explain_of_an_instance_shows_its_options(tmp_path: Path) -> None:
     cls = Task.add_on(*(add_ons()[name] for name in names))
     options = Options(precision="fp16", decay=0.75, accumulate=3, clip=0.5, scheduler="batch")
     text = matrix.build(cls, options, tmp_path, names)[0].explain()
-    for told in ("gradient_clip=0.5", "decay=0.75", "gradient_accumulation_steps=3", "scheduler_step_on_batch=True",
-                 "log_every=Every(steps=1)"):  # fmt: skip
+    shown = ["gradient_clip=0.5", "decay=0.75", "precision='fp16'", "gradient_accumulation_steps=3"]
+    for told in [*shown, "scheduler_step_on_batch=True", "log_every=Every(steps=1)"]:
         assert told in text
     plain = matrix.build(Task, Options(), tmp_path, ())[0].explain()
     assert "clip()" not in plain
