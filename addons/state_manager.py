@@ -179,6 +179,8 @@ class StateManagerAddon(AddOnBase):
 
     def checkpoint(self) -> None:
         """Save when it is due, or when the validation of this moment was the best; end after a signal."""
+        if self._stop_signals.received is not None and self.progress_checker.stop_reason is None:
+            self.stop(_SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
         self._in_step = False
         self._settle_save(wait=False)
@@ -188,8 +190,6 @@ class StateManagerAddon(AddOnBase):
         best = self.keep_best and self.best.get("step") == progress.step
         if due or (best and self._retention.ranked()[:1] != [self._path_at(progress.step).name]):
             self.save_state()
-        if self._stop_signals.received is not None and progress.stop_reason is None:
-            self.stop(_SIGNALED)
 
     def on_run_end(self) -> None:
         """Save the end of the run, unless that was just done; after a signal, leave."""
@@ -348,7 +348,7 @@ class StateManagerAddon(AddOnBase):
         if resuming and manifest["world_size"] != self.world_size and not getattr(self, "reshard", False):
             raise CheckpointMismatch(
                 f"{found} is of {manifest['world_size']} ranks, and this run has {self.world_size}; use as many ranks, "
-                "or take only the weights: apply_weights(path)"
+                "write reshard=True (an option of MultiGPUAddon), or take only the weights: apply_weights(path)"
             )
         if self.allow_partial and not (model and state):
             _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -216,6 +217,7 @@ class Child:
     """A function that runs in a process of its own: a fork, so that torch is imported once."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        warm()
         sys.stdout.flush()
         sys.stderr.flush()
         self._read, write = os.pipe()
@@ -272,6 +274,16 @@ class Child:
         return Outcome(code, result, error)
 
 
+@functools.cache
+def warm() -> None:
+    """Train once before the first fork: what torch imports then, no child has to import."""
+    model = classifier()
+    scheduled = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=99)
+    with torch.random.fork_rng():
+        Task(model, "cpu", optimizer=scheduled, scheduler=scheduler, log_bar=False).run(1, hand.loader())
+
+
 def forked(function: Callable[..., Any], *args: Any) -> Outcome:
     """Run a function in a process of its own, and wait for its end."""
     return Child(function, *args).wait()
@@ -316,14 +328,26 @@ class KillAddon(AddOnBase):
 
     layer = "observe"
 
-    def __init__(self, *args: Any, kill_at: int = -1, kill_with: int = signal.SIGKILL, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, kill_at: int = -1, kill_with: int = signal.SIGKILL, kill_rank: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.kill_at, self.kill_with = kill_at, kill_with
+        self.kill_at, self.kill_with, self.kill_rank = kill_at, kill_with, kill_rank
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Strike with a signal that asks for the end while data are waited for."""
+        for batch in super().batches(loader):
+            if self.kill_with != signal.SIGKILL and self._is_hit(self.progress_checker.step + 1):
+                os.kill(os.getpid(), self.kill_with)
+            yield batch
+
+    def _is_hit(self, step: int) -> bool:
+        return step == self.kill_at and self.rank == self.kill_rank
 
     def checkpoint(self) -> None:
         """Let the others save, then strike."""
         super().checkpoint()
-        if self.progress_checker.step == self.kill_at:
+        if self.kill_with == signal.SIGKILL and self._is_hit(self.progress_checker.step):
             os.kill(os.getpid(), self.kill_with)
 
 

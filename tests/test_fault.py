@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zae import Every, Trainer, files
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons.mpu import MultiGPUAddon
 from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.nonfinite import LATEST, NonFiniteGuard
 
@@ -300,6 +301,27 @@ def test_fd2_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path)
         assert newest is not None
         assert newest[1]["step"] == step
         assert answer(long_run, place, faults.Task) == whole
+
+
+def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
+    faults.ambient(seed)
+    model = faults.classifier()
+    made = faults.Task.add_on(StateManagerAddon, MultiGPUAddon, KillAddon)(
+        model, ["cpu", "cpu"], optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), seed=7, log_bar=False,
+        save_path=folder, save_every=1, resume="auto", timeout=60.0, **options,
+    )  # fmt: skip
+    made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
+    return everything(made)
+
+
+def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
+    """P-26, P-12: SIGTERM to rank 1 alone saves that step on both and ends both; the resumed end is bitwise the same."""
+    whole = two_ranks(folder / "whole", 1)
+    with pytest.raises(SystemExit) as caught:
+        two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)
+    assert caught.value.code == 143
+    assert max(path.name for path in files.list_checkpoints(folder / "run")) == "step-00000002"
+    assert two_ranks(folder / "run", 4) == whole
 
 
 def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
