@@ -298,6 +298,31 @@ def test_apply_may_return_a_class_of_mixins():
     assert [a.__name__ for a in add_ons_of(made)] == ["OuterAddon", "MixedAddon", "InnerAddon"]
 
 
+def test_apply_may_leave_the_mixing_to_super():
+    """An override that only looks on, or adds to the class afterwards, need not know how classes are made."""
+
+    class LookingAddon(AddOnBase):
+        """Look at what it is put on."""
+
+        layer = "loop"
+
+        @classmethod
+        def apply(cls, base_cls):
+            made = super().apply(base_cls)
+            made.looked_at = base_cls.__name__
+            return made
+
+        def clip(self):
+            super().clip()
+            self.clipped = True
+
+    made = Task.add_on(LookingAddon, AMPAddon)
+    assert made.looked_at == "Task"
+    assert made is Task.add_on(AMPAddon, LookingAddon)
+    assert [a.__name__ for a in add_ons_of(made)] == ["AMPAddon", "LookingAddon"]
+    assert not hasattr(Task, "looked_at")
+
+
 def test_apply_that_adds_other_add_ons_leaves_their_class_alone():
     class BundleAddon(AddOnBase):
         """Two in one."""
@@ -1286,7 +1311,7 @@ def test_add_ons_are_found_by_their_name():
         Task.add_on("AMPAdon")
     with pytest.raises(AddOnError, match=r"no add-on is called 'state'; did you mean 'StateManagerAddon'"):
         Task.add_on("state")
-    with pytest.raises(AddOnError, match=r"no add-on is called 'qqq'; installed are AMPAddon, E"):
+    with pytest.raises(AddOnError, match=r"no add-on is called 'qqq'; installed are AMPAddon, "):
         Task.add_on("qqq")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from zae.compose import mix
 from zae.errors import CheckpointMismatch
 from zae.options import BASES
 from zae.seams import LAYERS, replaces, seam
@@ -67,6 +68,8 @@ class AddOnBase(Trainer):
     def apply(cls, base_cls: type[AnyTrainer]) -> type[AnyTrainer]:
         """Return ``base_cls`` with this add-on; override it to build the class in another way.
 
+        An override may call ``super().apply(base_cls)``, which puts the add-on outside of ``base_cls``.
+
         Parameters
         ----------
         base_cls : type
@@ -77,7 +80,7 @@ class AddOnBase(Trainer):
         type
             A subclass of ``base_cls``.
         """
-        return base_cls.add_on(cls)
+        return cast("type[AnyTrainer]", mix(cls, base_cls))
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:

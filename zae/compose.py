@@ -221,6 +221,13 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
     return _derive(bases, root, ordered, _partial=False, _recipe=(root, ordered))
 
 
+def mix(add_on: Any, base: Any) -> TrainerMeta:
+    """Put one add-on outside of a class: what `AddOnBase.apply` does, be it called by itself or by an override."""
+    if _overridden_apply(add_on) is None:
+        return compose(base, [add_on])
+    return cast(TrainerMeta, _derive((add_on, base), base, [add_on], _partial=True))
+
+
 def _inside_of_root(root: TrainerMeta, ordered: Sequence[TrainerMeta]) -> list[TrainerMeta]:
     """Those that belong inside of an add-on that a user's own class already stands on."""
     outer: list[TrainerMeta] = list(add_ons_of(root))
