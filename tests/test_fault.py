@@ -315,7 +315,7 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
 
 
 def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
-    """P-26, P-12: SIGTERM to rank 1 alone saves that step on both and ends both; the resumed end is bitwise the same."""
+    """P-26, P-12: SIGTERM to rank 1 alone saves that step and ends both; the resumed end is bitwise the same."""
     whole = two_ranks(folder / "whole", 1)
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)

@@ -124,7 +124,7 @@ def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any
 def _table(report: dict[str, Any]) -> str:
     """The report for a terminal."""
     lines = [f"{_plain(report['path'])}"]
-    rows = [("checkpoint", "step", "epoch", "score", "ranks", "size", "zae", "state")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "epoch", "score", "ranks", "size", "zae", "state")]
     rows += [_row(each) for each in [*report["checkpoints"], *report["crashes"]]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if len(rows) > 1:

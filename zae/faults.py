@@ -67,8 +67,8 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
 
 def _dead(frames: list[FrameType]) -> str:
     """Which workers of a loader have died: what is raised then may be no more than a broken connection."""
-    owners = [frame.f_locals.get("self") for frame in frames]
-    workers = next((owner._workers for owner in owners if isinstance(getattr(owner, "_workers", None), list)), [])
+    found = [getattr(frame.f_locals.get("self"), "_workers", None) for frame in frames]
+    workers: list[Any] = next((each for each in found if isinstance(each, list)), [])
     dead = []
     for index, worker in enumerate(workers):
         worker.join(1.0 if index == 0 else 0.1)  # It is on its way, when it is why this was raised.
