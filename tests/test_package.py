@@ -389,8 +389,8 @@ def test_the_metadata():
         "test",
         "all",
     }
-    assert parsed["Requires-Python"] == ">=3.11"
-    assert parsed["Version"] == zae.__version__
+    assert found.metadata["Requires-Python"] == ">=3.11"
+    assert found.metadata["Version"] == zae.__version__
     assert "neptune" not in " ".join(line for line in required if 'extra == "all"' in line)
 
 
