@@ -296,7 +296,7 @@ def test_c5_a_hostile_structure_is_damage_and_no_other_error(structure: object) 
         {"$device": "moon"},
         {"$size": [True]},
         {"$set": [{"$tuple": [[]]}]},
-        object(),
+        pytest.param(object(), id="object"),
         {1: 2},
     ],
     ids=lambda structure: str(structure)[:50],
