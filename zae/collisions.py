@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -126,9 +127,10 @@ def _stored(function: Any) -> Iterator[str]:
         before = instruction
 
 
-def _all_stored(cls: Any) -> Iterator[str]:
-    for value in cls.__dict__.values():
-        yield from _stored(value)
+@cache
+def _all_stored(root: Any) -> frozenset[str]:
+    """The attributes that Trainer sets; found out once, for it would be most of what an import of zae.addons costs."""
+    return frozenset(name for value in root.__dict__.values() for name in _stored(value))
 
 
 def _private_names(root: Any) -> set[str]:
