@@ -1,0 +1,174 @@
+"""What a step costs, in counts that no noise moves: Python calls, live tensors, bytes that stay (P-33, P-54)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zae import Trainer
+from zae.addons import (
+    AMPAddon,
+    EarlyStoppingAddon,
+    GradientAccumulationAddon,
+    LedgerAddon,
+    MultiGPUAddon,
+    StateManagerAddon,
+)
+from zae.addons.jsonl_logger import JSONLLoggerAddon
+from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+from zae.progress import Every
+
+ROOT = Path(__file__).resolve().parent.parent
+EIGHT = (AMPAddon, EarlyStoppingAddon, GradientAccumulationAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon,
+         JSONLLoggerAddon, TensorBoardLoggerAddon)  # fmt: skip
+
+
+class Task(Trainer):
+    """The smallest step."""
+
+    def train_step(self, batch: Any) -> dict[str, Tensor]:
+        return {"loss": self.model(batch[0]).square().mean()}
+
+    test_step = train_step
+
+
+class Batches:
+    """So many batches, which are one."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.batch = count, (torch.ones(4, 2), torch.ones(4))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * self.count)
+
+
+def build(cls: type[Trainer], **options: Any) -> Any:
+    model = nn.Linear(2, 1)
+    return cls(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), log_bar=False, **options)
+
+
+def idle(folder: Path) -> dict[str, Any]:
+    """Options with which eight add-ons have nothing to do."""
+    never = Every(steps=10**9)
+    return {
+        "precision": "fp32", "patience": 10**9, "ledger_path": folder / "ledger", "ledger_every": never,
+        "save_path": folder / "save", "save_every": never, "log_every": never, "jsonl_path": folder / "log.jsonl",
+        "log_dir": folder / "board",
+    }  # fmt: skip
+
+
+def calls_in(trainer: Any, count: int) -> Counter[str]:
+    """How often functions of zae are called in an epoch of so many steps."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith((str(ROOT / "zae"), str(ROOT / "addons"))):
+            found[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        trainer.run(1, Batches(count))
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def calls_per_step(trainer: Any) -> float:
+    few, many = calls_in(trainer, 10), calls_in(trainer, 110)
+    return (many.total() - few.total()) / 100
+
+
+def test_p54_a_step_without_add_ons_is_few_calls() -> None:
+    """A seam that nobody overrides is one call, and a context that nobody needs is none."""
+    assert calls_per_step(build(Task)) <= 31
+
+
+def test_p54_eight_idle_add_ons_are_few_calls_more(tmp_path: Path) -> None:
+    assert calls_per_step(build(Task.add_on(*EIGHT), **idle(tmp_path))) <= 75
+
+
+def test_p54_no_context_is_entered_that_does_nothing(tmp_path: Path) -> None:
+    """A generator that only yields is the dearest way of doing nothing."""
+    import contextlib
+
+    entered: list[str] = []
+    original = contextlib._GeneratorContextManager.__enter__
+
+    def note(self: Any) -> Any:
+        entered.append(self.gen.__qualname__)
+        return original(self)
+
+    trainer = build(Task.add_on(*EIGHT), **idle(tmp_path))
+    trainer.run(1, Batches(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contextlib._GeneratorContextManager, "__enter__", note)
+        trainer.run(1, Batches(40))
+    assert [name for name, times in Counter(entered).items() if times >= 40] == []
+
+
+def test_p54_what_a_step_costs_does_not_depend_on_the_epoch_or_on_the_steps_so_far() -> None:
+    trainer = build(Task)
+    fresh = calls_per_step(trainer)
+    trainer.run(1, Batches(1000))
+    assert calls_per_step(trainer) == pytest.approx(fresh, abs=0.1)
+    assert (calls_in(trainer, 900).total() - calls_in(trainer, 800).total()) / 100 == pytest.approx(fresh, abs=0.1)
+
+
+@pytest.mark.parametrize("cls", [Task, Task.add_on(*EIGHT)], ids=["none", "eight"])
+def test_p33_live_tensors_do_not_grow(cls: type[Trainer], tmp_path: Path) -> None:
+    """After each step nothing that is kept has a graph, and a thousand steps keep as many tensors as ten."""
+    counts: list[int] = []
+    graphs: list[int] = []
+
+    class Counted(cls):  # type: ignore[misc, valid-type]
+        def on_epoch_end(self) -> None:
+            super().on_epoch_end()
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+            counts.append(len(tensors))
+            graphs.append(sum(each.grad_fn is not None for each in tensors))
+
+    trainer = build(Counted, **(idle(tmp_path) if cls is not Task else {}))
+    for steps in (10, 10, 1000):
+        trainer.run(1, Batches(steps))
+    assert counts[2] <= counts[1]
+    assert graphs[2] <= graphs[0]
+
+
+def test_a_step_keeps_at_most_fifty_bytes() -> None:
+    """The log of the open epoch keeps a value and a weight of each step."""
+    held: list[int] = []
+
+    class Measured(Task):
+        def checkpoint(self) -> None:
+            super().checkpoint()
+            if self.progress_checker.step in (500, 4500):
+                held.append(tracemalloc.get_traced_memory()[0])
+
+    trainer = build(Measured)
+    tracemalloc.start()
+    try:
+        trainer.run(1, Batches(5000))
+    finally:
+        tracemalloc.stop()
+    assert (held[1] - held[0]) / 4000 <= 50
+
+
+def test_p54_importing_everything_loads_no_optional_package() -> None:
+    import subprocess
+
+    optional = ("wandb", "neptune", "tensorboard", "optuna", "transformers", "lightning", "torchmetrics", "matplotlib")
+    code = f"import sys, torch; import zae, zae.addons; print([n for n in {optional} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
