@@ -1,0 +1,254 @@
+"""What a training step costs in zae and in its peers, against the loop by hand: python benchmarks/overhead.py.
+
+Every measurement is a fresh process: the loop by hand (half of the work), the contestant, the loop by hand (the other
+half), in CPU time; the ratio is the contestant's to the two halves. Contestants are interleaved and rotated, and the
+median of the repetitions is given with its least and greatest. A contestant is one small file in contestants/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "performance.md"
+WORKLOADS = ("mlp", "free", "short", "cnn", "all", "eval")
+TITLES = ("tiny MLP", "free loader", "50 epochs", "CNN", "all features", "evaluation")
+ORDER = ("bare", "zae_fast_data", "zae_eight_fast_data", "zae_core", "zae_eight")
+# One thread; and the allocator keeps what it has: page faults are the system's cost, and vary from run to run.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
+}
+LIMITS = [  # Of the issue: workload, contestant, the most that the median may be.
+    ("mlp", "zae_core", 1.02), ("free", "zae_core", 1.05), ("mlp", "zae_eight", 1.05), ("free", "zae_eight", 1.10),
+    ("all", "zae_core", 1.05), ("eval", "zae_core", 1.05), ("cnn", "zae_eight", 1.01),
+    ("mlp", "zae_fast_data", 0.60), ("mlp", "zae_eight_fast_data", 0.65),
+]  # fmt: skip
+
+
+def contestants() -> dict[str, dict[str, Any]]:
+    """The contestants that are installed: their names and needs are read from the text, nothing is imported."""
+    found: dict[str, dict[str, Any]] = {}
+    files = sorted((HERE / "contestants").glob("*.py"), key=lambda f: (*(f.stem == n for n in ORDER[::-1]), f.stem))
+    for file in [*(f for n in ORDER for f in files if f.stem == n), *(f for f in files if f.stem not in ORDER)]:
+        text = file.read_text()
+        name = re.search(r'^NAME = "(.+)"', text, re.M)
+        needs = re.findall(r'"(\w+)"', (re.search(r"^PACKAGES = (.+)", text, re.M) or ["", ""])[1])
+        if name and all(importlib.util.find_spec(package) for package in needs):
+            found[file.stem] = {"name": name[1], "terminal": "TERMINAL = True" in text, "packages": needs}
+    return found
+
+
+def measure(contestant: str, workload: str, terminal: bool) -> dict[str, Any]:
+    """One measurement in a process of its own; what it draws on its terminal is read and dropped."""
+    read, write = os.pipe()
+    command = [sys.executable, str(HERE / "harness.py"), contestant, workload, str(write)]
+    master, slave = os.openpty() if terminal else (-1, -1)
+    errors = slave if terminal else subprocess.PIPE
+    with subprocess.Popen(
+        command, pass_fds=[write], stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, **SETTINGS},
+        cwd="/",
+    ) as process:  # fmt: skip
+        os.close(write)
+        shown: list[bytes] = []
+        if terminal:
+            os.close(slave)
+        stream = master if terminal else process.stderr.fileno()  # type: ignore[union-attr]
+        reader = threading.Thread(target=_drain, args=(stream, shown))
+        reader.start()
+        with os.fdopen(read) as file:
+            text = file.read()
+        process.wait()
+        reader.join()
+    if terminal:
+        os.close(master)
+    if not text:
+        last = b"".join(shown).decode(errors="replace").strip().splitlines()
+        return {"failed": last[-1] if last else f"exit status {process.returncode}"}
+    result: dict[str, Any] = json.loads(text)
+    return result
+
+
+def _drain(descriptor: int, into: list[bytes]) -> None:
+    try:
+        while data := os.read(descriptor, 65536):
+            into[:] = [*into[-20:], data]
+    except OSError:  # A pseudo-terminal ends so.
+        pass
+
+
+def run(names: list[str], workloads: list[str], repeats: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """All measurements, interleaved and rotated."""
+    known = contestants()
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {n: {w: [] for w in workloads} for n in names}
+    for repeat in range(repeats):
+        for workload in workloads:
+            turn = repeat % len(names)
+            for name in names[turn:] + names[:turn]:
+                results[name][workload].append(measure(name, workload, known[name]["terminal"]))
+        sys.stderr.write(f"repetition {repeat + 1} of {repeats}\n")
+    return results
+
+
+def cell(rows: list[dict[str, Any]], key: str = "ratio", digits: int = 2) -> str:
+    """A median with its least and greatest, or why there is none."""
+    values = [row[key] for row in rows if key in row]
+    if not values:
+        return "-"
+    mark = "" if all(row.get("same", True) for row in rows) else "\\*"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}{mark}"
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f}){mark}"
+
+
+def table(results: dict[str, Any], workloads: list[str]) -> str:
+    """Markdown."""
+    known = contestants()
+    lines = [
+        "| | " + " | ".join(TITLES[WORKLOADS.index(w)] for w in workloads) + " |",
+        "|---" * (len(workloads) + 1) + "|",
+    ]
+    for name, rows in results.items():
+        lines.append(f"| {known[name]['name']} | " + " | ".join(cell(rows[w]) for w in workloads) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(results: dict[str, Any]) -> str:
+    """The limits, and where they are kept."""
+    lines = [
+        "| workload | contestant | at most | median | kept | microseconds a step more than by hand |",
+        "|---" * 6 + "|",
+    ]
+    for workload, name, limit in LIMITS:
+        rows = [row for row in results.get(name, {}).get(workload, []) if "ratio" in row]
+        if rows:
+            value, more = median(row["ratio"] for row in rows), median(row["extra_us"] for row in rows)
+            kept = "yes" if value <= limit else "no"
+            title, label = TITLES[WORKLOADS.index(workload)], contestants()[name]["name"]
+            lines.append(f"| {title} | {label} | {limit} | {value:.3f} | {kept} | {more:+.1f} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """The processor, and the versions of all that took part."""
+    cpu = (
+        re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    )
+    packages = ["torch", "numpy", "lightning", "transformers", "accelerate", "pytorch-ignite", "skorch"]
+    versions = []
+    for package in packages:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return (
+        f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}, "
+        f"Python {platform.python_version()}; {', '.join(versions)}"
+    )
+
+
+def chart(results: dict[str, Any], workload: str = "mlp") -> str:
+    """A bar chart as SVG: the median ratio of each contestant."""
+    known = contestants()
+    bars = [(known[n]["name"], median(v)) for n, rows in results.items()
+            if (v := [row["ratio"] for row in rows.get(workload, []) if "ratio" in row])]  # fmt: skip
+    widest = max((ratio for _, ratio in bars), default=1.0)
+    parts = []
+    for index, (name, ratio) in enumerate(bars):
+        y, width = 20 + 24 * index, 360 * ratio / widest
+        colour = "#2a6f97" if name.startswith("zae") else "#9aa5ad"
+        parts.append(f'<text x="290" y="{y + 13}" text-anchor="end">{name}</text>')
+        parts.append(f'<rect x="300" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/>')
+        parts.append(f'<text x="{305 + width:.1f}" y="{y + 13}">{ratio:.2f}</text>')
+    one = 300 + 360 / widest
+    height = 24 * len(bars) + 40
+    parts.append(f'<line x1="{one:.1f}" y1="10" x2="{one:.1f}" y2="{height - 12}" stroke="#222" stroke-dasharray="4"/>')
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" {style}>{"".join(parts)}</svg>\n'
+
+
+def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], command: str) -> str:
+    """docs/performance.md."""
+    failed = sorted({f"{n}, {w}: {row['failed']}" for n, by in results.items() for w, rows in by.items()
+                     for row in rows if "failed" in row})  # fmt: skip
+    differ = [f"{contestants()[n]['name']}, {w}: {max(row['difference'] for row in rows if 'difference' in row):.2g}"
+              for n, by in results.items() for w, rows in by.items()
+              if any(not row.get("same", True) for row in rows)]  # fmt: skip
+    parts = [
+        "# What a training step costs",
+        "CPU time of the same work, as a ratio to a loop written by hand: median (least-greatest) of "
+        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
+        "An asterisk marks final weights that are not bitwise those of the loop by hand.",
+        f"`{command}` on {machine()}.",
+        table(results, workloads),
+        "![Ratio to the loop by hand, tiny MLP with a DataLoader](performance.svg)",
+        "## The limits",
+        verdicts(results),
+        "## Start and memory",
+        "| | import and first step, CPU seconds | bytes a step, step 4,000 to 20,000 |\n|---|---|---|\n"
+        + "\n".join(
+            f"| {contestants()[n]['name']} | {cell(rows.get('start', []), 'seconds')} | "
+            f"{cell(rows.get('growth', []), 'bytes_a_step', 0)} |"
+            for n, rows in others.items()
+        ),
+    ]
+    if differ:
+        parts += ["Largest difference of a weight: " + "; ".join(differ) + "."]
+    if failed:
+        parts += ["Not measured: " + "; ".join(failed) + "."]
+    parts += [
+        "## What is measured",
+        "- tiny MLP: 20-64-5, AdamW, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
+        "- all features: validation, a clip that clips every step, accumulation of 4, checkpoint (fsync and SHA-256) "
+        "and log each epoch, early stopping, bar.\n"
+        "- zae reads the loss of every step and looks whether it is finite, which the loop by hand does not.\n"
+        "- On a GPU: benchmarks/gpu.py. It has not been run: no GPU was at hand.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="zae alone, two workloads, within two minutes")
+    parser.add_argument("--repeats", type=int, default=None, help="repetitions (5; with --quick 3)")
+    parser.add_argument("--only", nargs="*", help="names of contestants (files in contestants/)")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
+    parser.add_argument("--no-page", action="store_true", help="do not write docs/performance.md")
+    arguments = parser.parse_args()
+    known = contestants()
+    names = arguments.only or ([*ORDER] if arguments.quick else [*known])
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"no contestant {', '.join(unknown)}; there are {', '.join(known)}")
+    workloads = arguments.workloads or (["mlp", "free"] if arguments.quick else [*WORKLOADS])
+    results = run(names, workloads, arguments.repeats or (3 if arguments.quick else 5))
+    sys.stdout.write(f"{table(results, workloads)}\n\n{verdicts(results)}\n")
+    if arguments.quick or arguments.no_page or arguments.only or arguments.workloads:
+        return
+    measured = {n: {w: [measure(n, w, known[n]["terminal"])] for w in ("start", "growth")} for n in names}
+    PAGE.parent.mkdir(exist_ok=True)
+    command = f"python benchmarks/overhead.py --repeats {arguments.repeats or 5}"
+    PAGE.write_text(page(results, measured, workloads, command))
+    PAGE.with_suffix(".svg").write_text(chart(results))
+    sys.stdout.write(f"\n{PAGE} is written\n")
+
+
+if __name__ == "__main__":
+    main()
