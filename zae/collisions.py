@@ -62,7 +62,7 @@ def check_collisions(cls: Any) -> None:
     """
     names = {c: _own_names(c) for c in cls.__mro__ if is_trainer(c) or c.__module__ != "builtins"}
     mro = [c for c in cls.__mro__[: cls.__mro__.index(_root(cls))] if "_partial" not in c.__dict__]
-    core = {n for c in _root(cls).__mro__ for n in c.__dict__} | set(_all_stored(_root(cls)))
+    core = {n for c in _root(cls).__mro__ for n in c.__dict__} | _all_stored(_root(cls))
     owners: dict[str, Any] = {}
     for klass in mro:
         for name in names[klass]:
