@@ -21,7 +21,8 @@ from rank_tasks import Task, build, loader
 
 from zae import ConfigError, DistributedError
 from zae.addons import MultiGPUAddon
-from zae.launching import spawn
+from zae.launching import _meeting_point, spawn
+from zae.ranks import Report
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -104,11 +105,9 @@ class Own(Exception):
 class Raises(Task):
     """Fails on rank 1 in its third step, while rank 0 waits for the gradients."""
 
-    error = "value"
-
     def train_step(self, batch):
         if self.rank == 1 and self.progress_checker.step == 2:
-            raise ValueError("bad sample") if self.error == "value" else Own(7, "sea")
+            raise ValueError("bad sample")
         return super().train_step(batch)
 
 
@@ -123,24 +122,28 @@ def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     before = dict(os.environ)
     results, parents = {}, []
-    methods = {"first": None, "second": None, "env": "env://"}
+    names = ("first", "second")
 
     def run(name):
-        results[name] = spawn(add_up, {"number": 1}, CPUS, timeout=30, init_method=methods[name])
+        results[name] = spawn(add_up, {"number": 1}, CPUS, timeout=30)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in methods]
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         parents += listening()
         time.sleep(0.05)
-    for name in methods:
+    for name in names:
         total, world, rank, dtype, ports = results[name]
         assert (total, world, rank, dtype) == (3.0, 2, "0", torch.float32)
         assert ports, name
         assert {address.split(":")[0] for address in ports} == {"0100007F"}
     assert {address.split(":")[0] for address in parents} == {"0100007F"}
     assert dict(os.environ) == before
+    store, meeting = _meeting_point("env://", 5.0)
+    assert meeting == f"tcp://127.0.0.1:{port}"
+    assert f"0100007F:{port:04X}" in listening()
+    del store
 
 
 def test_p46_a_port_in_use_is_said_before_anything_starts():
@@ -207,42 +210,55 @@ def test_p42_an_exception_of_one_rank_is_raised_here(monkeypatch):
     assert 'raise ValueError("bad sample")' in notes
     assert "in epoch 1, step 3" in notes
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
-    trainer.error = "own"
-    with pytest.raises(DistributedError, match=r"Own: 7 at sea \[rank 1 of 2\]"):
-        trainer.run(2, loader(16, 2))
     assert processes(mark) == []
+    other = Report.of("failed", Own(7, "sea"), 0.0).rebuild(1, 2)
+    assert isinstance(other, DistributedError)
+    assert re.search(r"Own: 7 at sea \[rank 1 of 2\]", str(other))
 
 
 SLOW = """
-    import os, sys, time
+    import os, signal, sys, time
     sys.path.insert(0, {tests!r})
     from pathlib import Path
     from rank_tasks import Task, build, loader
-    from zae.addons import MultiGPUAddon
+    from zae.addons import MultiGPUAddon, StateManagerAddon
     class Slow(Task):
         def train_step(self, batch):
             Path(f"rank-{{self.rank}}").write_text(str(os.getpid()))
             time.sleep(0.1)
             return super().train_step(batch)
     if __name__ == "__main__":
-        build(Slow, (MultiGPUAddon,), ["cpu", "cpu"], timeout=20.0).run(1000, loader(16, 2))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.
+        add_ons, options = (MultiGPUAddon,), {{}}
+        if "--save" in sys.argv:
+            add_ons, options = (MultiGPUAddon, StateManagerAddon), {{"save_path": "run", "save_every": 10**6}}
+        build(Slow, add_ons, ["cpu", "cpu"], timeout=20.0, **options).run(1000, loader(16, 2))
 """
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code", "save"),
+    [
+        (signal.SIGINT, -signal.SIGINT, []),
+        (signal.SIGTERM, 143, ["--save"]),
+        (signal.SIGKILL, -signal.SIGKILL, []),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGKILL"],
 )
-def test_d3_what_ends_the_parent_ends_every_rank(number, code):
-    """F-D3, F-D5: Ctrl-C, SIGTERM, and a kill that nobody can catch: no process stays behind."""
+def test_d3_what_ends_the_parent_ends_every_rank(number, code, save):
+    """F-D3, F-D5, P-26: Ctrl-C, SIGTERM (saved first, by all ranks), and a kill that nobody can catch: none is left."""
     Path("slow.py").write_text(textwrap.dedent(SLOW.format(tests=str(TESTS))))
     mark = f"{number.name}-{os.getpid()}"
-    with subprocess.Popen([sys.executable, "slow.py"], env={**os.environ, MARK: mark}, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        [sys.executable, "slow.py", *save], env={**os.environ, MARK: mark}, stderr=subprocess.PIPE
+    ) as run:
         began(".", 2)
         assert len(processes(mark)) == 3
         run.send_signal(number)
         _, said = run.communicate(timeout=30)
     assert run.returncode == code, said.decode()
     wait_for(lambda: processes(mark) == [], 15)
+    assert len(list(Path().glob("run/step-*"))) == len(save)
     if number == signal.SIGINT:
         assert said.decode().splitlines()[-1] == "KeyboardInterrupt"
 
@@ -300,20 +316,21 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path):
 
 
 def test_ddp_example_spawned_by_torchrun_and_by_two_agents():
-    """Three ways to start examples/ddp.py, at once: world size 2, and the same accuracy; P-46, P-29 (one line)."""
+    """P-46: examples/ddp.py started in three ways at once: world size 2, and the same accuracy."""
     example = ROOT / "examples" / "ddp.py"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
     agents = [torchrun("--nnodes", 2, "--nproc_per_node", 1, *rendezvous, example) for _ in range(2)]
-    plain = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    spawned = [subprocess.Popen([sys.executable, example], **options)]
     joined = output_of(torchrun("--standalone", "--nproc_per_node", 2, example))
     both = "".join(output_of(agent) for agent in agents)
-    assert plain.returncode == 0, plain.stderr
-    assert plain.stderr == ""
-    shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (plain.stdout, joined, both)]
-    assert shown[0] == shown[1] == shown[2]
+    plain = [process.communicate(timeout=120) for process in spawned]
+    assert [(process.returncode, said) for process, (_, said) in zip(spawned, plain)] == [(0, "")]
+    shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (*(out for out, _ in plain), joined, both)]
+    assert all(each == shown[0] for each in shown)
     assert shown[0][0] == "world size 2"
     assert float(shown[0][1].split()[-1]) > 0.9
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import warnings
 
@@ -32,6 +33,7 @@ from zae.addons import (
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
+    JSONLLoggerAddon,
     MultiGPUAddon,
     StateManagerAddon,
 )
@@ -47,8 +49,8 @@ F64 = torch.float64
 
 def every_size_is_the_big_batch(world, folder):
     """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
-    cases = itertools.product(range(1, 10), (1, 2), (Seen, Counted), (1, 2))
-    for size, batch_size, task, accumulate in cases:
+    kinds = ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))
+    for size, (batch_size, task, accumulate) in itertools.product(range(1, 10), kinds):
         options = {"gradient_accumulation_steps": accumulate}
         add_ons = (GradientAccumulationAddon,)
         trainer = build(task, (*add_ons, MultiGPUAddon), model=network(dtype=F64), **options)
@@ -322,7 +324,20 @@ def saved_keys_are_the_model_s(world, folder):
     assert trainer.rank == dist.get_rank()
 
 
+def one_rank_logs(world, folder):
+    """P-29, F-C8: one run, one file, each record once, with the means over all ranks."""
+    trainer = build(Task, (MultiGPUAddon, JSONLLoggerAddon), jsonl_path=folder / "log.jsonl", log_every=1)
+    trainer.run(2, loader(4 * world, 2), loader(5, 2))
+    dist.barrier()
+    assert trainer.world_size == world
+    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4]
+    assert len(records) == len(trainer.log_history)
+
+
 CHECKS = (
+    one_rank_logs,
     every_size_is_the_big_batch,
     evaluation_is_bitwise_that_of_one_process,
     orders_differ_and_are_repeated,
