@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ class DistributedAddon(ShardingAddon):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to this process."""
-        state = cast("dict[str, Any]", super().__getstate__())
+        state = super().__getstate__()
         fresh = {"_outer_error": None, "_placed": False}
         return {key: value for key, value in state.items() if key != "_bar"} | fresh
 

@@ -277,7 +277,7 @@ class _Ranks:
                 return
             for ready in wait([*open_ends, *sentinels], left):
                 if ready in open_ends and not self._receive(ready):
-                    open_ends.discard(ready)  # type: ignore[arg-type]
+                    open_ends.discard(ready)
             self._note_deaths()
 
     def _receive(self, connection: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import platform
 import re
 import signal
 import socket
@@ -269,7 +270,7 @@ def _interrupt_once() -> None:
 
 def _die_with(parent: int) -> None:
     """Be killed when the parent dies, however it dies."""
-    if sys.platform == "linux":
+    if platform.system() == "Linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died before that line.
             os._exit(1)
