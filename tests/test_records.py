@@ -383,4 +383,5 @@ def test_p33_what_is_logged_by_hand_is_kept_as_plain_numbers():
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
     kept = plain({"loss": loss, "count": np.int64(3), "note": "text", "all": torch.zeros(2)})
     assert (kept["loss"], kept["count"], kept["note"]) == (6.0, 3, "text")
-    assert type(kept["count"]) is int and not kept["all"].requires_grad
+    assert type(kept["count"]) is int
+    assert not kept["all"].requires_grad

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from logger_kit import ListSink, forked, lines, warned
 
-from zae import ConfigError, ZaeError
-from zae import LoggerError
+from zae import ConfigError, LoggerError, ZaeError
 from zae.addons.guard import Guard
 from zae.addons.sinks import RunInfo
 

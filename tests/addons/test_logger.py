@@ -16,9 +16,8 @@ import torch
 from logger_kit import ListLoggerAddon, ListSink, Task, bare, build, digest, lines, listing, loader, warned
 from torch.utils.data import DataLoader, TensorDataset
 
-from zae import AddOnBase, AddOnConflict, CheckpointMismatch, ConfigError, Trainer, ZaeError
+from zae import AddOnBase, AddOnConflict, CheckpointMismatch, ConfigError, LoggerError, Trainer, ZaeError
 from zae.addons import EMAAddon, StateManagerAddon
-from zae import LoggerError
 from zae.addons.logger import LoggerAddon, WebLoggerAddon
 from zae.addons.neptune_logger import NeptuneLoggerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
