@@ -212,9 +212,7 @@ class Snapshots:
             buffers = spare.get(kind)
             buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
             if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
-                byte_view(buffer)[:] = byte_view(
-                    value
-                )  # Threads would have to meet for each tensor.
+                byte_view(buffer)[:] = byte_view(value)  # Threads would have to meet for each tensor.
             else:
                 buffer.copy_(value, non_blocking=pinned)
             copies[key] = buffer
