@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -231,6 +232,9 @@ class Child:
     def _be(write: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """The child: it never returns to the tests."""
         status, answer = 0, (None, "")
+        # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit:
+        # to free it here would wait for them for ever, or abort.
+        gc.freeze()
         try:
             os.setpgid(0, 0)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -152,6 +153,7 @@ def forked(function):
     """Run a function in a fork of this process, and return its exit status; torch is imported already."""
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # What earlier tests left to the collector may have threads that are not here.
         status = 1
         try:
             function()
