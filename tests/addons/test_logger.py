@@ -389,6 +389,7 @@ def test_web_logger_that_cannot_be_meant(add_on, value, text):
 
 
 def test_p31_both_web_loggers_are_one_class_in_either_order():
+    """P-31: the order they are named in decides nothing, and each wants its own entry."""
     assert Task.add_on(WandBLoggerAddon, NeptuneLoggerAddon) is Task.add_on(NeptuneLoggerAddon, WandBLoggerAddon)
     with pytest.raises(ConfigError, match='no entry "neptune"'):
         web(NeptuneLoggerAddon, WandBLoggerAddon, web_logger={"wandb": {"mode": "offline"}})

@@ -369,7 +369,7 @@ def test_fd8_required_raises_for_a_client_that_fails(monkeypatch):
 
 
 def test_p31_two_web_loggers_have_the_same_records():
-    """In either order: it is one class."""
+    """P-31: both web loggers get the same records; in either order, as it is one class."""
     from test_neptune_logger import QUIET, series
 
     entries = {**offline(), "neptune": {"mode": "offline", **QUIET}}
