@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +16,7 @@ from zae.loading import describe
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["explain_error"]
+__all__ = ["explain_error", "undisturbed"]
 
 
 def explain_error(trainer: Trainer, error: BaseException) -> None:
@@ -63,6 +67,21 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
         note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
     if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
         error.add_note(f"zae: {note}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep torch from raising once more, for a loader's worker that died, while an error is dealt with."""
+    child: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
+    before = None if child is None else signal.getsignal(child)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(child, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(child, before)
 
 
 def _dead(frames: list[FrameType]) -> str:

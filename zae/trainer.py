@@ -24,7 +24,7 @@ from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
 from zae.device import leading_dimension, parse_device, to_device
 from zae.fast_data import batches_of
-from zae.faults import explain_error
+from zae.faults import explain_error, undisturbed
 from zae.loading import Position, check_loader, length_of
 from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
@@ -264,7 +264,8 @@ class Trainer(metaclass=TrainerMeta):
                     self.checkpoint()
             self.on_run_end()
         except BaseException as error:
-            self.on_exception(error)
+            with undisturbed():
+                self.on_exception(error)
             raise
         finally:
             self.teardown()
