@@ -19,6 +19,7 @@ from zae.checks import check_number
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loading import Position
 from zae.ranks import note_failure, random_state_of, tell_failures_early
+from zae.records import EpochLog, merge_logs
 from zae.seams import slots_of
 from zae.travel import mark_stepped
 
@@ -43,9 +44,6 @@ class DistributedAddon(ShardingAddon):
         Of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for those on the CPU.
     timeout : float
         Seconds after which a rank that does not answer is given up.
-    reshard : bool
-        Whether to go on from a state that was saved with another number of ranks: the samples that are left of an
-        open epoch are dealt anew, and up to one step of them may come twice.
 
     Raises
     ------
@@ -62,7 +60,6 @@ class DistributedAddon(ShardingAddon):
         init_method: str | None = None,
         backend: str = "auto",
         timeout: float = 600.0,
-        reshard: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +69,6 @@ class DistributedAddon(ShardingAddon):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl'")
         self.init_method, self.backend = init_method, backend
         self.timeout = check_number("timeout", timeout, 0.001)
-        self.reshard = bool(reshard)
         self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
         self._placed = self._loaded = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams, as the last run left them here.
@@ -280,23 +276,24 @@ class DistributedAddon(ShardingAddon):
         return {**state, self._name(): {"world_size": world, "ranks": list(ranks)}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over this rank's part; the state of another number of ranks only with ``reshard=True``."""
+        """Take over this rank's part; the state of another number of ranks only where its position allows it."""
         own, rest = self.take(state, self._name(), strict=False)
         own = {"world_size": 1, "ranks": []} if own is None else own
         if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):
             raise CheckpointMismatch(f"the state of {self._name()} holds no list of ranks")
         world, saved, ranks = self._planned_world(), int(own["world_size"]), list(own["ranks"])
         if saved != world:
-            if not self.reshard:
+            if not rest["position"].get("may_deal_anew"):
                 raise CheckpointMismatch(
                     f"the state was saved with {saved} rank{'s' * (saved > 1)}, and this run has {world}: the batches "
-                    f"of an epoch are others. Go on with {saved}, or write reshard=True to deal the rest of the data "
-                    "anew"
+                    f"of an epoch are others. Go on with {saved}, or write reshard=True (an option of "
+                    "StateManagerAddon) to deal the rest of the data anew"
                 )
-            rest, ranks = _resharded(rest, saved, world), []
+            rest, ranks = _of_others(rest, saved, ranks, self._rank), []
         if len(ranks) == self._world > 1:
             mine = ranks[self._rank]
-            rest = {**rest, "position": mine["position"]}
+            allowed = {key: value for key, value in rest["position"].items() if key == "may_deal_anew"}
+            rest = {**rest, "position": {**mine["position"], **allowed}}
             rest["records"] = {**rest["records"], "log_train": mine["log_train"]}
         elif self._rank:
             rest["position"] = _apart(rest["position"], self._rank)
@@ -332,15 +329,18 @@ def _between(position: Mapping[str, Any]) -> dict[str, Any]:
     return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
 
 
+def _of_others(state: Mapping[str, Any], saved: int, ranks: list[Any], rank: int) -> dict[str, Any]:
+    """A state of another number of ranks: its place waits for the loader, and rank 0 has what was recorded."""
+    logs = [EpochLog("log_train") for _ in ranks]
+    for log, each in zip(logs, ranks):
+        log.load_state_dict(each["log_train"])
+    records = dict(state["records"])
+    if rank or logs:
+        records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
+    return {**state, "records": records, "position": {"ranks": saved, **state["position"]}}
+
+
 def _apart(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """A position with random streams of a rank's own, for a rank that saved none."""
     present = position["present"]
     return {**position, "present": {**present, "random": random_state_of(rank, present["random"])}}
-
-
-def _resharded(state: Mapping[str, Any], saved: int, world: int) -> dict[str, Any]:
-    """A state whose open epoch goes on after the same samples on another number of ranks."""
-    progress = dict(state["progress"])
-    for name in ("epoch_batch", "epoch_step"):
-        progress[name] = progress[name] * saved // world
-    return {**state, "progress": progress, "position": {**state["position"], "facts": {}, "loader": None}}

@@ -44,9 +44,6 @@ class MultiGPUAddon(DistributedAddon):
         Of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for those on the CPU.
     timeout : float
         Seconds after which a rank that does not answer is given up.
-    reshard : bool
-        Whether to go on from a state that was saved with another number of ranks: the samples that are left of an
-        open epoch are dealt anew, and up to one step of them may come twice.
     find_unused_parameters : bool
         Whether a step may leave parameters out; looking for them takes time in every step.
     static_graph : bool

@@ -11,12 +11,12 @@ from typing import Any
 from zae import files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_folder
+from zae.crash import forget_claims, save_crash, say_what_it_lacks
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
-from zae.records import split_prefix
-from zae.resume import check_resume, find_checkpoint, foreign_checkpoints
-from zae.retention import Retention
+from zae.resume import check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
+from zae.retention import Retention, present_score
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
 
@@ -24,6 +24,14 @@ __all__ = ["StateManagerAddon"]
 
 _log = logging.getLogger("zae")
 _SIGNALED = "a signal asked for the end"
+
+
+def _parse_format(save_format: str) -> str:
+    """The one name of a format; an error names the option."""
+    try:
+        return files.parse_format(save_format)
+    except ConfigError as error:
+        raise ConfigError(f"save_format={save_format!r}: {error}") from None
 
 
 class StateManagerAddon(AddOnBase):
@@ -34,7 +42,7 @@ class StateManagerAddon(AddOnBase):
     renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` says so, when a validation was
     the best so far, and at the end of a run. At SIGTERM, SIGUSR1 or Ctrl-C the step is finished, the state saved, and
     the process ends with status 143 or 130. After an exception the state goes to ``crash-00000012``, which is never
-    resumed from by itself.
+    resumed from by itself; of several ranks the one that fails first saves it, without the others' random streams.
 
     Parameters
     ----------
@@ -51,6 +59,13 @@ class StateManagerAddon(AddOnBase):
     resume : bool, "auto", str or Path
         False begins afresh. True goes on from the newest checkpoint that is whole. "auto" does so where there is
         one. A path goes on from that checkpoint.
+    mid_epoch : {"skip", "restart"}
+        What a resume in the middle of an epoch does with the batches that were used. "skip" goes on after them: a
+        sampler passes over their samples without loading them, a stream is read again. "restart" reads nothing again:
+        the epoch begins anew from the weights of the checkpoint, and its first batches come a second time.
+    reshard : bool
+        Whether to go on from a checkpoint of another number of ranks or another batch size: every sample of the open
+        epoch that was not used comes exactly once.
     overwrite : bool
         Whether to begin afresh in a folder that holds the checkpoints of an earlier run; they are removed once the
         first new one is complete.
@@ -105,6 +120,8 @@ class StateManagerAddon(AddOnBase):
         keep_last: int | None = 2,
         keep_best: int = 1,
         resume: bool | str | Path = False,
+        mid_epoch: str = "skip",
+        reshard: bool = False,
         overwrite: bool = False,
         save_async: bool = False,
         on_save_error: str = "raise",
@@ -113,18 +130,16 @@ class StateManagerAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        try:
-            self.save_format = files.parse_format(save_format)
-        except ConfigError as error:
-            raise ConfigError(f"save_format={save_format!r}: {error}") from None
+        self.save_format = _parse_format(save_format)
         self.save_path = check_folder(save_path, "save_path")
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)
         self.keep_best = check_count("keep_best", keep_best, least=0)
-        check_resume(resume, on_save_error, allow_partial)
+        check_resume(resume, on_save_error, allow_partial, mid_epoch)
         self.resume, self.overwrite, self.allow_partial = resume, overwrite, list(allow_partial)
+        self.mid_epoch, self.reshard = mid_epoch, bool(reshard)
         self.save_async, self.on_save_error, self.save_on_signal = bool(save_async), on_save_error, save_on_signal
-        self.run_id = ""
+        self.run_id = self._token = ""
         self._retention = Retention(self.keep_last, self.keep_best, 1 if self.monitor_mode == "min" else -1)
         self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
         self._folder_lock = FolderLock(self.save_path)
@@ -158,6 +173,8 @@ class StateManagerAddon(AddOnBase):
             if found is not None:
                 calls = self._calls
                 self._load_from(found, strict=True, resuming=True)
+                if self.mid_epoch == "restart":
+                    restart_epoch(self)
                 self._calls = calls  # The calls of run that this script has made, not those that were saved.
         self.run_id = self.run_id or secrets.token_hex(8)
 
@@ -165,8 +182,10 @@ class StateManagerAddon(AddOnBase):
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
         self._run_failed, self._in_step = False, None
+        self._token = self.gather(secrets.token_hex(8))[0]
         if self.is_main:
             self._folder_lock.acquire()
+            forget_claims(self.save_path)
             known = self._retention.scores.keys() | self._passed_over
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite)
         if self.save_on_signal:
@@ -213,19 +232,13 @@ class StateManagerAddon(AddOnBase):
         if signal is not None and not self._in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
             self._stop_signals.end(signal)
-        # Of several ranks one may be here alone: a state that the others must help to gather would wait for ever.
-        if self.world_size == 1 and self.progress_checker.step:
-            self._save_crash(error)
+        if step := self.progress_checker.step:
+            ranks = (self.rank, self.world_size)
+            save_crash(self.save_path, step, ranks, self._token, self._write_crash, error)
 
-    def _save_crash(self, error: Exception) -> None:
-        folder = self.save_path / f"crash-{self.progress_checker.step:08d}"
-        try:
-            older = [path for path in self.save_path.glob("crash-*") if path != folder]
-            self._hand_over(folder, older, {"error": type(error).__name__, "in_step": self._in_step})
-            self._saver.wait()
-            _log.warning("%s: the state is saved in %s", type(error).__name__, folder)
-        except Exception as second:
-            _log.warning("%s: the state could not be saved in %s: %s", type(error).__name__, folder, second)
+    def _write_crash(self, target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
+        self._hand_over(target, older, {**info, "in_step": self._in_step})
+        self._saver.wait()
 
     def teardown(self) -> None:
         """Wait for the last save, and give folder and signals back."""
@@ -268,7 +281,7 @@ class StateManagerAddon(AddOnBase):
         target = self._path_at(progress.step) if path is None else Path(path)
         self._undo_save = (dict(self._retention.scores), self._to_replace)
         if path is None:
-            self._retention.scores[target.name] = self._present_score()
+            self._retention.scores[target.name] = present_score(self)
             doomed = self._retention.doomed()
             replaces = [self.save_path / name for name in doomed]
             replaces += [each for each in self._to_replace if each.name not in self._retention.scores]
@@ -284,10 +297,10 @@ class StateManagerAddon(AddOnBase):
         return target
 
     def _hand_over(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any] | None = None) -> None:
-        """Hand the state to the saver, on the rank that saves."""
+        """Hand the state to the saver, on the rank that saves: after an exception, this one."""
         state = self.state_dict()
-        if self.is_main:
-            info = {"score": self._present_score(), "monitor": self.monitor, **(info or {})}
+        if self.is_main or self._run_failed:
+            info = {"score": present_score(self), "monitor": self.monitor, **(info or {})}
             about = {"run_id": self.run_id or "unset", "world_size": self.world_size, "info": info}
             self._saver.save(job_of(self, target, state, self.save_format, about, replaces))
 
@@ -306,15 +319,6 @@ class StateManagerAddon(AddOnBase):
         if not ((by_disk and self.on_save_error == "warn") or not_finite or (self._run_failed and by_disk)):
             raise error
         _log.warning("not saved at step %d: %s", self.progress_checker.step, error)
-
-    def _present_score(self) -> float | None:
-        """The monitored metric, when it was measured on these very weights."""
-        progress = self.progress_checker
-        by_training = split_prefix(self.monitor)[0] == "train" or not (self.valid_history or self._valid[0] is not None)
-        history = self.train_history if by_training else self.valid_history
-        if not history or history[-1]["step"] != progress.step:
-            return None
-        return self.score_of(self.train_metrics if by_training else self.test_metrics)
 
     def load_state(
         self, path: str | Path | None = None, strict: bool = True, allow_partial: Sequence[str] = ()
@@ -345,16 +349,16 @@ class StateManagerAddon(AddOnBase):
 
     def _load_from(self, found: Path, strict: bool, resuming: bool = False) -> None:
         manifest, model, state = files.load_checkpoint(found, allow_partial=self.allow_partial)
-        if resuming and manifest["world_size"] != self.world_size and not getattr(self, "reshard", False):
-            raise CheckpointMismatch(
-                f"{found} is of {manifest['world_size']} ranks, and this run has {self.world_size}; use as many ranks, "
-                "write reshard=True (an option of MultiGPUAddon), or take only the weights: apply_weights(path)"
-            )
+        if resuming:
+            check_ranks(found, manifest["world_size"], self.world_size, self.reshard)
+        say_what_it_lacks(found, manifest)
         if self.allow_partial and not (model and state):
             _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
         if not state and self.allow_partial:
             self.apply_weights(model, strict)
             return
+        if self.reshard:
+            state["position"] = {**state["position"], "may_deal_anew": True}
         self.load_state_dict({"model": model or self.model_state(), **state}, strict)
         self.run_id = manifest["run_id"]
         if found in files.list_checkpoints(self.save_path):

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults import fingerprint
 from rank_tasks import Task, build, loader
 
-from zae import ConfigError, DistributedError
-from zae.addons import MultiGPUAddon
+from zae import ConfigError, DistributedError, files
+from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.launching import _meeting_point, spawn
 from zae.ranks import Report
 
@@ -198,10 +199,14 @@ def test_d6_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     assert processes(mark) == []
 
 
-def test_p42_an_exception_of_one_rank_is_raised_here(monkeypatch):
-    """P-42, F-D6: the type, the rank's number and its traceback; a type that cannot be made again is told in words."""
+def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
+    """P-42, F-D6: the type, the rank's number and its traceback; a type that cannot be made again is told in words.
+
+    F-D4: that rank alone saves the state apart, and says what it is without and which checkpoint is whole.
+    """
     monkeypatch.setenv(MARK, mark := f"raise-{os.getpid()}")
-    trainer = build(Raises, (MultiGPUAddon,), ["cpu", "cpu"])
+    add_ons = (MultiGPUAddon, StateManagerAddon)
+    trainer = build(Raises, add_ons, ["cpu", "cpu"], save_path="run", save_every=1, keep_last=1)
     before = [value.clone() for value in trainer.model.state_dict().values()]
     with pytest.raises(ValueError, match=r"^bad sample \[rank 1 of 2\]") as caught:
         trainer.run(2, loader(16, 2))
@@ -211,6 +216,17 @@ def test_p42_an_exception_of_one_rank_is_raised_here(monkeypatch):
     assert "in epoch 1, step 3" in notes
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
     assert processes(mark) == []
+    assert sorted(path.name for path in Path("run").glob("[!.]*")) == ["crash-00000002", "step-00000002"]
+    manifest, weights, state = files.load_checkpoint(Path("run", "crash-00000002"))
+    assert (manifest["world_size"], manifest["info"]["rank"], manifest["info"]["in_step"]) == (2, 1, True)
+    _, regular, expected = files.load_checkpoint(Path("run", "step-00000002"))
+    assert fingerprint(weights, state["optimizer"]) == fingerprint(regular, expected["optimizer"])
+    said = capfd.readouterr().err
+    assert re.search(r"ValueError: the state is saved in \S*crash-00000002 by rank 1 of 2 alone; the newest regular "
+                     r"checkpoint is \S*step-00000002", said)  # fmt: skip
+    build(Task, (StateManagerAddon, MultiGPUAddon), save_path="other", reshard=True).load_state("run/crash-00000002")
+    assert "saved by rank 1 of 2 alone" in caplog.text
+    assert "not exactly" in caplog.text
     other = Report.of("failed", Own(7, "sea"), 0.0).rebuild(1, 2)
     assert isinstance(other, DistributedError)
     assert re.search(r"Own: 7 at sea \[rank 1 of 2\]", str(other))

@@ -298,6 +298,47 @@ def test_fb4_streams_are_passed_over(folder: Path, at: int, caplog: pytest.LogCa
     assert len(said) == 1
 
 
+def once() -> Iterator[Any]:
+    """Batches that cannot be read a second time."""
+    yield from list(hand.loader(shuffle=False)) * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=4), 6),
+        (lambda: DataLoader(Asked(), batch_size=4, sampler=Lazy(22)), 6),
+        (once, 6 * 4),
+    ],
+    ids=["stream", "sampler", "iterator"],
+)
+def test_fb4_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: pytest.LogCaptureFixture) -> None:
+    """F-B4: with mid_epoch="restart" nothing is read again: the open epoch begins anew, and a message says so."""
+
+    def run(number: int, **more: Any) -> Any:
+        model = faults.classifier()
+        made = faults.Task.add_on(StateManagerAddon, KillAddon)(
+            model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), save_path=folder / "run",
+            save_every=1, resume="auto", mid_epoch="restart", seed=7, log_bar=False, **more,
+        )  # fmt: skip
+        given: list[Any] = []
+        step = made.train_step
+        made.train_step = lambda batch: (given.append(batch), step(batch))[1]
+        loader = make()
+        made.run(number, loader, steps_per_epoch=6)
+        return made.progress_checker, given, list(loader) if loader is iter(loader) else []
+
+    assert forked(lambda: run(2, kill_at=3) and None).status == -signal.SIGKILL
+    progress, given, left = run(2)
+    assert (progress.epoch, progress.step, progress.batch) == (2, 3 + 12, 3 + 12)
+    assert len(given) + len(left) == 12 + len(left) == 12 + (seen - 12 if left else 0)
+    if not isinstance(given[0], list) or seen == 6 * 4:
+        assert torch.equal(given[0][0], next(iter(make()))[0]), "nothing was passed over"
+    said = [r.getMessage() for r in caplog.records if "begins again at its first batch" in r.getMessage()]
+    assert len(said) == 1
+    assert "the 3 batches" in said[0]
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -318,6 +359,72 @@ def test_p24_fb5_another_loader(folder: Path, loader: Any, message: str, at: int
         trainer.run(EPOCHS, loader(), hand.loader(9, 4, seed=8, shuffle=False))
     assert message in str(caught.value)
     assert trainer.progress_checker.step == at
+
+
+@pytest.mark.parametrize(
+    ("at", "order"),
+    [
+        *((at, lambda: {"shuffle": True}) for at in (1, 5, 6)),
+        (4, lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(4)}),
+        (8, lambda: {"sampler": OwnOrder(22)}),
+    ],
+)
+def test_p24_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> None:
+    """P-24: reshard=True: each sample that was left comes exactly once; killed and dealt anew once more, too."""
+    indexed = torch.utils.data.TensorDataset(hand.data()[:][0], torch.arange(22))
+
+    class Noting(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            with open(folder / "seen", "a") as file:
+                file.writelines(f"{self.progress_checker.epoch} {int(index)}\n" for index in batch[1])
+            return super().train_step((batch[0], batch[1] % 2))
+
+    def run(batch_size: int, place: str = "run", **more: Any) -> Any:
+        faults.ambient(batch_size)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 2))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        made = Noting.add_on(StateManagerAddon, KillAddon)(
+            model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), seed=7, log_bar=False,
+            save_path=folder / place, save_every=1, resume="auto", **more,
+        )  # fmt: skip
+        made.run(3, DataLoader(indexed, batch_size=batch_size, **order()))
+        return everything(made)
+
+    def seen() -> list[list[int]]:
+        pairs = [tuple(map(int, line.split())) for line in (folder / "seen").read_text().splitlines()]
+        return [sorted(index for epoch, index in pairs if epoch == number) for number in range(3)]
+
+    assert forked(lambda: run(4, kill_at=at) and None).status == -signal.SIGKILL
+    with pytest.raises(CheckpointMismatch, match=r"batch_size was 4 and is 3\..*reshard=True"):
+        run(3)
+    shutil.copytree(folder / "run", folder / "straight")
+    before = (folder / "seen").read_text()
+    whole = answer(lambda: run(3, "straight", reshard=True))
+    assert seen() == [list(range(22))] * 3
+    (folder / "seen").write_text(before)
+    assert forked(lambda: run(3, kill_at=at + 1, reshard=True) and None).status == -signal.SIGKILL
+    shutil.copytree(folder / "run", folder / "thrice")
+    between = (folder / "seen").read_text()
+    assert answer(lambda: run(3)) == whole, "what was dealt anew is resumed bitwise like anything else"
+    assert seen() == [list(range(22))] * 3
+    (folder / "seen").write_text(between)
+    answer(lambda: run(5, "thrice", reshard=True))
+    assert seen() == [list(range(22))] * 3
+
+
+def test_p24_reshard_refuses_what_has_another_order(folder: Path) -> None:
+    """P-24: another dataset, another sampler and a stream are refused with reshard=True too, with both values."""
+    case = CASES["plain"]
+    assert forked(lambda: case.run(folder, 1, kill_at=2) and None).status == -signal.SIGKILL
+    for loader, message in (
+        (hand.loader(26, 8), "dataset length was 22 and is 26"),
+        (hand.loader(batch_size=8, shuffle=False), "sampler was RandomSampler and is SequentialSampler"),
+        (list(hand.loader(batch_size=8)), "batch sampler was BatchSampler and is unknown"),
+        (DataLoader(Stream(), batch_size=8), "has no order to be dealt again"),
+    ):
+        with pytest.raises(CheckpointMismatch, match=message):
+            case.build(folder, reshard=True).run(EPOCHS, loader)
 
 
 def test_p24_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from zae.errors import CheckpointMismatch
 
-__all__ = ["capture_parts", "changes_of", "facts_of", "global_streams", "restore_parts"]
+__all__ = ["Padded", "capture_parts", "changes_of", "facts_of", "global_streams", "restore_parts"]
 
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
 
@@ -40,8 +40,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
-    facts["sampler"] = _kind(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
-    facts["batch sampler"] = _kind(batch_sampler)
+    facts["sampler"] = _kind(_sampler_of(loader))
+    facts["batch sampler"] = _kind(_bare(batch_sampler))
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 
@@ -129,6 +129,28 @@ def restore_parts(loader: Any, states: Mapping[str, Any]) -> None:
             ) from error
 
 
+class Padded:
+    """A sampler with entries before its own, which stand for what was used: they are passed over, never loaded."""
+
+    def __init__(self, entries: Any, count: int) -> None:
+        self.padded, self._count = entries, count
+
+    def __len__(self) -> int:
+        return self._count + len(self.padded)
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = iter(self.padded)
+        first = next(entries)
+        for _ in range(self._count + 1):
+            yield first
+        yield from entries
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "padded":
+            raise AttributeError(name)
+        return getattr(self.padded, name)
+
+
 def global_streams() -> tuple[Any, ...]:
     """Return the present state of the global random streams, to be compared with a later one.
 
@@ -147,8 +169,7 @@ def global_streams() -> tuple[Any, ...]:
 def _streams(loader: Any) -> Iterator[tuple[str, Any]]:
     """Every part that has a state of its own, with its place."""
     batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    parts = {"sampler": getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)}
-    parts["batch_sampler"] = batch_sampler
+    parts = {"sampler": _sampler_of(loader), "batch_sampler": _bare(batch_sampler)}
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -166,6 +187,16 @@ def _streams(loader: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)) and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{name}.{attribute}", value
+
+
+def _bare(sampler: Any) -> Any:
+    """A sampler without the entries that were put before its own."""
+    return sampler.padded if isinstance(sampler, Padded) else sampler
+
+
+def _sampler_of(loader: Any) -> Any:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return _bare(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
 
 
 def _read(stream: Any) -> Any:

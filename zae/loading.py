@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,6 +14,10 @@ from zae import rng
 from zae.data_state import capture_parts, changes_of, facts_of, global_streams, restore_parts
 from zae.errors import CheckpointMismatch, LoaderError
 from zae.fast_data import batches_of
+from zae.redeal import padded, place_of, why_not_again
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
 
 __all__ = ["Position", "check_loader", "describe", "length_of"]
 
@@ -101,25 +105,92 @@ class Position:
         self._absent: list[int] = []
         self._absent_before = 0
         self._another = False  # Whether the loader that goes on is another one than the state is of.
+        self._pad = 0  # What stands before the open epoch's order, since it was dealt anew.
+        self._padded: tuple[Any, Any] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loader": None}  # A loader seldom travels to another process, and never has to.
+        # A loader seldom travels to another process, and never has to.
+        return {**self.__dict__, "loader": None, "_padded": (None, None)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data and of every random stream, at this moment."""
         if self._resume is not None:
-            return self._resume
+            return {key: value for key, value in self._resume.items() if key != "may_deal_anew"}
         absent = {"absent": list(self._absent), "absent_before": self._absent_before}
-        state = {"begin": self._begin, "present": self._capture(), "loader": None, **absent}
+        state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if _is_stateful(self.loader):
             state["loader"] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a position over; it is restored when the next epoch, or the rest of this one, begins."""
+        """Take a position over; it is restored when the next epoch, or the rest of this one, begins.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned. ``"may_deal_anew": True`` in it lets another batch size, or another number of
+            ranks (``"ranks"`` says of how many it is), go on with the samples that are left.
+        """
         self._resume = dict(state)
+        self._pad = int(state.get("pad", 0))
         self._absent, self._absent_before = list(state["absent"]), int(state["absent_before"])
+
+    def dealt(self, loader: Any) -> Any:
+        """Return the loader to train on: in an epoch that was dealt anew, one with what was used before the rest."""
+        if self._pad and self._padded[0] is not loader:
+            self._padded = (loader, padded(loader, self._pad))
+        return self._padded[1] if self._pad else loader
+
+    def deal_anew(self, trainer: Trainer, given: Any) -> None:
+        """Go on, where that is allowed, with another batch size or number of ranks: each sample left comes once.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            Its place in the open epoch becomes that of the new batches.
+        given : iterable
+            The loader that the user gave.
+
+        Raises
+        ------
+        CheckpointMismatch
+            It is another dataset or sampler, or a stream.
+        """
+        resume, progress, world = self._resume, trainer.progress_checker, trainer.world_size
+        if resume is None or not resume.get("may_deal_anew") or not resume["facts"]:
+            return
+        before, ranks = resume["facts"], (resume.get("ranks", world), world)
+        if ranks[0] == world and all(
+            before.get(key) == facts_of(given).get(key) for key in ("batch_size", "drop_last")
+        ):
+            return
+        if reasons := why_not_again(given, before, ranks, self._pad, progress.epoch_batch):
+            raise CheckpointMismatch(f"reshard=True cannot deal the rest of the epoch anew: {'; '.join(reasons)}")
+        if progress.epoch_batch:
+            used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
+            self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
+            wrapped = trainer.wrap_loader(given, True)
+            steps, batches = trainer.steps_in(wrapped) or 0, length_of(wrapped) or 1
+            progress.epoch_step = -(-steps * progress.epoch_batch // batches)
+            _log.info("the rest of epoch %d is dealt anew: every sample that was not used comes once",
+                      progress.epoch + 1)  # fmt: skip
+        kept = {key: value for key, value in resume.items() if key not in ("may_deal_anew", "ranks")}
+        self._resume = {**kept, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
+        self._absent = []
+
+    def restart(self, used_before: int) -> None:
+        """Begin the open epoch again at its first batch, from the present random state; an iterator, where it stands.
+
+        Parameters
+        ----------
+        used_before : int
+            Batches that were used in all.
+        """
+        self._absent, self._absent_before, self._pad = [], -used_before, 0
+        if self._resume is not None:
+            absent = {"absent": [], "absent_before": -used_before}
+            self._resume = {**self._resume, "begin": None, "loader": None, "pad": 0, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to go on with another loader than the one that the state is of.
@@ -138,12 +209,15 @@ class Position:
         """
         before = {} if self._resume is None else self._resume["facts"]
         changes = changes_of(before, facts_of(loader)) if before else []
+        if self._resume is not None and "ranks" in self._resume:
+            changes.append(f"it was of {self._resume['ranks']} ranks")
         if self._resume is None or not changes:
             return
         if not new_run:
             raise CheckpointMismatch(
-                f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, or "
-                "begin a new run from the weights alone: apply_weights(path)"
+                f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, "
+                "write reshard=True (an option of StateManagerAddon) to deal the samples that are left anew, or begin "
+                "a new run from the weights alone: apply_weights(path)"
             )
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
         self._resume = {**self._resume, "begin": None, "present": present, "loader": None}
@@ -157,6 +231,7 @@ class Position:
     def forget(self) -> None:
         """Begin the next epoch at its first batch."""
         self._begin = self._resume = None
+        self._pad, self._padded = 0, (None, None)
         self._absent_before += len(self._absent)
         self._absent = []
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zae import files
-from zae.errors import CheckpointNotFound, ConfigError
+from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
 
-__all__ = ["check_resume", "find_checkpoint", "foreign_checkpoints"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["check_ranks", "check_resume", "find_checkpoint", "foreign_checkpoints", "restart_epoch"]
 
 _log = logging.getLogger("zae")
 
 
-def check_resume(resume: object, on_save_error: object, allow_partial: Collection[str]) -> None:
+def check_resume(
+    resume: object, on_save_error: object, allow_partial: Collection[str], mid_epoch: object = "skip"
+) -> None:
     """Refuse options of the state manager that cannot be meant.
 
     Parameters
     ----------
-    resume, on_save_error, allow_partial : object
+    resume, on_save_error, allow_partial, mid_epoch : object
         As they were given.
 
     Raises
@@ -35,6 +41,8 @@ def check_resume(resume: object, on_save_error: object, allow_partial: Collectio
         raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
     if on_save_error not in ("raise", "warn"):
         raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
+    if mid_epoch not in ("skip", "restart"):
+        raise ConfigError(f"mid_epoch={mid_epoch!r}; it must be 'skip' or 'restart'")
     if isinstance(allow_partial, str):
         raise ConfigError(f"allow_partial={allow_partial!r}; it must be a list of files: [{allow_partial!r}]")
     if allow_partial and resume in (False, True, "auto"):
@@ -120,3 +128,50 @@ def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool
             "to replace them"
         )
     return others
+
+
+def check_ranks(found: Path, saved: int, present: int, reshard: bool) -> None:
+    """Refuse a checkpoint of another number of ranks, unless the data may be dealt anew.
+
+    Parameters
+    ----------
+    found : Path
+        The checkpoint.
+    saved, present : int
+        The ranks that it is of, and those of this run.
+    reshard : bool
+        Whether that may differ.
+
+    Raises
+    ------
+    CheckpointMismatch
+        With both numbers.
+
+    Examples
+    --------
+    >>> check_ranks(Path("runs/a/step-00000001"), 2, 2, reshard=False)
+    """
+    if saved != present and not reshard:
+        raise CheckpointMismatch(
+            f"{found} is of {saved} ranks, and this run has {present}; use as many ranks, write reshard=True to deal "
+            "the rest of the epoch anew, or take only the weights: apply_weights(path)"
+        )
+
+
+def restart_epoch(trainer: Trainer) -> None:
+    """Begin the epoch that a checkpoint has left open again, at its first batch and from the present weights.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        That has loaded the checkpoint.
+    """
+    progress = trainer.progress_checker
+    if not progress.epoch_batch:
+        return
+    _log.warning(
+        "epoch %d begins again at its first batch (mid_epoch='restart'): the %d batches that were used come a second "
+        "time", progress.epoch + 1, progress.epoch_batch,
+    )  # fmt: skip
+    trainer._position.restart(progress.batch)
+    progress.epoch_step = progress.epoch_batch = 0

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["Retention"]
+from typing import TYPE_CHECKING
+
+from zae.records import split_prefix
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Retention", "present_score"]
 
 
 class Retention:
@@ -44,3 +51,24 @@ class Retention:
         names = sorted(self.scores)
         kept = set(names if self.last is None else names[-self.last :]) | set(self.ranked()[: self.best])
         return [name for name in names if name not in kept]
+
+
+def present_score(trainer: Trainer) -> float | None:
+    """Return the monitored metric, when it was measured on the present weights.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose last validation it is, or whose last epoch of training where nothing is validated.
+
+    Returns
+    -------
+    float or None
+        None where it was not measured at this step.
+    """
+    validates = bool(trainer.valid_history) or trainer._valid[0] is not None
+    by_training = split_prefix(trainer.monitor)[0] == "train" or not validates
+    history = trainer.train_history if by_training else trainer.valid_history
+    if not history or history[-1]["step"] != trainer.progress_checker.step:
+        return None
+    return trainer.score_of(trainer.train_metrics if by_training else trainer.test_metrics)

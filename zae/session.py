@@ -29,8 +29,11 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
     last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
     last_step = sys.maxsize if plan.max_steps is None else step + plan.max_steps
+    goes_on = progress.epoch < last_epoch and progress.step < last_step
+    if goes_on and not is_new:
+        trainer._position.deal_anew(trainer, loader)
     wrapped = trainer.wrap_loader(loader, True)
-    if progress.epoch < last_epoch and progress.step < last_step:
+    if goes_on:
         trainer._position.check(wrapped, is_new)
     in_epoch = plan.steps_per_epoch or trainer.steps_in(wrapped)
     epochs_left = max(0, last_epoch - progress.epoch)

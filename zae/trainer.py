@@ -516,7 +516,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the loader to iterate over, for instance with a sampler for this rank."""
-        return loader
+        return self._position.dealt(loader) if training else loader
 
     @seam
     def batches(self, loader: Any) -> Iterator[Any]:
