@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from zae import Every, Trainer, files
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.addons.mpu import MultiGPUAddon
-from zae.errors import CheckpointError, ConfigError, NonFiniteError
+from zae.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError
 from zae.nonfinite import LATEST, NonFiniteGuard
 
 
@@ -311,16 +311,21 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
         save_path=folder, save_every=1, resume="auto", timeout=60.0, **options,
     )  # fmt: skip
     made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
+    state = made.state_dict()["MultiGPUAddon"]
+    assert state["world_size"] == len(state["ranks"]) == 2
     return everything(made)
 
 
 def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
-    """P-26, P-12: SIGTERM to rank 1 alone saves that step and ends both; the resumed end is bitwise the same."""
+    """P-26, P-12, F-B3, F-D5: SIGTERM to rank 1 alone saves that step and ends both; then SIGKILL to it; bitwise."""
     whole = two_ranks(folder / "whole", 1)
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)
     assert caught.value.code == 143
     assert max(path.name for path in files.list_checkpoints(folder / "run")) == "step-00000002"
+    with pytest.raises(DistributedError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9"):
+        two_ranks(folder / "run", 3, kill_at=4, kill_rank=1)
+    assert max(path.name for path in files.list_checkpoints(folder / "run")) == "step-00000004"
     assert two_ranks(folder / "run", 4) == whole
 
 

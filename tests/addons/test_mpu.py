@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
 import re
 import warnings
 
@@ -238,6 +240,35 @@ def stopping_is_agreed(world, folder):
     assert trainer.gather(metrics["epoch"]) == [3] * world
 
 
+def a_bad_step_of_one_rank_is_left_out_by_all(world, folder):
+    """F-D1, P-34: NaN on the last rank alone: no rank steps, schedules or averages; as in one process."""
+
+    class OneIsBad(Task):
+        def train_step(self, batch):
+            out = super().train_step(batch)
+            if self.progress_checker.step in (1, 4) and self.rank == self.world_size - 1:
+                out["loss"] = out["loss"] * math.nan
+            return out
+
+    def run(add_ons, batch_size):
+        trainer = build(
+            OneIsBad, (EMAAddon, *add_ons), model=network(dtype=F64), on_nonfinite="skip", decay=0.9,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            scheduler_step_on_batch=True,
+        )  # fmt: skip
+        return trainer, trainer.run(2, loader(6 * world, batch_size, 3, F64))
+
+    (trainer, here), (single, there) = run((MultiGPUAddon,), 2), run((), 2 * world)
+    assert trainer.world_size == world
+    assert agree(trainer), "bitwise on all ranks"
+    assert distance(trainer, single) < 1e-12
+    assert here["step"] == there["step"] == 6
+    assert trainer.gather(here["nonfinite_steps"]) == [there["nonfinite_steps"]] * world == [2] * world
+    assert trainer.scheduler.state_dict() == single.scheduler.state_dict()
+    averages = trainer.gather(list(trainer.average.values()))
+    assert all(same(averages[0], each) for each in averages)
+
+
 def unused_parameters_are_named(world, folder):
     """P-45; and parts of the model may be called, which the wrapper does not see."""
 
@@ -347,6 +378,7 @@ CHECKS = (
     every_add_on_resumes_bitwise,
     another_number_of_ranks_is_refused,
     stopping_is_agreed,
+    a_bad_step_of_one_rank_is_left_out_by_all,
     several_optimizers_and_parameters_outside,
     rates_are_those_of_one_process,
     saved_keys_are_the_model_s,
@@ -371,7 +403,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_every_rank(outcomes, check, world):
-    """P-02 P-03 P-04 P-14 P-32 P-36 P-39 P-40 P-41 P-43 P-45 F-B3 F-B5 F-D11: each check says which."""
+    """P-02 P-03 P-04 P-14 P-32 P-24 P-34 P-36 P-39 P-40 P-41 P-43 P-45 F-B3 F-B5 F-D1 F-D11: each check says which."""
     text = outcomes(world)[check.__name__]
     assert not text, text
 
@@ -395,8 +427,9 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
         Seen, (EMAAddon, EarlyStoppingAddon), model=network(dtype=F64), patience=50,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     )  # fmt: skip
-    for n_epoch in (1, 2):
-        here = trainer.run(n_epoch, loader(13, 2, 3, F64), loader(7, 2, dtype=F64))
+    for n_epoch, start in ((1, contextlib.nullcontext()), (2, forks())):
+        with start:
+            here = trainer.run(n_epoch, loader(13, 2, 3, F64), loader(7, 2, dtype=F64))
         there = single.run(n_epoch, loader(13, 4, 3, F64), loader(7, 2, dtype=F64))
     assert dist.is_initialized() is False
     assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == len(trainer.state_dict()["MultiGPUAddon"]["ranks"])
