@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# In memory, where there is room: thousands of checkpoints are synced to the disk, and no test asks how fast that is.
+if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 import pytest
 import torch
@@ -18,6 +23,9 @@ if importlib.util.find_spec("zae.addons") is None:
     zae.__path__.append(str(ROOT))
 
 torch.set_num_threads(1)
+# What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
+# there would wait for them for ever, or abort.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(autouse=True)

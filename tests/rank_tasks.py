@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import traceback
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -98,6 +101,18 @@ def agree(trainer):
     """Whether all ranks hold the same weights, to the last bit."""
     every = trainer.gather(weights(trainer))
     return all(same(every[0], each) for each in every)
+
+
+@contextmanager
+def forks():
+    """Let ranks be forks of this process, which has imported torch, where it is not their beginning that is tested."""
+    importlib.import_module("torch._dynamo")  # The first optimizer of a process imports it, which takes as long.
+    start = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: start("fork" if method == "spawn" else method)
+    try:
+        yield
+    finally:
+        multiprocessing.get_context = start
 
 
 def run_checks(checks, world, folder):

@@ -22,6 +22,7 @@ import hand
 import pytest
 import torch
 from faults import Child, KillAddon, answer, everything, forked
+from rank_tasks import forks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -310,7 +311,8 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
         model, ["cpu", "cpu"], optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), seed=7, log_bar=False,
         save_path=folder, save_every=1, resume="auto", timeout=60.0, **options,
     )  # fmt: skip
-    made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
+    with forks():
+        made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
     state = made.state_dict()["MultiGPUAddon"]
     assert state["world_size"] == len(state["ranks"]) == 2
     return everything(made)
@@ -393,6 +395,8 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
     script = folder / "script.py"
     script.write_text(
         f"import sys; sys.path[:0] = [{str(Path(faults.__file__).parent)!r}]\n"
+        # Where it is installed, torch imports it at exit, and Python forgets that Ctrl-C ended the script.
+        "sys.modules['tabulate'] = None\n"
         "import test_fault, signal, pathlib\n"
         f"test_fault.long_run(pathlib.Path({str(folder)!r}), number=signal.SIGINT, at=3)\n"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import wandb
 from logger_kit import Task, bare, build, digest, lines, loader, server, warned
+from rank_tasks import forks
 
 from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
@@ -168,7 +169,8 @@ def test_p29_two_ranks_are_one_run(tmp_path):
     """Rank 0 alone starts a run and writes; the caller's trainer knows its name afterwards, and would go on with it."""
     options = {"jsonl_path": "run.jsonl", "web_logger": offline(), "logger_timeout": 30.0}
     trainer = build(MultiGPUAddon, JSONLLoggerAddon, WandBLoggerAddon, device=["cpu", "cpu"], **options)
-    trainer.run(1, loader())
+    with forks():
+        trainer.run(1, loader())
     (path,) = Path("wandb").glob("*run-*/*.wandb")
     assert path.name == f"run-{trainer.state_dict()['LoggerAddon']['run_id']}.wandb"
     assert [row["step"] for row in history()] == [1, 2]
