@@ -58,6 +58,10 @@ class GradientAccumulationAddon(AddOnBase):
         super().__init__(*args, **kwargs)
         self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
 
+    def is_idle(self) -> bool:
+        """Tell whether each batch is a step."""
+        return self.gradient_accumulation_steps == 1
+
     def batches(self, loader: Any) -> Iterator[Any]:
         """Group the loader's batches into windows."""
         batches = super().batches(loader)

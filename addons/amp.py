@@ -104,6 +104,10 @@ class AMPAddon(AddOnBase):
             self.nonfinite.scaled = True  # An overflow is what the scale is for.
             self._hooks = [o.register_step_post_hook(self._note_step) for o in self._optimizers.values()]
 
+    def is_idle(self) -> bool:
+        """Tell whether the precision is that of the model."""
+        return self.precision == "fp32"
+
     def teardown(self) -> None:
         """Keep the loss scale for the next run."""
         self._scaler_state = self._read_scaler()

@@ -165,12 +165,13 @@ class LedgerAddon(AddOnBase):
 
     def optimizer_step(self) -> bool:
         """Note the learning rates of the step, and the weights after it."""
+        if not self._stages:
+            return super().optimizer_step()
         rates = optim.learning_rates(self._optimizers)
         stepped = super().optimizer_step()
-        if self._stages:
-            weights = fingerprint(self.unwrap().state_dict().values())
-            after = {"stepped": bool(stepped), "lr": rates, "weights": weights, "random": random_state()}
-            self._stages["step"] = after
+        weights = fingerprint(self.unwrap().state_dict().values())
+        after = {"stepped": bool(stepped), "lr": rates, "weights": weights, "random": random_state()}
+        self._stages["step"] = after
         return stepped
 
     @property

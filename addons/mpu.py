@@ -116,6 +116,10 @@ class MultiGPUAddon(DistributedAddon):
         )
         return self._engine
 
+    def is_idle(self) -> bool:
+        """Tell whether this process trains alone."""
+        return self._world == 1 == len(self.devices)
+
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Let gradients gather on this rank until the last micro-batch."""
         inner = super().sync_context(last)

@@ -52,7 +52,7 @@ def test_add_on_base_adds_no_option_and_no_seam():
     assert "__init__" not in AddOnBase.__dict__
     assert seams_of(AddOnBase) == seams_of(Trainer)
     assert {name for name in vars(AddOnBase) if not name.startswith("_")} == {
-        "layer", "inside", "outside", "slot", "requires", "apply", "take",
+        "layer", "inside", "outside", "slot", "requires", "apply", "take", "is_idle",
     }  # fmt: skip
 
 

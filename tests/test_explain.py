@@ -18,7 +18,9 @@ from oracle import Options
 
 import zae
 from zae import AddOnBase, Trainer, replaces
+from zae.device import to_device
 from zae.explain import LOOP, Line, lines_of, owners_of
+from zae.records import EpochLog
 from zae.seams import function_of, seams_of
 
 NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}
@@ -49,6 +51,8 @@ class Trace:
                 self._codes[code] = (name, klass.__name__)
                 self._first.setdefault(name, code)
         self._begun: list[FrameType] = []
+        # An evaluation calls what the core's own seam would only hand its batch on to.
+        self._behind = {to_device.__code__: "to_device", EpochLog.record.__code__: "logging"}
 
     def __enter__(self) -> Trace:
         sys.setprofile(self._event)
@@ -58,6 +62,9 @@ class Trace:
         sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, _: Any) -> None:
+        caller = frame.f_back.f_code.co_name if frame.f_back else ""
+        if event == "call" and frame.f_code in self._behind and caller == "_record_all":
+            self.calls.append((self._behind[frame.f_code], ["Trainer"]))
         if event != "call" or frame.f_code not in self._codes or any(frame is known for known in self._begun):
             return
         if frame.f_code.co_flags & 0x20:  # A generator is entered often, and called once.

@@ -82,6 +82,18 @@ class AddOnBase(Trainer):
         """
         return cast("type[AnyTrainer]", mix(cls, base_cls))
 
+    def is_idle(self) -> bool:
+        """Tell whether this add-on has nothing to do in the steps of this run; asked once, after ``setup``.
+
+        The step then calls none of its seams, as if it were not there; those around the step are called all the same.
+
+        Returns
+        -------
+        bool
+            An add-on that does not say otherwise is never idle.
+        """
+        return False
+
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:
         """Split a state into the part that an add-on saved and the rest, leaving the state as it is.

@@ -23,6 +23,7 @@ __all__ = [
     "check_number",
     "check_outputs",
     "describe_batch",
+    "explain_outputs",
 ]
 
 
@@ -94,6 +95,29 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
     if isinstance(batch, (tuple, list)) and depth < 3:
         return f"{type(batch).__name__}({', '.join(describe_batch(v, depth + 1) for v in batch[:8])})"
     return type(batch).__name__
+
+
+def explain_outputs(trainer: Any, out: Any, batch: Any, error: Exception) -> None:
+    """Say what is wrong with what ``train_step`` returned, where something could not be done with it.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose step it is.
+    out : object
+        What it returned.
+    batch : object
+        What it was given.
+    error : Exception
+        What was raised of it; it gets a note where we know more.
+
+    Raises
+    ------
+    StepError
+        In place of the error, where the output is to blame.
+    """
+    name = f"{type(trainer).__name__}.train_step"
+    check_outputs(name, out, batch, train=True, keys=list(trainer._optimizers), error=error)
 
 
 def check_outputs(

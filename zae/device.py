@@ -23,6 +23,8 @@ _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", 
 _OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
 _MISSING = object()
 
+_HOST = torch.device("cpu")
+
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
     """Return the devices that are meant, one for each rank.
@@ -104,8 +106,9 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         items = batch.values()
     else:
         return _move(batch, device, non_blocking)
+    on_host = device == _HOST
     for item in items:
-        if type(item) is not torch.Tensor or item.device != device:
+        if type(item) is not torch.Tensor or not (item.is_cpu if on_host else item.device == device):
             return _move(batch, device, non_blocking)
     return batch
 
@@ -137,8 +140,8 @@ def leading_dimension(batch: Any) -> int | None:
     kind = type(batch)
     if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours
         first = batch[0]
-        if type(first) is torch.Tensor and first.ndim:
-            return first.size(0)
+        if type(first) is torch.Tensor and not first.is_nested and first.ndim:
+            return first.shape[0]  # size(0) is twice as slow.
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else None  # not shape[0]: a nested tensor has no shape
     if isinstance(batch, np.ndarray):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zae import checks, rng, session
+from zae import checks, direct, rng, session
 from zae.contexts import NOTHING
+from zae.device import leading_dimension, to_device
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
 from zae.faults import explain_error
@@ -57,9 +58,7 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
     """Evaluate one loader."""
     trainer.log_test.clear()
     with testing(trainer, loader):
-        for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
-            if batch is not None:
-                trainer.run_batch(batch)
+        _record_all(trainer, batches_of(trainer.wrap_loader(loader, False), trainer.fast_data))
         trainer.log_test = session.whole_log(trainer, trainer.log_test)
         metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
     if not len(trainer.log_test):
@@ -71,6 +70,32 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
     return metrics
 
 
+def _record_all(trainer: Trainer, batches: Iterator[Any]) -> None:
+    """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it."""
+    device = trainer.device if direct.is_plain(trainer, "to_device") else None
+    context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
+    by_samples = direct.is_plain(trainer, "weight_of")
+    record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
+    for batch in batches:
+        if batch is None:
+            continue
+        batch = trainer.to_device(batch) if device is None else to_device(batch, device)
+        if context is None:
+            out: Any = trainer.test_step(batch)
+        else:
+            with context():
+                out = trainer.test_step(batch)
+        if type(out) is not dict and not isinstance(out, Mapping):
+            _refuse(trainer, out, batch)
+        targets = out.get("num_targets")
+        samples = leading_dimension(batch) if by_samples and targets is None else None
+        record(out, samples or trainer.weight_of(batch, targets))
+
+
+def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:
+    checks.check_outputs(f"{type(trainer).__name__}.test_step", out, batch, train=False)
+
+
 def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
     """Call ``test_step`` on one batch; record what it returns where that is asked for."""
     if record and trainer.model.training:  # Called by itself, not by an evaluation.
@@ -80,7 +105,7 @@ def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
     with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
         out: Any = trainer.test_step(batch)
     if type(out) is not dict and not isinstance(out, Mapping):  # The second look takes longer than all the others.
-        checks.check_outputs(f"{type(trainer).__name__}.test_step", out, batch, train=False)
+        _refuse(trainer, out, batch)
     if record:
         trainer.logging(out, trainer.weight_of(batch, out.get("num_targets")))
     return out

@@ -91,14 +91,16 @@ class NonFiniteGuard:
             loss = out["loss"]
             if type(loss) is Tensor and loss.is_cpu:
                 value = loss.item()
-                bad = bad or value - value != 0.0  # Of NaN and of the infinities this is NaN.
+                if value - value:  # Of NaN and of the infinities this is NaN.
+                    bad = True
             else:
                 bad = self._look(trainer, loss) or bad
         norm = trainer.grad_norm
         if norm is not None and not self.scaled:
             if norm.is_cpu:
                 value = norm.item()
-                bad = bad or value - value != 0.0
+                if value - value:
+                    bad = True
             else:
                 bad = self._look(trainer, norm) or bad
         if self.policy == "skip" and trainer.world_size > 1:
@@ -106,7 +108,7 @@ class NonFiniteGuard:
             bad = float(trainer.reduce(torch.tensor(float(bad), device=trainer.device))) > 0
         if bad:
             return self._found(trainer, outputs)
-        if len(self._waiting) >= LATEST:
+        if self._waiting and len(self._waiting) >= LATEST:
             self.settle(trainer)
         return True
 

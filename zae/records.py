@@ -144,8 +144,9 @@ class EpochLog(Mapping[str, list[Any]]):
         """
         for key, value in step_dict.items():
             series = self._series.get(key)
-            if series is not None and type(value) is Tensor and value.is_cpu and value.dim() == 0:
-                series.add(value.item(), weight)  # Every step but the first.
+            if series is not None and type(value) is Tensor and value.is_cpu and not value.ndim:
+                series.values.append(value.item())  # Every step but the first: no detours.
+                series.weights.append(weight)
             elif key != "num_targets":
                 self._record_other(str(key), value, weight)
 

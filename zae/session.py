@@ -79,16 +79,17 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
 
 def after_step(trainer: Trainer) -> bool:
     """Log, validate and save where it is due, in this order; say whether the epoch, or the run, ends here."""
-    progress = trainer.progress_checker
-    if trainer.log_every.steps is not None and trainer.log_every.due_at_step(progress.step):
+    progress, every = trainer.progress_checker, trainer.log_every
+    step = progress.step
+    if every.steps and every.due_at_step(step):
         log_training(trainer)
     loader, every = trainer._valid
-    if loader is not None and every.due_at_step(progress.step):
+    if every.steps and loader is not None and every.due_at_step(step):
         trainer.validate()
     trainer.checkpoint()
     if trainer._bar.shown and trainer._bar.due():
         trainer._bar.update(progress.epoch_batch, lambda: shown(trainer))
-    return progress.epoch_step == trainer._epoch_steps or progress.step >= trainer._max_step or trainer.should_stop
+    return step >= trainer._max_step or progress.epoch_step == trainer._epoch_steps or trainer.should_stop
 
 
 def is_complete(trainer: Trainer, loader: Any, batches: Iterator[Any]) -> bool:

@@ -39,7 +39,9 @@ def options_of(job: Job) -> dict[str, Any]:
         "save_path": job.folder / "save",
         "log_dir": job.folder / "board",
     }
-    return {**idle, **features_of(job)} if job.features else {**idle, "save_every": never, "log_every": never}
+    if job.features:
+        return {**idle, **features_of(job)}
+    return {**idle, "save_every": never, "keep_best": 0, "log_every": never}
 
 
 def train(job: Job, fast_data: bool = FAST_DATA) -> None:

@@ -1,0 +1,174 @@
+"""The direct way through a step: idle add-ons are passed by, a window of one batch takes fewer calls; nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zae import AddOnBase, StepError, Trainer
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, MultiGPUAddon
+
+
+class Task(Trainer):
+    def train_step(self, batch):
+        return {"loss": self.model(batch).square().mean()}
+
+    def test_step(self, batch):
+        return self.train_step(batch)
+
+
+def make(cls, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    return cls(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log_bar=False, **options)
+
+
+def batches(count=4):
+    return list(torch.randn(count, 8, 2, generator=torch.Generator().manual_seed(0)))
+
+
+class ScalingAddon(AddOnBase):
+    """Scale the gradients, and note which of its seams were called."""
+
+    layer = "loop"
+
+    def __init__(self, *args, factor: float = 1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+        self.called = []
+
+    def is_idle(self):
+        return self.factor == 1
+
+    def setup(self):
+        self.called.append("setup")
+        super().setup()
+
+    def clip(self):
+        self.called.append("clip")
+        super().clip()
+        for parameter in self.parameters:
+            parameter.grad *= self.factor
+
+
+class CountingAddon(ScalingAddon):
+    """Count the calls of zero_grad besides."""
+
+    count = 0
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.count += 1
+
+
+class ShiftingAddon(ScalingAddon):
+    """Never idle, whatever its base says."""
+
+    def is_idle(self):
+        return False
+
+
+def test_an_idle_add_on_is_called_around_the_step_only():
+    trainer = make(Task.add_on(ScalingAddon))
+    trainer.run(1, batches())
+    assert trainer.called == ["setup"]
+    trainer.factor = 0.5  # It is asked again by each run.
+    trainer.run(1, batches())
+    assert trainer.called == ["setup", "setup"] + ["clip"] * 4
+    trainer.factor = 1.0
+    trainer.run(1, batches())
+    assert trainer.called[6:] == ["setup"]
+    assert "clip" not in vars(trainer)
+
+
+def test_an_answer_stands_for_its_class_and_its_bases_only():
+    counting, shifting = make(Task.add_on(CountingAddon)), make(Task.add_on(ShiftingAddon))
+    counting.run(1, batches())
+    assert (counting.called, counting.count) == (["setup"], 5)  # Once as the epoch is opened.
+    shifting.run(1, batches())
+    assert shifting.called == ["setup"] + ["clip"] * 4
+
+
+def test_of_two_add_ons_of_one_base_the_busy_one_is_called():
+    class HalvingAddon(ScalingAddon):
+        """Say nothing of itself."""
+
+    class QuietAddon(ScalingAddon):
+        """Idle, always."""
+
+        def is_idle(self):
+            return True
+
+    trainer = make(Task.add_on(HalvingAddon, QuietAddon))
+    trainer.factor = 0.5
+    trainer.run(1, batches())
+    assert trainer.called.count("clip") == 4
+
+
+class CountedTask(Task):
+    """Notes in which windows `zae.direct` was gone, and by whom a seam is called."""
+
+    def train_step(self, batch):
+        self.seen = {"direct": self._is_direct}
+        for name in ("clip", "gradients", "zero_grad", "weigh", "backward"):
+            self.seen[name] = getattr(self, name).__func__ is getattr(Trainer, name)
+        return super().train_step(batch)
+
+
+def test_a_step_of_idle_add_ons_is_the_plain_one():
+    trainer = make(CountedTask.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon), precision="fp32")
+    trainer.run(1, batches())
+    assert set(trainer.seen.values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("add_ons", "options", "direct"),
+    [
+        ((), {}, True),
+        ((EMAAddon,), {}, True),
+        ((AMPAddon,), {"precision": "fp32"}, True),
+        ((AMPAddon,), {"precision": "bf16"}, False),
+        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 1}, True),
+        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}, False),
+    ],
+)
+def test_the_direct_way_is_taken_where_nobody_looks_into_windows(add_ons, options, direct):
+    trainer = make(CountedTask.add_on(*add_ons), **options)
+    trainer.run(1, batches())
+    assert trainer.seen["direct"] is direct
+
+
+class WindowedTask(Task):
+    """Overrides a seam of windows, to no effect: the step takes the general way."""
+
+    def sync_context(self, last):
+        return super().sync_context(last)
+
+
+class CountingTargets:
+    def train_step(self, batch):
+        return {**super().train_step(batch), "num_targets": torch.tensor(3), "norm": batch.norm()}
+
+
+@pytest.mark.parametrize("mixin", [object, CountingTargets])
+def test_both_ways_give_the_same_to_the_last_bit(mixin):
+    names = [
+        type(base.__name__, (mixin, base) if mixin is not object else (base,), {}) for base in (Task, WindowedTask)
+    ]
+    direct, general = (make(cls, gradient_clip=0.1) for cls in names)
+    shown = [trainer.run(3, batches(), batches(2)) for trainer in (direct, general)]
+    assert (direct._is_direct, general._is_direct) == (True, False)
+    assert torch.equal(direct.model.weight, general.model.weight)
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("out", [None, {}, {"los": 1.0}, {"loss": "low"}, {"loss": torch.ones(2)}, {"loss": 1.0}])
+def test_both_ways_refuse_the_same_in_the_same_words(out):
+    said = []
+    for base in (Task, WindowedTask):
+        trainer = make(type("BadTask", (base,), {"train_step": lambda self, batch: out}))
+        with pytest.raises(StepError) as caught:
+            trainer.run(1, batches())
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert "BadTask.train_step" in said[0]
