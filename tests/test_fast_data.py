@@ -120,6 +120,9 @@ SAMPLERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "WeightedRandomSampler": lambda data, **o: DataLoader(
         data, sampler=WeightedRandomSampler([1.0] * len(data), 11), **o
     ),
+    "weighted, without replacement": lambda data, **o: DataLoader(
+        data, sampler=WeightedRandomSampler([0.5] * (len(data) - 1) + [2.0], len(data), False, seeded()), **o
+    ),
     "rank 0 of 2": lambda data, **o: DataLoader(data, sampler=DistributedSampler(data, 2, 0), **o),
     "rank 1 of 2": lambda data, **o: DataLoader(data, sampler=DistributedSampler(data, 2, 1, shuffle=False), **o),
     "a sampler of rows": lambda data, **o: DataLoader(data, sampler=Given([0, -1, len(data) - 1, 0]), **o),
@@ -179,7 +182,8 @@ def test_every_batch_and_random_state_is_that_of_the_plain_loader(dataset: str, 
 
 @pytest.mark.parametrize(
     ("sampler", "walk"),
-    [("in order", "_in_order"), ("shuffled, a generator", "_shuffled"), ("a BatchSampler", "_shuffled")]
+    [("WeightedRandomSampler", "_weighted"), ("weighted, without replacement", "_weighted")]
+    + [("in order", "_in_order"), ("shuffled, a generator", "_shuffled"), ("a BatchSampler", "_shuffled")]
     + [(name, "_sampled") for name in ("replacement", "more samples", "of another source", "rank 0 of 2")],
 )
 @pytest.mark.parametrize("dataset", ["TensorDataset", "Subset of a list", "Subset of a Subset"])
@@ -208,6 +212,25 @@ def test_a_step_that_changes_its_batch_does_not_change_the_dataset(dataset: str,
         for tensor in batch:
             tensor.zero_()
     assert all(torch.equal(a, b) for a, b in zip(before, source.tensors, strict=True))
+
+
+@pytest.mark.parametrize("sampler", ["in order", "shuffled, a generator", "WeightedRandomSampler"])
+@pytest.mark.parametrize("dataset", ["TensorDataset", "Subset of a range"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_of_more_batches_than_are_cut_at_once(
+    dataset: str, sampler: str, drop_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zae.fast_data._CUT", 3)
+    for length in (5, 6, 7, 12, 13, 25):
+        loaders = [SAMPLERS[sampler](DATASETS[dataset](length), batch_size=2, drop_last=drop_last) for _ in range(2)]
+        assert walked(loaders[0], True) == walked(loaders[1], False), length
+
+
+def test_weights_for_rows_that_are_not_there_are_refused_as_the_plain_loader_refuses_them() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(3.0)), sampler=WeightedRandomSampler([0.0, 0, 0, 1.0], 4))
+    for fast in (True, False):
+        with pytest.raises(IndexError):
+            list(batches_of(loader, fast))
 
 
 def test_new_tensors_of_a_dataset_are_seen_at_the_next_batch() -> None:

@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data._utils import collate
 
 __all__ = ["batches_of", "why_not"]
 
+_CUT = 256  # Pieces that are cut at once: their views are all alive.
 # Types that index_select and stack treat alike: both copy the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _COPIED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
@@ -60,6 +69,9 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
         return _in_order(batches, *source)
     if kind is RandomSampler and batches.sampler.data_source is loader.dataset and _permutes(batches.sampler):
         return _shuffled(batches, *source)
+    # It knows no data; one with weights for rows that are not there is left to the dataset, and so is its error.
+    if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(loader.dataset):
+        return _weighted(batches, *source)
     return _sampled(loader, entries, *source)
 
 
@@ -182,12 +194,13 @@ def _source_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
 def _in_order(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
     """Batches of a SequentialSampler: slices, copied, so that a step may change its batch."""
     length, size = len(batches.sampler), batches.batch_size
-    for start in range(0, length - size + 1 if batches.drop_last else length, size):
-        if rows is None:
+    end = length // size * size if batches.drop_last else length
+    if rows is None:
+        for start in range(0, end, size):
             yield [tensor[start : start + size].clone() for tensor in dataset.tensors]
-        else:
-            chosen = rows[start : start + size]
-            yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
+        return
+    for chosen in _pieces(rows[:end], size):
+        yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
 
 
 def _shuffled(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
@@ -198,13 +211,28 @@ def _shuffled(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iter
     order = torch.randperm(length, generator=generator)
     order = order if rows is None else rows[order]
     whole = length // size * size
-    for start in range(0, whole, size):
-        chosen = order[start : start + size]
+    for chosen in _pieces(order[:whole], size):
         yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
     # Asked for more than there are, the sampler draws another order, of which it takes nothing.
     torch.randperm(length, generator=generator)
     if whole < length and not batches.drop_last:
         yield [tensor.index_select(0, order[whole:]) for tensor in dataset.tensors]
+
+
+def _weighted(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
+    """Batches of a WeightedRandomSampler, which draws all its rows at once."""
+    sampler, size = batches.sampler, batches.batch_size
+    count = sampler.num_samples
+    order = torch.multinomial(sampler.weights, count, sampler.replacement, generator=sampler.generator)
+    order = order if rows is None else rows[order]
+    for chosen in _pieces(order[: count // size * size] if batches.drop_last else order, size):
+        yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
+
+
+def _pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """A tensor in pieces of so many rows: cut many at a time, which takes a third of the time of a slice for each."""
+    for start in range(0, len(tensor), _CUT * size):
+        yield from tensor[start : start + _CUT * size].split(size)
 
 
 def _sampled(loader: Any, entries: Iterator[Any], dataset: TensorDataset, rows: Tensor | None) -> Iterator[Any]:
