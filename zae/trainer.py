@@ -147,12 +147,11 @@ class Trainer(metaclass=TrainerMeta):
         self.grad_norm: Tensor | None = None
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
-        self._position = Position(self.fast_data)
+        self._position, self._bar = Position(self.fast_data), Bar(False)
         self._ready = self._seeded = self._is_direct = False
-        self._calls = 0  # Of run, in this process.
-        self._bound: list[str] = []  # See zae.direct.
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
-        self._max_step, self._epoch_steps = sys.maxsize, 0
+        self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
+        self._bound: list[str] = []  # See zae.direct.
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -495,9 +494,8 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
-        if self._ready:
-            self._bar.close()
         direct.release(self)
+        self._bar.close()
         self._ready, self._valid = False, (None, Every(epochs=1))
         self.model = self._module
 
