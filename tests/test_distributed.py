@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -17,10 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import fingerprint
-from rank_tasks import Task, build, loader
+from faults import Child, fingerprint
+from rank_tasks import Task, build, forks, loader, same
+from scripts import Script
 
-from zae import ConfigError, DistributedError, files
+from zae import ConfigError, DistributedError, files, launching
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.launching import _meeting_point, spawn
 from zae.ranks import Report
@@ -48,6 +50,13 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.05)
+
+
+def still_there():
+    """The ranks that have left their number in the folder and that are not gone."""
+    pids = [path.read_text() for path in Path().glob("rank-*")]
+    assert len(pids) == 2
+    return [pid for pid in pids if Path("/proc", pid).exists() and ") Z " not in Path("/proc", pid, "stat").read_text()]
 
 
 def began(folder, count):
@@ -176,27 +185,29 @@ def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_word
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_d5_a_killed_rank_is_named(who, monkeypatch):
+def test_d5_a_killed_rank_is_named(who):
     """F-D5: within 15 s after the kill, with rank and signal; nothing is left."""
-    monkeypatch.setenv(MARK, mark := f"kill{who}-{os.getpid()}")
     begin = time.monotonic()
-    with pytest.raises(DistributedError, match=rf"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"):
+    killed = rf"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"
+    with forks(), pytest.raises(DistributedError, match=killed):
         spawn(misbehave, {"how": "kill", "who": who}, CPUS)
     ended = max(path.stat().st_mtime for path in Path().glob("rank-*"))
     assert time.time() - ended < 15
     assert time.monotonic() - begin < 60
-    assert processes(mark) == []
+    assert still_there() == []
 
 
 def test_d6_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     """F-D6: a rank that does not go on ends with `timeout`, by its name; a rank that ends early is named too."""
-    monkeypatch.setenv(MARK, mark := f"stop-{os.getpid()}")
-    with pytest.raises(DistributedError, match=r"rank 1 \(process \d+\) of 2 did not answer within timeout=3 s"):
+    monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
+    stopped = r"rank 1 \(process \d+\) of 2 did not answer within timeout=3 s"
+    with forks(), pytest.raises(DistributedError, match=stopped):
         spawn(misbehave, {"how": "stop", "who": 1}, CPUS, timeout=3)
-    assert processes(mark) == []
-    with pytest.raises(DistributedError, match=r"rank 0 of 2 \(process \d+\) ended with exit code 0 in the middle"):
+    assert still_there() == []
+    ended = r"rank 0 of 2 \(process \d+\) ended with exit code 0 in the middle"
+    with forks(), pytest.raises(DistributedError, match=ended):
         spawn(misbehave, {"how": "exit", "who": 0}, CPUS)
-    assert processes(mark) == []
+    assert still_there() == []
 
 
 def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
@@ -232,51 +243,59 @@ def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, cap
     assert re.search(r"Own: 7 at sea \[rank 1 of 2\]", str(other))
 
 
-SLOW = """
-    import os, signal, sys, time
-    sys.path.insert(0, {tests!r})
-    from pathlib import Path
-    from rank_tasks import Task, build, loader
-    from zae.addons import MultiGPUAddon, StateManagerAddon
-    class Slow(Task):
-        def train_step(self, batch):
-            Path(f"rank-{{self.rank}}").write_text(str(os.getpid()))
-            time.sleep(0.1)
-            return super().train_step(batch)
-    if __name__ == "__main__":
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.
-        add_ons, options = (MultiGPUAddon,), {{}}
-        if "--save" in sys.argv:
-            add_ons, options = (MultiGPUAddon, StateManagerAddon), {{"save_path": "run", "save_every": 10**6}}
-        build(Slow, add_ons, ["cpu", "cpu"], timeout=20.0, **options).run(1000, loader(16, 2))
+class Slow(Task):
+    """Takes its time, and says which process it is."""
+
+    def train_step(self, batch):
+        Path(f"rank-{self.rank}").write_text(str(os.getpid()))
+        time.sleep(0.1)
+        return super().train_step(batch)
+
+
+def slow(*add_ons, **options):
+    build(Slow, (MultiGPUAddon, *add_ons), ["cpu", "cpu"], timeout=20.0, **options).run(1000, loader(16, 2))
+
+
+SLOW = f"""
+import signal, sys
+sys.path.insert(0, {str(TESTS)!r})
+sys.modules["tabulate"] = None  # Where torch imports it at exit, Python forgets that Ctrl-C ended the script.
+from test_distributed import forks, slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.
+with forks():
+    slow()
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "save"),
-    [
-        (signal.SIGINT, -signal.SIGINT, []),
-        (signal.SIGTERM, 143, ["--save"]),
-        (signal.SIGKILL, -signal.SIGKILL, []),
-    ],
-    ids=["SIGINT", "SIGTERM", "SIGKILL"],
-)
-def test_d3_what_ends_the_parent_ends_every_rank(number, code, save):
-    """F-D3, F-D5, P-26: Ctrl-C, SIGTERM (saved first, by all ranks), and a kill that nobody can catch: none is left."""
-    Path("slow.py").write_text(textwrap.dedent(SLOW.format(tests=str(TESTS))))
-    mark = f"{number.name}-{os.getpid()}"
-    with subprocess.Popen(
-        [sys.executable, "slow.py", *save], env={**os.environ, MARK: mark}, stderr=subprocess.PIPE
-    ) as run:
+def test_d3_ctrl_c_ends_a_script_and_every_rank():
+    """F-D3: once, in words; no process of it is left."""
+    Path("slow.py").write_text(SLOW)
+    mark = f"interrupted-{os.getpid()}"
+    with subprocess.Popen([sys.executable, "slow.py"], env={**os.environ, MARK: mark}, stderr=subprocess.PIPE) as run:
         began(".", 2)
         assert len(processes(mark)) == 3
-        run.send_signal(number)
+        run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=30)
-    assert run.returncode == code, said.decode()
+    assert run.returncode == -signal.SIGINT, said.decode()
+    assert said.decode().splitlines()[-1] == "KeyboardInterrupt"
     wait_for(lambda: processes(mark) == [], 15)
-    assert len(list(Path().glob("run/step-*"))) == len(save)
-    if number == signal.SIGINT:
-        assert said.decode().splitlines()[-1] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(("number", "save"), [(signal.SIGTERM, True), (signal.SIGKILL, False)], ids=["TERM", "KILL"])
+def test_d3_d5_what_ends_the_parent_ends_every_rank(number, save):
+    """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left."""
+
+    def run():
+        with forks():
+            slow(StateManagerAddon, save_path="run", save_every=10**6) if save else slow()
+
+    parent = Child(run)
+    began(".", 2)
+    assert len(still_there()) == 2
+    parent.signal(number)
+    assert parent.wait(30).status == (143 if save else -number)
+    wait_for(lambda: still_there() == [], 15)
+    assert len(list(Path().glob("run/step-*"))) == save
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun
@@ -295,67 +314,65 @@ def output_of(process):
 
 
 RESTART = """
-    import os, signal, sys, torch
+    import os, runpy, signal, sys, torch
     sys.path.insert(0, {tests!r})
     from rank_tasks import Task, build, loader, weights
-    from zae.addons import MultiGPUAddon, StateManagerAddon
+    from zae.addons import JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
     class Dies(Task):
         def train_step(self, batch):
-            first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-            if first and self.rank == 1 and self.progress_checker.step == 5 and "--die" in sys.argv:
+            if is_first and self.rank == 1 and self.progress_checker.step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(batch)
-    folder = sys.argv[1]
-    trainer = build(Dies, (MultiGPUAddon, StateManagerAddon), timeout=20.0, seed=1, save_path=folder,
-                    save_every=1, resume="auto")
-    metrics = trainer.run(2, loader(16, 2, 3))
-    assert trainer.world_size == 2
-    if trainer.is_main:
-        torch.save(weights(trainer), folder + ".pt")
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-        print(f"restart {{start}} world {{trainer.world_size}} step {{metrics['step']}}", flush=True)
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    for name in ("dies", "whole"):
+        trainer = build(Dies, (MultiGPUAddon, StateManagerAddon, JSONLLoggerAddon), timeout=20.0, seed=1, log_every=1,
+                        save_path=name, save_every=1, resume="auto", jsonl_path=name + ".jsonl")
+        metrics = trainer.run(2, loader(16, 2, 3))
+        assert trainer.world_size == 2
+        if trainer.is_main:
+            torch.save(weights(trainer), name + ".pt")
+            print(f"{{name}}: world {{trainer.world_size}}, step {{metrics['step']}}", flush=True)
+    runpy.run_path({example!r}, run_name="__main__")
 """
 
 
-def test_torchrun_restarts_from_the_last_checkpoint(tmp_path):
-    """A rank is killed in step 6; torchrun starts both again, which go on to bitwise the same end."""
-    Path("restart.py").write_text(textwrap.dedent(RESTART.format(tests=str(TESTS))))
-    plain = torchrun("--standalone", "--nproc_per_node", 2, "restart.py", tmp_path / "plain")
-    again = torchrun(
-        "--standalone", "--nproc_per_node", 2, "--max-restarts", 2, "restart.py", tmp_path / "dies", "--die"
-    )
-    assert "restart 0 world 2 step 8" in output_of(plain)
-    assert "restart 1 world 2 step 8" in output_of(again)
-    ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("plain", "dies")]
-    assert len(ends[0]) == len(ends[1])
-    assert all(torch.equal(a, b) for a, b in zip(*ends))
+def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
+    """P-29, P-46: restarted by torchrun, two ranks end bitwise as if never killed, with one log; runs beside runs.
 
-
-def test_ddp_example_spawned_by_torchrun_and_by_two_agents():
-    """P-46: examples/ddp.py started in three ways at once: world size 2, and the same accuracy."""
+    examples/ddp.py is started by itself, by two agents of torchrun, and by the ranks that were started again: the world
+    size is 2, and the accuracy the same.
+    """
     example = ROOT / "examples" / "ddp.py"
+    Path("restart.py").write_text(textwrap.dedent(RESTART.format(tests=str(TESTS), example=str(example))))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
+    again = torchrun("--standalone", "--nproc_per_node", 2, "--max-restarts", 2, "restart.py")
     agents = [torchrun("--nnodes", 2, "--nproc_per_node", 1, *rendezvous, example) for _ in range(2)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    spawned = [subprocess.Popen([sys.executable, example], **options)]
-    joined = output_of(torchrun("--standalone", "--nproc_per_node", 2, example))
-    both = "".join(output_of(agent) for agent in agents)
-    plain = [process.communicate(timeout=120) for process in spawned]
-    assert [(process.returncode, said) for process, (_, said) in zip(spawned, plain)] == [(0, "")]
-    shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (*(out for out, _ in plain), joined, both)]
+    plain = Script(example)
+    restarted, both = output_of(again), "".join(output_of(agent) for agent in agents)
+    status, out, said = plain.end(120)
+    assert (status, said) == (0, "")
+    shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (out, restarted, both)]
     assert all(each == shown[0] for each in shown)
     assert shown[0][0] == "world size 2"
     assert float(shown[0][1].split()[-1]) > 0.9
 
+    assert [line for line in restarted.splitlines() if ": world 2" in line] == [
+        "dies: world 2, step 8", "whole: world 2, step 8",
+    ]  # fmt: skip
+    assert len(list(Path("dies").glob("step-*"))) > 0
+    ends = [torch.load(f"{name}.pt", weights_only=True) for name in ("dies", "whole")]
+    assert same(*ends)
+    for name in ("dies", "whole"):
+        records = [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
+
 
 def test_the_seed_s_example_runs():
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "ddp_seed.py"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("Model saved as 'dummy_model_mgpu.pth'.\n", "")
+    with forks():
+        script = Script(ROOT / "examples" / "ddp_seed.py")
+    assert script.end(120) == (0, "Model saved as 'dummy_model_mgpu.pth'.\n", "")
     state = torch.load("dummy_model_mgpu.pth", weights_only=True)
     assert list(state) == ["weight", "bias"]

@@ -1,4 +1,7 @@
-"""The examples, each started as a user starts it, in an empty folder: what they print, and the files they leave."""
+"""The examples, each run in an empty folder, as a user runs it: what they print, and the files they leave.
+
+The first one, which the README begins with, is started by an interpreter of its own; the others in forks, at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import sklearn.linear_model  # noqa: F401  (here once, and not in each of the forks)
 from matplotlib.image import imread
+from scripts import Script
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FINISHED = r"runs/digits holds a finished run of (\d+) epochs; remove it to begin again\n"
@@ -20,11 +25,19 @@ ENDING = r"ended because .+\ntest accuracy (0\.\d{4}|1\.0000); the curves are in
 
 def start(name):
     """Run an example in the present folder; its output is plain text, and it says nothing to standard error (X-7)."""
+    return plain(*Script(EXAMPLES / name).end(120))
+
+
+def start_afresh(name):
+    """The same, by the command that the README shows."""
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stderr == b""
-    assert [byte for byte in done.stdout if byte < 32 and byte != 10] == []
-    return done.stdout.decode()
+    return plain(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def plain(status, out, err):
+    assert (status, err) == (0, "")
+    assert [sign for sign in out if sign < " " and sign != "\n"] == []
+    return out
 
 
 def matched(pattern, text):
@@ -36,12 +49,13 @@ def matched(pattern, text):
 def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and once more."""
     folder = tmp_path / "runs" / "digits"
-    with subprocess.Popen([sys.executable, EXAMPLES / "digits.py"], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not list(folder.glob("step-*")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    began, step, _, accuracy = matched(TRAINED + ENDING, start("digits.py"))
+    first = Script(EXAMPLES / "digits.py")
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.signal(signal.SIGKILL)
+    assert first.end()[0] == -signal.SIGKILL
+    began, step, _, accuracy = matched(TRAINED + ENDING, start_afresh("digits.py"))
     assert 0 < int(began) < int(step)
     assert float(accuracy) >= 0.97
 

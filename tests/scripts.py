@@ -1,0 +1,48 @@
+"""Scripts as a user starts them, but in a fork of this process, which has imported torch: they begin at once."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import runpy
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import IO
+
+from faults import Child
+
+
+class Script(Child):
+    """A script that runs as ``__main__`` in the present folder, with what it writes kept."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        self._files = [tempfile.TemporaryFile("w+") for _ in ("out", "err")]  # noqa: SIM115
+        super().__init__(_run, path, arguments, self._files)
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+        """Wait for its end; return the exit status, and what it wrote to standard output and to standard error."""
+        outcome = self.wait(seconds)
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return outcome.status, texts[0], texts[1] + outcome.error
+
+
+def _run(path: Path, arguments: tuple[str, ...], files: list[IO[str]]) -> None:
+    """Forget what pytest has set up for the test, and run the script."""
+    importlib.reload(warnings)
+    logging.root.handlers.clear()
+    for number, file in enumerate(files, start=1):
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
