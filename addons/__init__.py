@@ -1,17 +1,21 @@
 """The add-ons that come with zae; a package that one of them needs is imported when a trainer is set up."""
 
-from zae.addons.accumulation import GradientAccumulationAddon
-from zae.addons.amp import AMPAddon
-from zae.addons.early_stopping import EarlyStoppingAddon
-from zae.addons.ema import EMAAddon
-from zae.addons.jsonl_logger import JSONLLoggerAddon
-from zae.addons.ledger import LedgerAddon
-from zae.addons.logger import LoggerAddon, WebLoggerAddon
-from zae.addons.mpu import MultiGPUAddon
-from zae.addons.neptune_logger import NeptuneLoggerAddon
-from zae.addons.state_manager import StateManagerAddon
-from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-from zae.addons.wandb_logger import WandBLoggerAddon
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zae.addons.accumulation import GradientAccumulationAddon
+    from zae.addons.amp import AMPAddon
+    from zae.addons.early_stopping import EarlyStoppingAddon
+    from zae.addons.ema import EMAAddon
+    from zae.addons.jsonl_logger import JSONLLoggerAddon
+    from zae.addons.ledger import LedgerAddon
+    from zae.addons.logger import LoggerAddon, WebLoggerAddon
+    from zae.addons.mpu import MultiGPUAddon
+    from zae.addons.neptune_logger import NeptuneLoggerAddon
+    from zae.addons.state_manager import StateManagerAddon
+    from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+    from zae.addons.wandb_logger import WandBLoggerAddon
 
 __all__ = [
     "AMPAddon",
@@ -28,3 +32,31 @@ __all__ = [
     "WandBLoggerAddon",
     "WebLoggerAddon",
 ]
+
+_HOMES = {
+    "AMPAddon": "amp",
+    "EMAAddon": "ema",
+    "EarlyStoppingAddon": "early_stopping",
+    "GradientAccumulationAddon": "accumulation",
+    "JSONLLoggerAddon": "jsonl_logger",
+    "LedgerAddon": "ledger",
+    "LoggerAddon": "logger",
+    "MultiGPUAddon": "mpu",
+    "NeptuneLoggerAddon": "neptune_logger",
+    "StateManagerAddon": "state_manager",
+    "TensorBoardLoggerAddon": "tensorboard_logger",
+    "WandBLoggerAddon": "wandb_logger",
+    "WebLoggerAddon": "logger",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import an add-on when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zae.addons' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"zae.addons.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,6 +13,7 @@ from zae.seams import calls_super, function_of, is_add_on, is_marked, is_trainer
 
 __all__ = ["check_collisions", "check_init_names"]
 
+_STORE = dis.opmap["STORE_ATTR"]
 _OURS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositions")
 
 
@@ -120,11 +121,14 @@ def _stored(function: Any) -> Iterator[str]:
     """The attributes that a method sets on ``self``."""
     if not isinstance(function, FunctionType) or not function.__code__.co_varnames:
         return
+    if _STORE not in function.__code__.co_code[::2]:
+        return  # To take a function apart is most of what an import of zae.addons costs.
     me, before = function.__code__.co_varnames[0], None
     for instruction in dis.get_instructions(function):
-        if instruction.opname == "STORE_ATTR" and before is not None and before.argval == me:
+        # From Python 3.13 on, one instruction may load two names.
+        if instruction.opname == "STORE_ATTR" and (before == me or (isinstance(before, tuple) and before[-1] == me)):
             yield instruction.argval
-        before = instruction
+        before = instruction.argval
 
 
 @cache
