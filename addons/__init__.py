@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon
     from zae.addons.amp import AMPAddon
+    from zae.addons.compile import CompileAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
     from zae.addons.jsonl_logger import JSONLLoggerAddon
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AMPAddon",
+    "CompileAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
     "GradientAccumulationAddon",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "AMPAddon": "amp",
+    "CompileAddon": "compile",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",
     "GradientAccumulationAddon": "accumulation",

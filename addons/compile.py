@@ -2,62 +2,76 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
-from collections.abc import Mapping
-from statistics import median
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from zae import checks
 from zae.addon import AddOnBase, replaces
+from zae.addons import graphs
+from zae.contexts import NOTHING
+from zae.device import leading_dimension
 from zae.errors import ConfigError, did_you_mean
+from zae.explain import owners_of
 from zae.seams import slots_of
 
 __all__ = ["CompileAddon"]
 
 _log = logging.getLogger("zae")
 _MODES = ("auto", "graph", "fused", "model")
-_TRIAL = 20  # Steps of each kind that "auto" times; the first few of a kind are slower.
 
 
 class CompileAddon(AddOnBase):
     """Compile the training step, and run eagerly whatever the compiled one was not made for.
 
-    The module that was given stays as it is: evaluation runs it eagerly, and a checkpoint has its keys. A batch of
-    another shape than the first (the short one at an epoch's end) runs eagerly as well, instead of compiling again,
-    and so does everything when the compiler refuses the step; a warning says why. Compiled and eager arithmetic
-    differ in rounding.
+    One shape is compiled: that of the first full batch. A batch of any other (the short one at an epoch's end) runs
+    eagerly instead of being compiled again, and so does evaluation, a step while a parameter has a hook, and
+    everything once the compiler refuses the step (it cannot follow ``.item()``, ``print`` or an LSTM into a graph); a
+    warning says why. The module that was given stays as it is, and a checkpoint has its keys: a run goes on from it
+    with or without this add-on. Compiled and eager arithmetic differ in the last bits. Two runs in one of the fixed
+    modes agree bitwise; with "auto" the clock decides.
 
     Parameters
     ----------
     compile_mode : {"auto", "graph", "fused", "model"}
-        "model" compiles what ``self.model`` computes. "graph" compiles ``train_step`` and its gradient as one graph;
-        "fused" steps the optimizer with its fused kernel as well. "auto" times "graph" against the eager step and
-        keeps the faster one: which that is, and so the last bits of the weights, depends on the machine.
-    compile_backend : str
-        A backend of ``torch.compile``.
+        "graph" compiles ``train_step`` and its gradient as one graph, and on the CPU steps SGD, Adam and AdamW with
+        their fused kernels, unless they were made with ``fused`` or ``foreach``. "fused" is "graph" that refuses an
+        optimizer without a fused kernel: clip and step stay seams of the loop, for other add-ons act there, and are
+        not in the graph. "model" compiles what the model computes, whatever the loop does around it: it takes several
+        ranks and several optimizers, and is seldom faster on a CPU. "auto" times "graph" against the eager step, one
+        by one in turn, and keeps the faster.
+    compile_backend : str or callable
+        A backend of ``torch.compile``; "aot_eager" compiles nothing and is for finding faults.
     fallback_random : bool
         With the backend "inductor", draw dropout's numbers as the eager step does.
 
     Attributes
     ----------
     compile_report : dict
-        "kept" ("compiled" or "eager"), "compile_seconds", "graphs" and, after a trial, the seconds of a "compiled" and
-        an "eager" step and "pays_after" so many steps.
+        "kept" ("compiled" or "eager"), "reason" where the compiler refused, "compile_seconds", "graphs",
+        "eager_batches" (of another shape) and, after a trial, the seconds of a "compiled" and an "eager" step and
+        "pays_after" so many steps (None: never).
 
     Raises
     ------
     ConfigError
-        The mode is unknown, torch is too old for a graph, or at ``setup`` the graph cannot hold what is asked for:
-        several ranks, several optimizers, a float16 loss scale, gradient hooks.
+        The mode or the backend is unknown, torch is too old for a graph, or at ``setup`` the graph cannot hold what
+        is asked for: several ranks, several optimizers, a float16 loss scale, hooks of gradients, a ``backward`` of
+        your own. With "auto" such a run is eager, and a warning says why.
 
     Examples
     --------
     >>> import torch
     >>> from zae import Trainer
-    >>> from zae.addons.compile import CompileAddon
+    >>> from zae.addons import CompileAddon
     >>> class Task(Trainer):
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
@@ -85,6 +99,12 @@ class CompileAddon(AddOnBase):
         if compile_mode not in _MODES:
             raise ConfigError(f"compile_mode={compile_mode!r}; it must be one of {', '.join(map(repr, _MODES))}"
                               f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
+        backends = torch._dynamo.list_backends(())
+        if isinstance(compile_backend, str) and compile_backend not in backends:
+            raise ConfigError(
+                f"compile_backend={compile_backend!r} is no backend of torch.compile"
+                f"{did_you_mean(compile_backend, backends)}; there are {', '.join(backends)}"
+            )
         if compile_mode != "model" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             raise ConfigError(
                 f"compile_mode={compile_mode!r} needs a torch that traces torch.autograd.grad, and torch "
@@ -92,178 +112,247 @@ class CompileAddon(AddOnBase):
             )
         self.compile_mode, self.compile_backend, self.fallback_random = compile_mode, compile_backend, fallback_random
         self.compile_report: dict[str, Any] = {}
-        self._compiled: Any = None
-        self._unfused: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._traced_before: Any = None
-        self._shapes: Any = None
-        self._times: dict[str, list[float]] = {}
+        self._compiled, self._tracing = None, False
+        self._full: int | None = None  # Samples of a full batch, where the loader tells.
+        self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
+        self._reported: Any = None
+        self._aliased: set[int] = set()  # Parameters whose gradient comes in memory that is not its own.
+        self._trial: dict[str, list[float]] = {}
+        self._to_fuse: list[Optimizer] = []
+        self._kind, self._began = "", 0.0  # How this window's batches are computed, and since when.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was compiled: it travels to no other process."""
+        state = cast("dict[str, Any]", super().__getstate__())
+        return {**state, "_compiled": None, "_aliased": set(), "_tracing": False}
 
     def setup(self) -> None:
-        """Refuse what the graph cannot hold; it is compiled with the first batch."""
+        """Refuse what the graph cannot hold; it is compiled with the first full batch."""
         super().setup()
-        self._shapes, self._times = None, {"compiled": [], "eager": []}
-        self.compile_report = {"kept": "compiled", "compile_seconds": 0.0, "graphs": 0}
-        if self.compile_mode == "model":
-            self._compiled = torch.compile(self._module, dynamic=False, **self._options())
-            return
-        self._refuse()
-        self._traced_before = torch._dynamo.config.trace_autograd_ops
-        torch._dynamo.config.trace_autograd_ops = True
-        self._compiled = torch.compile(self._with_gradients, fullgraph=True, dynamic=False, **self._options())
-        if self.compile_mode == "fused":
-            self._fuse()
+        self._shapes = None
+        if self._reported is None:
+            self._begin_report()
+        optimizers = [] if self.compile_mode == "model" else self._optimizers.values()
+        self._to_fuse = [optimizer for optimizer in optimizers if graphs.is_fusible(optimizer)]
+        reason = None if self.compile_mode == "model" else self._not_in_a_graph()
+        if reason is not None:
+            if self.compile_mode != "auto":
+                raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
+            self._give_up(f"a graph cannot hold {reason}")
+        elif self.compile_mode != "model":
+            self._tracing = True
+            graphs.trace_gradients(1)
 
     def teardown(self) -> None:
-        """Drop the compiled functions: they travel to no other process."""
-        self._compiled = None
-        for group, before in self._unfused:
-            group.update(before)
-        self._unfused = []
-        if self._traced_before is not None:
-            torch._dynamo.config.trace_autograd_ops, self._traced_before = self._traced_before, None
+        """Leave the compiler's settings as they were."""
+        if self._tracing:
+            graphs.trace_gradients(-1)
+        self._tracing = False
         super().teardown()
 
-    def _fuse(self) -> None:
-        """Let the optimizer step with its fused kernel, for the time of the run."""
-        for name, optimizer in self._optimizers.items():
-            if "fused" not in optimizer.defaults:
-                raise ConfigError(
-                    f"compile_mode='fused' needs an optimizer that has a fused kernel, and optimizer {name} is a "
-                    f"{type(optimizer).__name__}; write compile_mode='graph', or give torch.optim.AdamW or SGD"
-                )
-            for group in optimizer.param_groups:
-                self._unfused.append((group, {key: group[key] for key in ("fused", "foreach")}))
-                group.update(fused=True, foreach=False)
-
-    def _options(self) -> dict[str, Any]:
-        """What ``torch.compile`` is told."""
-        options: dict[str, Any] = {"backend": self.compile_backend}
-        if self.fallback_random and self.compile_backend == "inductor":
-            options["options"] = {"fallback_random": True}
-        return options
-
-    def _refuse(self) -> None:
-        """Name what a graph of the whole step would leave out: it calls no hook, and no ``backward``."""
-        hooked = [n for n, p in self._module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-        own = type(self).backward
-        reasons = {
-            f"several ranks ({slots_of(type(self)).get('parallel')})": self.world_size > 1,
-            f"{len(self._optimizers)} optimizers": len(self._optimizers) > 1,
-            "a float16 loss scale": getattr(self, "precision", None) == "fp16" or getattr(self, "scaler", None),
-            f"hooks of the gradient of {', '.join(hooked)}": hooked,
-            "a backward() of your own": not own.__module__.startswith("zae."),
+    def _not_in_a_graph(self) -> str | None:
+        """Name what a graph of the step would leave out, with the remedy."""
+        hooked = [name for name, p in self._module.named_parameters() if graphs.has_hooks(p)]
+        own = [owner for owner in owners_of(type(self), "backward") if not owner.__module__.startswith("zae.")]
+        model = "write compile_mode='model', which can"
+        parallel = getattr(slots_of(type(self)).get("parallel"), "__name__", None)
+        reasons: dict[str, Any] = {
+            f"several ranks ({parallel}); {model}": self.world_size > 1,
+            f"{len(self._optimizers)} optimizers; {model}": len(self._optimizers) > 1,
+            f"a float16 loss scale; {model}": getattr(self, "precision", None) == "fp16",
+            f"hooks of the gradient of {', '.join(hooked)}; {model}": hooked,
+            f"a backward() of your own ({', '.join(o.__name__ for o in own)}); {model}": own,
         }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ConfigError(
-                    f"compile_mode={self.compile_mode!r} cannot hold {reason}; write compile_mode='model', which can"
-                )
+        for name, optimizer in self._optimizers.items() if self.compile_mode == "fused" else ():
+            remedy = "write compile_mode='graph', or give torch.optim.AdamW, Adam or SGD"
+            remedy += "" if self.device.type == "cpu" else " with fused=True"
+            reasons[f"the step of optimizer {name}, a {type(optimizer).__name__} without a fused kernel; {remedy}"] = (
+                not all(group.get("fused") for group in optimizer.param_groups) and not graphs.is_fusible(optimizer)
+            )
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _with_gradients(self, batch: Any, count: int, parameters: list[Tensor]) -> tuple[dict[str, Any], Any]:
-        """What is compiled: the step, and the gradient of its share of the window."""
-        out = self.train_step(batch)
-        loss = self.weigh(out["loss"], out.get("num_targets"), count)
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return {k: v.detach() if isinstance(v, Tensor) else v for k, v in out.items()}, gradients
+    # -------------------------------------------------------------------------------------- gradients, in two ways
+
+    def wrap_loader(self, loader: Any, training: bool) -> Any:
+        """Note how many samples a full batch has."""
+        if training:
+            sampler = getattr(loader, "batch_sampler", None)
+            size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+            self._full = size if isinstance(size, int) else None
+        return super().wrap_loader(loader, training)
 
     @replaces
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Leave the gradients behind, compiled where the batch is of the shape that was compiled."""
-        if self._compiled is None:
-            return super().gradients(batch)
+        """Leave the gradients behind, compiled where a batch is of the shape that was compiled."""
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
         outputs, targets = [], []
+        self._begin_window()
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self.sync_context(index == count):
                 micro_batch = self.to_device(micro_batch)
-                out = self._one(micro_batch, count)
+                compiled = self._is_due(micro_batch, count)
+                out = self._in_graph(micro_batch, count) if compiled else None
+                if out is None:
+                    out, weight = self._eagerly(micro_batch, count, compiled and self.compile_mode == "model")
+                else:
+                    weight = self.weight_of(micro_batch, out.get("num_targets"))
             targets.append(out.get("num_targets"))
-            outputs.append((out, self.weight_of(micro_batch, targets[-1])))
+            outputs.append((out, weight))
         self.normalize(targets)
         return outputs
 
-    def _one(self, batch: Any, count: int) -> Mapping[str, Any]:
-        """Forward and backward of one micro-batch, in the way that is due."""
-        shapes = (_shapes_of(batch), count)
+    def _is_due(self, batch: Any, count: int) -> bool:
+        """Whether a micro-batch is computed by what was compiled."""
+        if self.compile_report["kept"] == "eager":
+            return False
+        shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
-            self._shapes = shapes
-        if shapes != self._shapes or self._compiled is None:
-            return self._eagerly(batch, count)
-        trial = self.compile_mode == "auto" and "eager" not in self.compile_report
-        if not trial:
-            return self._compiled_step(batch, count)
-        kind = "eager" if len(self._times["compiled"]) > _TRIAL else "compiled"
-        start = time.perf_counter()
-        out = self._eagerly(batch, count) if kind == "eager" else self._compiled_step(batch, count)
-        self._times[kind].append(time.perf_counter() - start)
-        if len(self._times["eager"]) > _TRIAL:
-            self._decide()
-        return out
+            # The same on any way to this step: a resumed run may begin with the short batch.
+            full = self._full in (None, leading_dimension(batch))
+            if full and count == getattr(self, "gradient_accumulation_steps", count):
+                self._settle_on(shapes)
+        if shapes != self._shapes:
+            self._pass_over()
+        return self._kind == "compiled"
 
-    def _eagerly(self, batch: Any, count: int) -> Mapping[str, Any]:
-        """The step as `Trainer.gradients` makes it, whose own loop has a window of one batch here."""
-        with self.forward_context():
+    def _pass_over(self) -> None:
+        """Count a batch that has to be eager; a window with one is not timed."""
+        self._kind = ""
+        self.compile_report["eager_batches"] += 1
+
+    def _settle_on(self, shapes: Any) -> None:
+        """Compile batches of these shapes; what was found for them in an earlier run is still so."""
+        self._shapes = shapes
+        if self._reported not in (None, shapes):
+            self._begin_report()
+        self._reported = shapes
+
+    def _begin_report(self) -> None:
+        self._trial = {"compiled": [], "eager": []}
+        self.compile_report = {"kept": "compiled", "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
+
+    def _eagerly(self, batch: Any, count: int, compiled: bool) -> tuple[Mapping[str, Any], float]:
+        """The step as `Trainer.gradients` makes it; ``compiled`` has the model compute by its compiled call."""
+        with self.forward_context(), self._model_compiled() if compiled else NOTHING:
             out = self.train_step(batch)
-        self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
-        return out
+        try:
+            loss, num_targets = out["loss"], out.get("num_targets")
+            self.backward(self.weigh(loss, num_targets, count))
+            return out, self.weight_of(batch, num_targets)
+        except Exception as error:
+            name = f"{type(self).__name__}.train_step"
+            checks.check_outputs(name, out, batch, train=True, keys=list(self._optimizers), error=error)
+            raise
 
-    def _compiled_step(self, batch: Any, count: int) -> Mapping[str, Any]:
-        """The compiled step; the first call compiles, and where that fails, every step is eager from now on."""
-        if self.compile_report["compile_seconds"]:
-            return self._call(batch, count)
-        start, before = time.perf_counter(), _graphs()
-        out = self._call(batch, count)
-        self.compile_report["compile_seconds"] = time.perf_counter() - start
-        self.compile_report["graphs"] = _graphs() - before
-        return out
+    @contextmanager
+    def _model_compiled(self) -> Iterator[None]:
+        """Have the module's call compiled, so that wrappers around it and its type stay what they are."""
+        state = self._module.__dict__
+        before = state.get("_compiled_call_impl")
+        state["_compiled_call_impl"] = self._timed
+        try:
+            yield
+        finally:
+            state["_compiled_call_impl"] = before
 
-    def _call(self, batch: Any, count: int) -> Mapping[str, Any]:
-        """Call what was compiled, and leave the gradients behind."""
+    def _in_graph(self, batch: Any, count: int) -> dict[str, Any] | None:
+        """Compute a micro-batch by the compiled graph; None where it has to be eager."""
         if self.compile_mode == "model":
-            self.model = self._compiled
-            try:
-                return self._eagerly(batch, count)
-            finally:
-                self.model = self._module
+            return None
         parameters = [p for p in self.parameters if p.requires_grad]
+        if any(map(graphs.has_hooks, parameters)):
+            self._pass_over()
+            return None
+        before = self.compile_report["graphs"]
         try:
             with self.forward_context():
-                out, gradients = self._compiled(batch, count, parameters)
-        except torch._dynamo.exc.TorchDynamoException as error:  # Nothing has been computed then.
-            _log.warning("the step runs eagerly, for torch.compile refuses it: %s", str(error).strip()[:500])
-            self._compiled, self.compile_report["kept"] = None, "eager"
-            return self._eagerly(batch, count)
+                out, gradients = self._timed(batch, count, parameters)
+        except graphs.refusals() as error:  # It is refused as a whole, before anything is computed.
+            self._give_up(f"torch.compile refuses it: {str(error).strip()[:500]}")
+            return None
+        if self.compile_report["graphs"] != before:
+            self._aliased |= graphs.sharing(parameters, gradients, tree_leaves((batch, out)))
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            if id(parameter) in self._aliased and gradient is not None:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
             if parameter.grad is None:
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad += gradient
-        return dict(out)
+        return cast("dict[str, Any]", out)
 
-    def _decide(self) -> None:
-        """Keep the faster step, and say what was found."""
+    def _with_gradients(self, batch: Any, count: int, parameters: list[Tensor]) -> tuple[dict[str, Any], Any]:
+        """What is compiled: the step, and the gradient of its share of the window."""
+        out = self.train_step(batch)
+        if not isinstance(out, Mapping):
+            raise TypeError  # Refused by the compiler; the eager step then says what it should be.
+        with torch.autocast(self.device.type, enabled=False):  # As the backward is by hand: outside of autocast.
+            loss = self.weigh(out["loss"], out.get("num_targets"), count)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return {key: graphs.detached(value) for key, value in out.items()}, gradients
+
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
+        """What is compiled of a model alone; its own call would only lead back to here."""
+        return self._module._call_impl(*args, **kwargs)
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is compiled, and note the graphs that were made for it."""
+        if self._compiled is None:
+            self._compiled = self._compile()
+        before, start = graphs.graphs_made(), time.perf_counter()
+        result = self._compiled(*args, **kwargs)
+        made = graphs.graphs_made() - before
+        if made > 0:
+            self.compile_report["graphs"] += made
+            self.compile_report["compile_seconds"] += time.perf_counter() - start
+        return result
+
+    def _compile(self) -> Any:
+        options: dict[str, Any] = {"backend": self.compile_backend, "dynamic": False}
+        if self.fallback_random and self.compile_backend == "inductor":
+            options["options"] = {"fallback_random": True}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            # Else all trainers of a process share the few graphs that one function may have.
+            options["isolate_recompiles"] = True
+        if self.compile_mode == "model":
+            return torch.compile(self._call_module, **options)
+        return torch.compile(self._with_gradients, fullgraph=True, **options)
+
+    # ------------------------------------------------------------------------------------ the optimizer, and a trial
+
+    def optimizer_step(self) -> bool:
+        """Step with the fused kernel, where there is one; it is no lasting setting of the optimizer."""
+        groups = []
+        if self._kind != "eager" and self.compile_report["kept"] == "compiled":
+            groups = [g for o in self._to_fuse if graphs.fits_kernel(o) for g in o.param_groups]
+        before = [(group["fused"], group["foreach"]) for group in groups]
+        for group in groups:
+            group["fused"], group["foreach"] = True, False
+        try:
+            stepped = super().optimizer_step()
+        finally:
+            for group, (fused, foreach) in zip(groups, before):
+                group["fused"], group["foreach"] = fused, foreach
+        if self._began and self._kind:
+            graphs.wait_for(self.device)
+            self._trial[self._kind].append(time.perf_counter() - self._began)
+            graphs.judge(self._trial, self.compile_report)
+        return stepped
+
+    def _begin_window(self) -> None:
+        """Choose how a window is computed: in a trial, one way and the other in turn."""
+        self._kind, self._began = "compiled", 0.0
         report = self.compile_report
-        for kind, times in self._times.items():
-            report[kind] = median(times[len(times) // 2 :])
-        gain = report["eager"] - report["compiled"]
-        report["pays_after"] = int(report["compile_seconds"] / gain) + 1 if gain > 0 else None
-        if gain <= 0:
-            self._compiled, report["kept"] = None, "eager"
-        _log.info("compile_mode='auto' keeps the %(kept)s step: %(compiled).3g s compiled, %(eager).3g s eager; "
-                  "compiled in %(compile_seconds).1f s, %(graphs)d graphs, pays after %(pays_after)s steps",
-                  report)  # fmt: skip
+        if self.compile_mode != "auto" or report["kept"] == "eager" or "pays_after" in report or self._shapes is None:
+            return
+        compiled, eager = map(len, self._trial.values())
+        self._kind = "eager" if eager < compiled else "compiled"
+        graphs.wait_for(self.device)
+        self._began = time.perf_counter()
 
-
-def _shapes_of(batch: Any) -> Any:
-    """The shapes and types in a batch: what a graph is compiled for."""
-    if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
-    if isinstance(batch, Mapping):
-        return tuple((key, _shapes_of(value)) for key, value in batch.items())
-    return tuple(map(_shapes_of, batch)) if isinstance(batch, (tuple, list)) else type(batch)
-
-
-def _graphs() -> int:
-    """How many graphs this process has compiled."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    def _give_up(self, reason: str) -> None:
+        """Run eagerly from now on."""
+        self.compile_report |= {"kept": "eager", "reason": reason}
+        if self.is_main:
+            _log.warning("the step runs eagerly, for %s", reason)

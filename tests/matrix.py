@@ -60,6 +60,7 @@ PIECES: dict[str, Piece] = {
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
 
 ELSEWHERE = {
+    "CompileAddon": "a graph rounds otherwise, and takes time to compile",
     "MultiGPUAddon": "of several processes",
     "FSDPAddon": "of several processes",
     "PipelineAddon": "of several processes",
@@ -291,7 +292,8 @@ def page() -> str:
         cells = [_cell(name, other, found, refusals) for other in names]
         rows.append(f"| {name.removesuffix('Addon')} | {' | '.join(cells)} |")
     heads = [name.removesuffix("Addon") for name in names]
-    text = _HEADER.replace("they need {reasons}", "they need several processes, or a client that is slow to start")
+    needs = "they need several processes, a compiler, or a client that is slow to start"
+    text = _HEADER.replace("they need {reasons}", needs)
     text += f"| | {' | '.join(heads)} |\n|---|{':-:|' * len(heads)}\n" + "\n".join(rows) + "\n"
     if refusals:
         text += "\n" + "\n".join(f"{index}. {why}" for index, why in enumerate(refusals, start=1)) + "\n"

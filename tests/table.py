@@ -17,6 +17,7 @@ from torch import nn
 from zae import AddOnBase, Trainer
 from zae.addons import (
     AMPAddon,
+    CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
@@ -90,6 +91,8 @@ def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
 
 
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
+_TRACED = {"compile_mode": "model", "compile_backend": "eager"}
+_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_kind", "_began", "compile_report", "_trial")
 
 TABLE = [
     Entry(
@@ -126,6 +129,8 @@ TABLE = [
         lambda folder: {"ledger_path": folder / "biting" / "ledger.jsonl"},
         transient=("_file", "_stages", "_loaders"),
     ),
+    # The model's calls, traced but not compiled: that is bitwise the eager step, and takes little time.
+    Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),
     # On one device it changes nothing; what it does on several is in tests/addons/test_mpu.py.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),

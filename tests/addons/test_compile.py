@@ -10,11 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zae import ConfigError, Trainer
-from zae.addons import EMAAddon, GradientAccumulationAddon
-from zae.addons.compile import CompileAddon
+from zae import ConfigError, StepError, Trainer
+from zae.addons import (
+    AMPAddon,
+    CompileAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+    StateManagerAddon,
+)
 
 FAST = {"compile_backend": "aot_eager"}
+FASTEST = {"compile_backend": "eager"}
 
 
 class Task(Trainer):
@@ -154,6 +161,10 @@ class OwnBackward(Task):
         super().backward(loss * 2)
 
 
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def two(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -172,14 +183,15 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
     rprop = Task.add_on(CompileAddon)(
         model, "cpu", optimizer=torch.optim.Rprop(model.parameters()), compile_mode="fused", **FAST
     )
-    with pytest.raises(ConfigError, match="optimizer 0 is a Rprop; write compile_mode='graph'"):
+    with pytest.raises(ConfigError, match="optimizer 0, a Rprop without a fused kernel; write compile_mode='graph'"):
         rprop.run(1, batches())
     with pytest.raises(ConfigError, match=r"hooks of the gradient of 0\.weight"):
         start(hook=True)
     with pytest.raises(ConfigError, match=r"backward\(\) of your own"):
         start(OwnBackward)
-    with pytest.raises(ConfigError, match="did you mean 'graph'"):
-        Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, compile_mode="grap")
+    for option, meant in (("compile_mode", "graph"), ("compile_backend", "inductor")):
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, **{option: meant[:-1]})
 
 
 def test_teardown_leaves_the_compiler_and_the_optimizer_as_they_were() -> None:
@@ -199,3 +211,240 @@ def test_inductor_draws_dropout_like_eager_on_request() -> None:
 
     compiled = losses(Task.add_on(CompileAddon), compile_mode="graph", fallback_random=True)
     assert compiled == pytest.approx(losses(Task), abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------- what eager does without thought
+
+
+class Direct(nn.Module):
+    """Its gradients are the batch itself, one number over and over, and twice the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4, 4).double()), nn.Parameter(torch.ones(3).double())
+        self.twice = nn.ParameterList([nn.Parameter(torch.ones(4, 4).double()) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (
+            (inputs * self.scale).sum() + self.shift.sum() + ((self.twice[0] + self.twice[1]) * inputs.square()).sum()
+        )
+
+
+class DirectTask(Trainer):
+    """The output is the loss."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.model(batch[0])}
+
+    test_step = train_step
+
+
+def test_clipping_changes_no_memory_but_the_gradients_own() -> None:
+    """A gradient that shares memory is clipped twice, or clips the batch; one that is expanded cannot be clipped."""
+    loader = batches()[:5]
+    before, ends = [inputs.clone() for inputs, _ in loader], []
+    for cls, options in ((DirectTask, {}), (DirectTask.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
+        task = cls(Direct(), "cpu", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), gradient_clip=0.05, **options)
+        task.run(2, loader)
+        ends.append(task)
+    assert ends[1].compile_report["graphs"] == 1
+    assert furthest(*ends) < 1e-12
+    assert all(torch.equal(inputs, kept) for (inputs, _), kept in zip(loader, before, strict=True))
+
+
+class ByStep(Task):
+    """Its loss depends on a number of Python that changes with every step."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        out = super().train_step(batch)
+        return {**out, "loss": out["loss"] * (1 + self.progress_checker.step)}
+
+
+def test_a_step_that_would_be_compiled_anew_each_time_ends_up_eager(caplog: pytest.LogCaptureFixture) -> None:
+    task = trained(ByStep.add_on(CompileAddon), compile_mode="graph", **FASTEST)
+    assert task.compile_report["kept"] == "eager"
+    assert "torch.compile refuses it" in task.compile_report["reason"]
+    assert furthest(trained(ByStep), task) < 1e-12
+
+
+def test_many_trainers_of_a_process_are_compiled() -> None:
+    """P-56: a search makes more of them than the graphs that torch keeps for one function."""
+    kept = [trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FASTEST) for _ in range(10)]
+    assert [task.compile_report["graphs"] for task in kept] == [1] * 10
+
+
+class Hooked(Task):
+    """Doubles a gradient by a hook that comes after the set-up."""
+
+    def on_run_begin(self) -> None:
+        super().on_run_begin()
+        self.model[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def test_a_hook_that_comes_later_is_called() -> None:
+    task = trained(Hooked.add_on(CompileAddon), compile_mode="graph", **FAST)
+    assert task.compile_report["eager_batches"] == 12
+    assert furthest(trained(Hooked), task) < 1e-12
+
+
+class Freezing(Task):
+    """Trains its first layer every second epoch, so that momentum begins late for it."""
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.model[0].weight.requires_grad_(self.progress_checker.epoch % 2 == 1)
+
+
+def test_layers_may_be_frozen_and_thawed() -> None:
+    task = trained(Freezing.add_on(CompileAddon), epochs=4, compile_mode="graph", **FAST)
+    assert task.compile_report["graphs"] == 2
+    assert furthest(trained(Freezing, epochs=4), task) < 1e-12
+
+
+class NoLoss(Task):
+    """Misspells it."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"los": super().train_step(batch)["loss"]}
+
+
+class NoMapping(Task):
+    """Forgets the dict."""
+
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch)["loss"]
+
+
+@pytest.mark.parametrize(("cls", "told"), [(NoLoss, "rename 'los' to 'loss'"), (NoMapping, "return a dict")])
+def test_a_step_that_is_wrong_is_told_so_in_the_same_words(cls: type[Trainer], told: str) -> None:
+    """F-E4."""
+    with pytest.raises(StepError, match=told):
+        trained(cls.add_on(CompileAddon), compile_mode="graph", **FAST)
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", "compiled"), ("fp16", "eager")])
+def test_mixed_precision_is_compiled_or_eager(precision: str, kept: str) -> None:
+    """A loss scale is not for a graph: "graph" refuses it by name, "auto" is eager to the last bit."""
+    mode = {"bf16": "graph", "fp16": "auto"}[precision]
+
+    def run(*add_ons: Any, **options: Any) -> Any:
+        model = network().float()
+        task = Task.add_on(AMPAddon, *add_ons)(
+            model, "cpu", optimizer=OPTIMIZERS["sgd"][0], gradient_clip=0.05, precision=precision, **options
+        )
+        task.run(2, batches(torch.float32))
+        return task
+
+    task = run(CompileAddon, compile_mode=mode, **FAST)
+    assert task.compile_report["kept"] == kept
+    assert furthest(run(), task) <= (1e-6 if kept == "compiled" else 0)
+    if kept == "eager":
+        with pytest.raises(ConfigError, match="cannot hold a float16 loss scale; write compile_mode='model'"):
+            run(CompileAddon, compile_mode="graph", **FAST)
+
+
+def test_auto_is_eager_where_a_graph_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    def gan(*add_ons: Any, **options: Any) -> Any:
+        class Adversaries(Trainer):
+            def train_step(self, batch: Any) -> dict[str, Any]:
+                return {"loss": self.model.losses(batch[0].float())}
+
+            test_step = train_step
+
+        model = hand.Gan()
+        task = Adversaries.add_on(*add_ons)(
+            model, "cpu", optimizer=model.optimizers(), monitor="loss/critic", **options
+        )
+        torch.manual_seed(2)
+        task.run(2, batches())
+        return task
+
+    task = gan(CompileAddon, **FAST)
+    assert "the step runs eagerly, for a graph cannot hold 2 optimizers" in caplog.text
+    assert furthest(gan(), task) == 0
+    assert furthest(gan(), gan(CompileAddon, compile_mode="model", **FAST)) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ resume
+
+
+class Doubled(Task):
+    """In double precision."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return super().train_step((batch[0].double(), batch[1]))
+
+
+def test_a_run_resumes_bitwise_before_a_short_batch(tmp_path: Any) -> None:
+    """F-B1: what is compiled does not depend on where a run begins."""
+    graph = {"compile_mode": "graph", **FAST}
+    straight = resumable(tmp_path / "straight", None, (CompileAddon,), **graph)
+    resumable(tmp_path / "resumed", 5, (CompileAddon,), **graph)
+    resumed = resumable(tmp_path / "resumed", None, (CompileAddon,), **graph)
+    assert resumed.compile_report["eager_batches"] == 4
+    assert furthest(straight, resumed) == 0
+
+
+def test_a_run_goes_on_with_the_add_on_or_without_it(tmp_path: Any) -> None:
+    """The checkpoint knows nothing of the add-on: neither keys, nor the kernel that the optimizer stepped with."""
+    graph = {"compile_mode": "graph", **FAST}
+    straight = resumable(tmp_path / "straight", None)
+    for first, then in (((CompileAddon,), ()), ((), (CompileAddon,))):
+        folder = tmp_path / f"{len(first)}"
+        stopped = resumable(folder, 8, first, **(graph if first else {}))
+        assert stopped.state_dict().keys() == {*straight.state_dict().keys()}
+        task = resumable(folder, None, then, **(graph if then else {}))
+        assert task.progress_checker.step == 24
+        assert task.optimizer.param_groups[0]["fused"] is None
+        assert furthest(straight, task) < 1e-10
+
+
+def resumable(folder: Any, max_steps: int | None, add_ons: tuple[Any, ...] = (), **options: Any) -> Any:
+    """A run of four epochs that ends early, or goes on from where one ended."""
+    task = Doubled.add_on(StateManagerAddon, *add_ons)(
+        network(0.2), "cpu", optimizer=OPTIMIZERS["adamw"][0], gradient_clip=0.05, log_bar=False, seed=5,
+        save_path=folder, resume="auto", **options,
+    )  # fmt: skip
+    task.run(4, hand.loader(22), max_steps=max_steps)
+    return task
+
+
+def test_a_second_run_does_not_compile_again() -> None:
+    """Of the same shapes; of others it does, once."""
+    task = trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FAST)
+    task.run(1, batches())
+    assert task.compile_report["graphs"] == 1
+    task.run(1, [(inputs[:2], targets[:2]) for inputs, targets in batches()])
+    assert task.compile_report["graphs"] == 1
+    assert task.compile_report["eager_batches"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+
+
+class Counted(Task):
+    """Notes what its rank knows."""
+
+    def metric_on_epoch_end(self) -> dict[str, float]:
+        return {"world": float(self.world_size), "graphs": float(self.compile_report["graphs"])}
+
+
+def test_several_ranks_average_the_gradients_of_a_compiled_model() -> None:
+    """The model is compiled inside of the wrapper that averages: two ranks of 4 samples are one process of 8."""
+    inputs, targets = hand.data(16).tensors
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs.double(), targets), batch_size=4)
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+    ranks = Counted.add_on(CompileAddon, MultiGPUAddon)(
+        model(), ["cpu", "cpu"], optimizer=sgd, gradient_clip=0.05, compile_mode="model", **FASTEST
+    )
+    metrics = ranks.run(1, loader)
+    assert metrics["train_metrics_history"][-1]["train_world"] == 2
+    assert metrics["train_metrics_history"][-1]["train_graphs"] == 1
+    one = Task(model(), "cpu", optimizer=sgd, gradient_clip=0.05)
+    # The ranks take turns: 0, 2, 4 and 6, with 1, 3, 5 and 7.
+    one.run(1, [(inputs[k : k + 8].double(), targets[k : k + 8]) for k in (0, 8)])
+    assert furthest(one, ranks) < 1e-12
