@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
 
     child = Child(run)
     step = folder / "step"
-    while not (step.exists() and step.read_text().isdigit() and int(step.read_text()) > 5):
+    while not (step.exists() and int(step.read_text() or 0) > 5):
         time.sleep(0.005)
     os.killpg(child.pid, signal.SIGTERM)
     outcome = child.wait()
@@ -351,6 +352,34 @@ def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
     assert newest is not None
     assert newest[1]["step"] >= 5
     assert not list((folder / "run").glob("crash-*"))
+
+
+def test_fd2_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
+    """F-D2, P-26: a worker may be killed while it holds what torch waits for without an end: the run saves and ends."""
+    held = []
+
+    class Held(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            iterator = super().__iter__()
+            held.append(weakref.ref(iterator))
+            return iterator
+
+    class Hit(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            if self.progress_checker.step == 2:
+                held[0]()._workers_done_event._cond.acquire()  # As if by a worker that is no more.
+                os.killpg(os.getpid(), signal.SIGTERM)
+            return super().train_step(batch)
+
+    def run() -> None:
+        made = build(Hit, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=99))
+        made.run(1, Held(hand.data(40), batch_size=4, num_workers=2))
+
+    outcome = Child(run).wait(20)
+    assert outcome.status == 143, outcome.error
+    newest = files.newest_valid(folder / "run")
+    assert newest is not None
+    assert newest[1]["step"] == 3
 
 
 def test_fd2_handlers_that_were_there(folder: Path) -> None:
@@ -522,6 +551,47 @@ def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
     assert "dataset Poisoned of length 40" in text
     assert "num_workers=2" in text
     assert len(list((folder / "run").glob("crash-*"))) == 1
+
+
+class Broken:
+    """A loader whose connection to a worker breaks at the fourth batch; the worker is still alive then."""
+
+    def __init__(self) -> None:
+        self.inner: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.inner = iter(DataLoader(hand.data(40), batch_size=4, num_workers=2))
+        for _ in range(3):
+            yield next(self.inner)
+        raise ConnectionResetError("the worker's end is gone")
+
+
+def test_fd7_a_worker_dies_while_its_error_is_caught(folder: Path) -> None:
+    """F-D7, F-D4: what torch raises for a dead worker, wherever Python is then, never takes the place of an error."""
+
+    def run() -> Any:
+        made, loader = build(faults.Task, StateManagerAddon, save_path=folder / "run"), Broken()
+        strikes = []
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            """Kill a worker, and wait for its SIGCHLD, when the trainer has caught the error."""
+            if event == "line" and frame.f_code.co_name == "_run" and sys.exc_info()[1] is not None and not strikes:
+                strikes.append(frame.f_lineno)
+                os.kill(loader.inner._workers[0].pid, signal.SIGKILL)
+                os.waitid(os.P_PID, loader.inner._workers[0].pid, os.WEXITED | os.WNOWAIT)
+            return trace if frame.f_code.co_name == "_run" else None
+
+        raises = signal.getsignal(signal.SIGCHLD)
+        sys.settrace(trace)
+        try:
+            made.run(1, loader)
+        except Exception as error:
+            sys.settrace(None)
+            return type(error).__name__, len(strikes), signal.getsignal(signal.SIGCHLD) != raises
+        return None
+
+    assert answer(run) == ("ConnectionResetError", 1, True)
+    assert [path.name for path in (folder / "run").iterdir()] == ["crash-00000003"]
 
 
 # --- two runs, and places

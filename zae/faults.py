@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from zae.checks import describe_batch
 from zae.loading import describe
+from zae.workers import mute_workers, part_from_workers, unmute_workers
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -72,16 +71,11 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep torch from raising once more, for a loader's worker that died, while an error is dealt with."""
-    child: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
-    before = None if child is None else signal.getsignal(child)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(child, signal.SIG_DFL)
+    mute_workers()
     try:
         yield
     finally:
-        signal.signal(child, before)
+        unmute_workers()
 
 
 def _dead(frames: list[FrameType]) -> str:
@@ -94,6 +88,13 @@ def _dead(frames: list[FrameType]) -> str:
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
             dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
+    if dead:  # Its other workers have nobody to work for, and torch is not to tell of this one again when they end.
+        for frame in frames:
+            iterator: Any = frame.f_locals.get("self")
+            if hasattr(iterator, "_shutdown_workers"):
+                part_from_workers(iterator)
+                with suppress(Exception):
+                    iterator._shutdown_workers()
     return "".join(dead)
 
 

@@ -15,6 +15,7 @@ from zae.data_state import capture_parts, changes_of, facts_of, global_streams, 
 from zae.errors import CheckpointMismatch, LoaderError
 from zae.fast_data import batches_of
 from zae.redeal import padded, place_of, why_not_again
+from zae.workers import deaths_expected, mute_workers, part_from_workers, unmute_workers
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -258,6 +259,7 @@ class Position:
         """
         resume, self._resume, self._another = self._resume, None, False
         self.loader = loader
+        unmute_workers()
         once = isinstance(loader, Iterator)  # It does not start again: it stands where it was left.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
@@ -288,12 +290,19 @@ class Position:
 
     def _present(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
         """Pass over batches that are None; refuse a loader that gives more of them than of others."""
-        for batch in iterator:
-            if batch is None:
-                self._absent.append(given)
-                continue
-            given += 1
-            yield batch
+        try:
+            for batch in iterator:
+                if batch is None:
+                    self._absent.append(given)
+                    continue
+                given += 1
+                yield batch
+        except Exception:
+            mute_workers()  # Until the run has dealt with it: it may be the first sign of a worker that has died.
+            raise
+        finally:
+            if deaths_expected():
+                part_from_workers(iterator)
         absent = len(self._absent)
         if absent > given:
             raise LoaderError(

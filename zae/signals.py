@@ -8,6 +8,8 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
+from zae.workers import mute_workers, unmute_workers
+
 __all__ = ["StopSignals"]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -57,6 +59,8 @@ class StopSignals:
     def restore(self) -> None:
         """Put the handlers that were there before back, but not over one that was installed meanwhile."""
         before, self._before = self._before, {}
+        if self.received is not None:
+            unmute_workers()
         for number, handler in before.items():
             if signal.getsignal(number) in (self._note, signal.SIG_DFL):
                 signal.signal(number, handler)
@@ -94,14 +98,7 @@ class StopSignals:
             signal.signal(each, signal.SIG_DFL)
         if self.received is None:
             self.received = number
-            self._let_workers_die()
-
-    def _let_workers_die(self) -> None:
-        """Mute what torch raises, anywhere, when a loader's worker dies: the signal may have gone to them too."""
-        child = getattr(signal, "SIGCHLD", None)
-        if child is not None and callable(signal.getsignal(child)):
-            self._before[child] = signal.getsignal(child)
-            signal.signal(child, signal.SIG_DFL)
+            mute_workers(expected=True)  # The signal may have gone to them too.
 
     def _pass_on(self, number: int) -> None:
         """In a loader's worker, forked with this handler: Ctrl-C is the main process's to deal with."""

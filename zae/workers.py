@@ -1,0 +1,77 @@
+"""The workers of a loader that die: torch must not raise for one just anywhere, nor wait for what one took with it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+__all__ = ["deaths_expected", "mute_workers", "part_from_workers", "unmute_workers"]
+
+_CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
+_PATIENCE = 1.0
+_muted: list[Any] = []
+_expected = False
+
+
+def mute_workers(expected: bool = False) -> None:
+    """Keep torch from raising, wherever Python is just then, that a worker of a loader has died.
+
+    That is for an error which is on its way already, and may well come of that death: a second one in the midst of
+    dealing with it would take its place. A loader that waits for a dead worker finds out by itself, within seconds.
+
+    Parameters
+    ----------
+    expected : bool
+        Whether all workers may be about to die: a signal that asks for the end may have gone to them too.
+    """
+    global _expected
+    _expected = _expected or expected
+    handler = None if _CHILD is None else signal.getsignal(_CHILD)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        _muted[:] = [handler]  # First kept, then replaced: the call itself raises what is waiting.
+        signal.signal(_CHILD, signal.SIG_DFL)
+
+
+def unmute_workers() -> None:
+    """Put back what `mute_workers` took away, but not over a handler that was installed meanwhile."""
+    global _expected
+    _expected = False
+    if _muted and threading.current_thread() is threading.main_thread():
+        handler = _muted.pop()
+        if signal.getsignal(_CHILD) == signal.SIG_DFL:
+            signal.signal(_CHILD, handler)
+
+
+def deaths_expected() -> bool:
+    """Say whether all workers may be about to die."""
+    return _expected
+
+
+def part_from_workers(iterator: Any) -> None:
+    """Tell the workers of a torch iterator to end, without waiting for a lock that a killed one holds for ever.
+
+    torch does so itself when the iterator is freed; there it waits for the lock of the event without an end. The
+    system kills a worker wherever it is, while it asks for that event too. What torch does afterwards stays as it is.
+
+    Parameters
+    ----------
+    iterator : object
+        What ``iter(loader)`` returned; anything but an iterator of torch with workers is left alone.
+    """
+    event = getattr(iterator, "_workers_done_event", None)
+    lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
+    if lock is None or flag is None:
+        return
+    if lock.acquire(True, _PATIENCE):
+        flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for it, it is only asked.
+        flag.release()
+        lock.release()
+    iterator._workers_done_event = _Told()
+
+
+class _Told:
+    """In the place of an event that was set, as far as that was possible."""
+
+    def set(self) -> None:
+        """Do nothing."""
