@@ -130,6 +130,31 @@ def test_ledger_every_so_many_steps(tmp_path: Path) -> None:
     assert [entry["step"] for entry in lines(tmp_path / "a")[1:]] == [5, 10]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ledger_notes_the_samples_of_the_steps_it_writes(workers: int, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "ledger_every": 3}
+    trainer = train(tmp_path / "a", GradientAccumulationAddon, n_epoch=4, loader=loader_of(workers), **options)
+    entries = lines(tmp_path / "a")[1:]
+    assert [entry["step"] for entry in entries] == [3, 6]  # Four batches, two steps an epoch: the 2nd and the 3rd.
+    assert [entry["stages"]["batch"]["data"] for entry in entries] == [trainer.samples[4:6], trainer.samples[10:12]]
+
+
+def test_ledger_leaves_the_loader_of_an_epoch_alone_that_it_writes_nothing_of(tmp_path: Path) -> None:
+    loader, seen = loader_of(), []
+
+    class Seeing(Task):
+        def batches(self, wrapped: Any) -> Any:
+            seen.append(wrapped is loader)
+            return super().batches(wrapped)
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Seeing.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, ledger_path=tmp_path / "a", ledger_every=6)
+    trainer.run(1, loader, max_steps=1)
+    trainer.run(3, loader)
+    assert seen == [True, True, False, False]  # Steps 1; 2 to 4; 5 to 8; 9 to 12.
+
+
 def test_ledger_hashes_what_has_no_sampler(tmp_path: Path) -> None:
     batches = [(torch.ones(2, 3) * k, torch.zeros(2, 1)) for k in (1, 2, 1)]
     train(tmp_path / "a", loader=batches, n_epoch=1)
