@@ -215,7 +215,7 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         parts += ["Not measured: " + "; ".join(failed) + "."]
     parts += [
         "## What is measured",
-        "- tiny MLP: 20-64-5, AdamW, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
+        "- tiny MLP: 20-64-5, SGD, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
         "- all features: validation, a clip that clips every step, accumulation of 4, checkpoint (fsync and SHA-256) "
         "and log each epoch, early stopping, bar.\n"
         "- zae reads the loss of every step and looks whether it is finite, which the loop by hand does not.\n"
