@@ -350,3 +350,24 @@ def test_plan_is_quick_for_a_long_run() -> None:
     assert hashlib.sha256(str(plan).encode()).hexdigest()
     assert os.listdir(".") == []
     assert isinstance(plan, zae.plan.RunPlan)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        (lambda p: torch.optim.AdamW(p), "AdamW"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), None),  # Its fused kernel takes as long.
+        (lambda p: torch.optim.AdamW(p, fused=True), None),
+        (lambda p: torch.optim.AdamW(p, fused=False), None),
+        (lambda p: torch.optim.AdamW(p, foreach=True), None),
+        (lambda p: torch.optim.RMSprop(p), None),
+    ],
+)
+@pytest.mark.parametrize("built", [False, True])
+def test_plan_suggests_a_fused_optimizer_that_nobody_has_decided_on(optimizer: Any, kind: str | None, built: bool):
+    model = torch.nn.Linear(2, 1)
+    given = optimizer(model.parameters()) if built else optimizer
+    notes = [n for n in Task(model, "cpu", optimizer=given).plan(1, [torch.ones(4, 2)] * 2).notes if "fused" in n]
+    assert len(notes) == (kind is not None)
+    assert all(f"{kind}(..., fused=True)" in note for note in notes)

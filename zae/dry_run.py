@@ -59,7 +59,7 @@ def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
 def _twin(optimizer: Optimizer) -> Optimizer:
     """An optimizer with the same groups and settings, and one number in each in place of the parameters."""
     twin = SGD([torch.zeros(1)], lr=0.0)
-    twin.defaults = dict(optimizer.defaults)
+    twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
         {**{key: copy.copy(value) for key, value in group.items()}, "params": [torch.zeros(1)]}
         for group in optimizer.param_groups

@@ -21,6 +21,7 @@ __all__ = [
     "check_groups",
     "check_optimizers",
     "check_schedule",
+    "fused_hints",
     "learning_rates",
     "named",
     "normalize",
@@ -270,6 +271,33 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
             parts = ["lr", *([name] if len(optimizers) > 1 else []), *([str(index)] if index else [])]
             rates["/".join(parts)] = float(group["lr"])
     return rates
+
+
+def fused_hints(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name the optimizers whose fused kernel is off because nobody said anything of it.
+
+    Parameters
+    ----------
+    optimizers : mapping of str to Optimizer
+        Those of `zae.dry_run.simulated`, which know what they are twins of.
+
+    Returns
+    -------
+    list of str
+        What to write; it changes the rounding, so that is for the user to decide.
+    """
+    chosen = ("foreach", "capturable", "differentiable")  # Whoever sets one of these has thought of it.
+    kinds = dict.fromkeys(
+        optimizer.defaults["twin_of"]
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        if group.get("fused", False) is None and not any(group.get(name) for name in chosen)
+        if group.get("momentum") != 0  # Of plain gradient descent there is nothing to fuse.
+    )
+    return [
+        f"{kind} has a fused kernel, which takes less time a step and rounds otherwise: {kind}(..., fused=True)"
+        for kind in kinds
+    ]
 
 
 def order(parameters: Iterable[Tensor]) -> list[Tensor]:

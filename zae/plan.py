@@ -298,6 +298,7 @@ def _simulate(trainer: Trainer, made: RunPlan, asked: session.Plan, has_metric: 
     epochs = None if asked.n_epoch is None else len(made.epoch_ends)
     on_batch = trainer.scheduler_step_on_batch
     optim.check_schedule(schedulers, on_batch=on_batch, epochs=epochs, steps=steps, has_metric=has_metric)
+    made.notes += optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]
     if len(stepped) < len(schedulers):
         made.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
