@@ -53,6 +53,7 @@ class LedgerAddon(AddOnBase):
     Examples
     --------
     >>> import json, tempfile, torch
+    >>> from pathlib import Path
     >>> from zae import Trainer
     >>> from zae.addons import LedgerAddon
     >>> class Task(Trainer):
@@ -66,7 +67,7 @@ class LedgerAddon(AddOnBase):
     ...     trainer = Task.add_on(LedgerAddon)(
     ...         model, "cpu", optimizer=optimizer, ledger_path=f"{folder}/ledger.jsonl")
     ...     _ = trainer.run(1, [torch.ones(1, 1)] * 2)
-    ...     entry = json.loads(open(f"{folder}/ledger.jsonl").readlines()[-1])
+    ...     entry = json.loads(Path(folder, "ledger.jsonl").read_text().splitlines()[-1])
     >>> entry["step"], entry["stages"]["forward"]["loss"], list(entry["stages"])
     (2, [-1.0], ['batch', 'forward', 'backward', 'clip', 'step'])
     """
