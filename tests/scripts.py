@@ -10,17 +10,17 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import IO
 
 from faults import Child
 
 
 class Script(Child):
-    """A script that runs as ``__main__`` in the present folder, with what it writes kept."""
+    """A script that runs as ``__main__`` in the present folder, with what it writes kept, or written to a terminal."""
 
-    def __init__(self, path: Path, *arguments: str) -> None:
+    def __init__(self, path: Path, *arguments: str, terminal: int | None = None, **environment: str) -> None:
         self._files = [tempfile.TemporaryFile("w+") for _ in ("out", "err")]  # noqa: SIM115
-        super().__init__(_run, path, arguments, self._files)
+        streams = [file.fileno() if terminal is None else terminal for file in self._files]
+        super().__init__(_run, path, arguments, streams, environment)
 
     def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
         """Wait for its end; return the exit status, and what it wrote to standard output and to standard error."""
@@ -33,12 +33,13 @@ class Script(Child):
         return outcome.status, texts[0], texts[1] + outcome.error
 
 
-def _run(path: Path, arguments: tuple[str, ...], files: list[IO[str]]) -> None:
+def _run(path: Path, arguments: tuple[str, ...], streams: list[int], environment: dict[str, str]) -> None:
     """Forget what pytest has set up for the test, and run the script."""
     importlib.reload(warnings)
     logging.root.handlers.clear()
-    for number, file in enumerate(files, start=1):
-        os.dup2(file.fileno(), number)
+    os.environ.update(environment)
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     try:

@@ -8,14 +8,13 @@ import pty
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import Script
 
 SCRIPT = """
 import sys, time, torch
@@ -36,19 +35,18 @@ open(sys.argv[1], "w").write(str([model.weight.tolist(), torch.rand(1).item()]))
 EPOCHS = 3
 
 
-def script(folder: Path, pause: float = 0.0, log_bar: bool = True, every: str = "None") -> list[str]:
+def script(folder: Path, pause: float = 0.0, log_bar: bool = True, every: str = "None") -> tuple[Path, str]:
     path = folder / "script.py"
     text = SCRIPT.replace("PAUSE", str(pause)).replace("LOG_BAR", str(log_bar)).replace("EVERY", every)
     path.write_text(text)
-    return [sys.executable, str(path), str(folder / "end.txt")]
+    return path, str(folder / "end.txt")
 
 
-def on_a_terminal(command: list[str], **environment: str) -> str:
-    """Run a command with a pseudo-terminal for its three streams; return all that it wrote."""
+def on_a_terminal(command: tuple[Path, str], **environment: str) -> str:
+    """Run a script with a pseudo-terminal for what it writes; return all of that."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    env = {**os.environ, "TERM": "xterm", **environment}
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, close_fds=True)
+    process = Script(*command, terminal=slave, TERM="xterm", **environment)
     os.close(slave)
     out, end = b"", time.monotonic() + 120
     while time.monotonic() < end:
@@ -62,7 +60,8 @@ def on_a_terminal(command: list[str], **environment: str) -> str:
                 break
             out += part
     os.close(master)
-    assert process.wait(timeout=30) == 0, out.decode()
+    status, _, error = process.end(30)
+    assert status == 0, out.decode() + error
     return out.decode()
 
 
@@ -119,8 +118,7 @@ def test_x7_no_color(tmp_path: Path, shown: Any) -> None:
 
 def test_x7_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
     """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
-    done = subprocess.run(script(tmp_path), capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert Script(*script(tmp_path)).end(120) == (0, "", "")
     assert (tmp_path / "end.txt").read_text() == shown[2]
 
 
@@ -131,7 +129,7 @@ def test_log_bar_false_is_quiet_on_a_terminal(tmp_path: Path) -> None:
 def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
     """The traceback begins on a line of its own."""
     command = script(tmp_path, pause=0.02)
-    path = Path(command[1])
+    path = command[0]
     failing = "        if self.progress_checker.step == 40: raise SystemExit(0)\n        time.sleep"
     path.write_text(path.read_text().replace("        time.sleep", failing))
     seen = screen(on_a_terminal(command))

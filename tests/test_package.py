@@ -26,7 +26,7 @@ CORE = sorted((ROOT / "zae").glob("*.py"))
 ADDONS = sorted((ROOT / "addons").glob("*.py"))
 FILES = [*CORE, *ADDONS]
 OPTIONAL = (
-    *("wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
+    *("lightning", "wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
     *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
 )
 
@@ -291,7 +291,7 @@ def test_no_cycle_among_the_modules_of_the_core():
 
 
 def test_optional_packages_are_not_imported():
-    """P-30: importing everything and running leaves them out of sys.modules."""
+    """P-30, P-54: importing everything and running leaves them alone; a logger loads its client in a run only."""
     code = f"""
 import sys, torch, zae, zae.addons
 from zae.addons import AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon
@@ -299,17 +299,23 @@ class Task(zae.Trainer):
     def train_step(self, batch):
         return {{"loss": self.model(batch).square().mean()}}
     test_step = train_step
-for add_ons in ((), (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon)):
+from zae.addons import JSONLLoggerAddon, NeptuneLoggerAddon, TensorBoardLoggerAddon, WandBLoggerAddon
+several = (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon, JSONLLoggerAddon)
+for add_ons in ((), several):
     model = torch.nn.Linear(2, 1)
-    options = {{"save_path": "runs"}} if add_ons else {{}}
+    options = {{"save_path": "runs", "jsonl_path": "run.jsonl"}} if add_ons else {{}}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, **options)
     trainer.run(1, [torch.ones(4, 2)] * 2, [torch.ones(4, 2)])
     trainer.evaluate([torch.ones(4, 2)])
+logs = {{"wandb": {{"mode": "offline"}}, "neptune": {{"mode": "offline"}}}}
+Logged = Task.add_on(NeptuneLoggerAddon, TensorBoardLoggerAddon, WandBLoggerAddon)
+Logged(model, "cpu", optimizer=optimizer, web_logger=logs, log_dir="events")
 sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "runs"]
 
 
 # ------------------------------------------------------------------------------------------------- size and style

@@ -163,12 +163,3 @@ def test_a_step_keeps_at_most_fifty_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert (held[1] - held[0]) / 4000 <= 50
-
-
-def test_p54_importing_everything_loads_no_optional_package() -> None:
-    import subprocess
-
-    optional = ("wandb", "neptune", "tensorboard", "optuna", "transformers", "lightning", "torchmetrics", "matplotlib")
-    code = f"import sys, torch; import zae, zae.addons; print([n for n in {optional} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
