@@ -27,7 +27,7 @@ from torch.utils.data import (
 from zae import LoaderError
 from zae.addons import GradientAccumulationAddon
 from zae.encoding import decode, encode
-from zae.loading import check_loader, describe, length_of
+from zae.loading import check_loader, describe, gives_pinned, length_of
 
 
 def build(*add_ons: Any, **options: Any) -> Any:
@@ -350,3 +350,44 @@ def test_describe() -> None:
     assert describe(hand.loader()).endswith("length 22, batch_size=4, drop_last=False")
     assert "of unknown length" in describe(DataLoader(Endless(), 4))
     assert describe(SequentialSampler(range(3))) == "SequentialSampler"
+
+
+# ------------------------------------------------------------------------------------------ copies nobody waits for
+
+
+class Parcel:
+    """A batch that moves itself, and notes how it was asked to."""
+
+    asked: list[bool] = []
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Parcel:
+        Parcel.asked.append(non_blocking)
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_p54_only_batches_pinned_by_workers_are_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anything else may be one buffer, which its owner fills again while the copy goes on."""
+    data = hand.data(8)
+    pinned = DataLoader(data, batch_size=4, num_workers=1, pin_memory=True)
+    others = [DataLoader(data), DataLoader(data, pin_memory=True), DataLoader(data, num_workers=1), [data[:4]]]
+    assert [gives_pinned(loader) for loader in (pinned, *others)] == [True, False, False, False, False]
+
+    class Moving(Task):
+        """Asks, in each step, how a batch would be moved to a GPU."""
+
+        def train_step(self, batch: Any) -> Any:
+            self.device = torch.device("cuda")
+            self.to_device(Parcel())
+            self.device = torch.device("cpu")
+            self.to_device(Parcel())
+            return super().train_step(batch)
+
+    monkeypatch.setattr(Parcel, "asked", [])
+    model = network()
+    trainer = Moving(model, "cpu", optimizer=AdamW(model.parameters()))
+    trainer.run(1, pinned, others[0])
+    assert Parcel.asked == [True, False] * 2
+    assert not trainer._position.pinned
+    trainer.run(1, DataLoader(data, batch_size=4, num_workers=1))
+    assert Parcel.asked[4:] == [False] * 4

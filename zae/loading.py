@@ -20,7 +20,7 @@ from zae.workers import deaths_expected, mute_workers, part_from_workers, unmute
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Position", "check_loader", "describe", "length_of"]
+__all__ = ["Position", "check_loader", "describe", "gives_pinned", "length_of"]
 
 _log = logging.getLogger("zae")
 
@@ -42,6 +42,28 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def gives_pinned(loader: Any) -> bool:
+    """Say whether each batch of a loader is pinned memory of its own, whose copy to a GPU nobody has to wait for.
+
+    Parameters
+    ----------
+    loader : object
+        Any loader.
+
+    Returns
+    -------
+    bool
+        True for a DataLoader with ``pin_memory=True`` and workers: what they send is pinned anew for each batch.
+        Batches of anything else may be one buffer that is filled again while its copy goes on.
+
+    Examples
+    --------
+    >>> gives_pinned(DataLoader([1, 2]))
+    False
+    """
+    return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
 
 
 def describe(loader: Any) -> str:
@@ -99,6 +121,7 @@ class Position:
 
     def __init__(self, fast: bool = True) -> None:
         self.loader: Any = None
+        self.pinned = False  # Whether the batches of the open epoch are copied to a GPU without waiting.
         self._fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
@@ -231,6 +254,7 @@ class Position:
 
     def forget(self) -> None:
         """Begin the next epoch at its first batch."""
+        self.pinned = False
         self._begin = self._resume = None
         self._pad, self._padded = 0, (None, None)
         self._absent_before += len(self._absent)
@@ -258,7 +282,7 @@ class Position:
             Batches; those that are None are passed over.
         """
         resume, self._resume, self._another = self._resume, None, False
-        self.loader = loader
+        self.loader, self.pinned = loader, gives_pinned(loader)
         unmute_workers()
         once = isinstance(loader, Iterator)  # It does not start again: it stands where it was left.
         if resume is None and (once or not used):

@@ -371,8 +371,8 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, however nested, to the trainer's device."""
-        return to_device(batch, self.device)
+        """Move a batch, however nested, to the trainer's device, without waiting for a GPU's copy where that may be."""
+        return to_device(batch, self.device, self._position.pinned and self.device.type == "cuda")
 
     @seam
     def batch_context(self) -> AbstractContextManager[None]:
