@@ -132,14 +132,14 @@ class CompileAddon(AddOnBase):
         self._shapes = None
         if self._reported is None:
             self._begin_report()
-        optimizers = [] if self.compile_mode == "model" else self._optimizers.values()
-        self._to_fuse = [optimizer for optimizer in optimizers if graphs.is_fusible(optimizer)]
-        reason = None if self.compile_mode == "model" else self._not_in_a_graph()
+        alone = self.compile_mode == "model"
+        self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
+        reason = None if alone else self._not_in_a_graph()
         if reason is not None:
             if self.compile_mode != "auto":
                 raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
             self._give_up(f"a graph cannot hold {reason}")
-        elif self.compile_mode != "model":
+        elif not alone:
             self._tracing = True
             graphs.trace_gradients(1)
 
@@ -184,6 +184,8 @@ class CompileAddon(AddOnBase):
     @replaces
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Leave the gradients behind, compiled where a batch is of the shape that was compiled."""
+        if self.compile_report["kept"] == "eager":
+            return super().gradients(batch)
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
         outputs, targets = [], []
@@ -241,8 +243,7 @@ class CompileAddon(AddOnBase):
             self.backward(self.weigh(loss, num_targets, count))
             return out, self.weight_of(batch, num_targets)
         except Exception as error:
-            name = f"{type(self).__name__}.train_step"
-            checks.check_outputs(name, out, batch, train=True, keys=list(self._optimizers), error=error)
+            checks.explain_outputs(self, out, batch, error)
             raise
 
     @contextmanager
@@ -323,17 +324,16 @@ class CompileAddon(AddOnBase):
 
     def optimizer_step(self) -> bool:
         """Step with the fused kernel, where there is one; it is no lasting setting of the optimizer."""
-        groups = []
-        if self._kind != "eager" and self.compile_report["kept"] == "compiled":
-            groups = [g for o in self._to_fuse if graphs.fits_kernel(o) for g in o.param_groups]
+        fused = self._kind != "eager" and self.compile_report["kept"] == "compiled"
+        groups = [g for o in self._to_fuse if fused and graphs.fits_kernel(o) for g in o.param_groups]
         before = [(group["fused"], group["foreach"]) for group in groups]
         for group in groups:
             group["fused"], group["foreach"] = True, False
         try:
             stepped = super().optimizer_step()
         finally:
-            for group, (fused, foreach) in zip(groups, before):
-                group["fused"], group["foreach"] = fused, foreach
+            for group, kept in zip(groups, before):
+                group["fused"], group["foreach"] = kept
         if self._began and self._kind:
             graphs.wait_for(self.device)
             self._trial[self._kind].append(time.perf_counter() - self._began)
