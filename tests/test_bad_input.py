@@ -759,7 +759,7 @@ def test_a_file_that_is_not_there():
 
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy", "val_acuracy"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,), (StateManagerAddon,)], ids=str)
-def test_e16_a_metric_that_nothing_records(monitor, add_ons):
+def test_fault_e16_a_metric_that_nothing_records(monitor, add_ons):
     """E16, P-35: at the first validation, with the names there are."""
     cls = stepping(lambda self, batch: {"loss": _loss(self, batch), "accuracy": 0.5}, "test_step")
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
@@ -769,7 +769,7 @@ def test_e16_a_metric_that_nothing_records(monitor, add_ons):
     assert trainer.progress_checker.epoch == 1
 
 
-def test_e16_a_nan_is_never_the_best():
+def test_fault_e16_a_nan_is_never_the_best():
     """E16"""
     scores = iter([float("nan"), 0.5, float("nan"), 0.25])
 

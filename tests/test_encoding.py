@@ -124,7 +124,7 @@ def test_c6_every_state_comes_back_exactly(state: object) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype) -> None:
+def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype) -> None:
     """F-C6: odd tensors come back bitwise."""
     base = torch.arange(12, dtype=torch.uint8).view(3, 4).to(torch.float32).to(dtype)
     state = {"two": base, "turned": base.t(), "none": base[:0], "one": base[0, 0], "row": base[1], "step": base[:, ::2]}

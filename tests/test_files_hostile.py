@@ -71,7 +71,7 @@ def test_a8_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
         verify(directory)
 
 
-def test_a9_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
+def test_fault_a9_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
     """F-A9: a manifest ties its files by run, step and hash."""
     first, second = save(tmp_path, 8), save(tmp_path, 16)
     for name in FILES[:3]:

@@ -115,7 +115,7 @@ def test_p14_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt", ".pt", ".pth"])
-def test_p14_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
+def test_resume_p14_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
     """P-14, P-19: a file that plain torch reads strictly, without pickle."""
     trainer = trained(AMPAddon, EMAAddon, precision="bf16")
     path = trainer.save_model(tmp_path / "new" / f"model{suffix}")

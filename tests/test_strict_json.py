@@ -45,7 +45,7 @@ def test_what_json_writes_is_read(value: Any, ascii_only: bool) -> None:
         (b"[" * 201 + b"]" * 201, "nested deeper than 200"),
     ],
 )
-def test_c5_refused_with_the_file_and_the_reason(data: bytes, message: str) -> None:
+def test_security_c5_refused_with_the_file_and_the_reason(data: bytes, message: str) -> None:
     """F-C5: hostile JSON."""
     with pytest.raises(CheckpointDamaged, match=rf"^run/state\.json: .*{message}"):
         strict_json(data, "run/state.json")

@@ -96,7 +96,7 @@ def test_calls_arrive_in_order():
 
 
 @pytest.mark.parametrize("at", [0, 6, 9])
-def test_fd9_a_write_that_raises(caplog, at):
+def test_fault_fd9_a_write_that_raises(caplog, at):
     """One warning with reason and remedy, every record kept, and their number told once, at the end."""
     sink = Raising("write", ValueError("bad\n  \x1b[31mnews\x1b[0m"), at)
     drive(guarded(sink))
@@ -114,7 +114,7 @@ def test_fd9_a_write_that_raises(caplog, at):
     ("method", "error"),
     [("open", OSError("no route")), ("open", SystemExit(3)), ("load", ImportError("no wheel"))],
 )
-def test_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
+def test_fault_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
     sink = Raising(method, error)
     drive(guarded(sink))
     assert len(warned(caplog)) == 2
@@ -125,7 +125,7 @@ def test_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
 @pytest.mark.parametrize(
     ("method", "at", "kept"), [("open", 0, 10), ("write", 0, 10), ("write", 6, 4), ("flush", 0, 0)]
 )
-def test_fd8_a_sink_that_blocks(caplog, method, at, kept):
+def test_fault_fd8_a_sink_that_blocks(caplog, method, at, kept):
     """It costs its time limit once, not at every call."""
     sink = Blocking(method, at)
     took = drive(guarded(sink))
@@ -136,7 +136,7 @@ def test_fd8_a_sink_that_blocks(caplog, method, at, kept):
     sink.free.set()
 
 
-def test_fd8_a_close_that_blocks(caplog):
+def test_fault_fd8_a_close_that_blocks(caplog):
     sink = Blocking("close")
     assert drive(guarded(sink)) < 2.5
     assert "its close() has not returned" in warned(caplog)[0]
@@ -176,7 +176,7 @@ def test_what_a_late_client_opens_is_closed_again():
 
 
 @pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
-def test_fd8_required_raises_instead(caplog, make):
+def test_fault_fd8_required_raises_instead(caplog, make):
     sink = make()
     guard = guarded(sink, required=True)
     with pytest.raises(LoggerError, match="logger_required=False") as caught:
@@ -191,7 +191,7 @@ def test_fd8_required_raises_instead(caplog, make):
     getattr(sink, "free", threading.Event()).set()
 
 
-def test_fd9_required_raises_at_the_record(caplog):
+def test_fault_fd9_required_raises_at_the_record(caplog):
     guard = guarded(Raising("write", ValueError("bad"), at=6), required=True)
     guard.settle()
     for step in range(1, 7):

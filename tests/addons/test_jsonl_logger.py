@@ -129,7 +129,7 @@ def test_fd13_a_path_that_cannot_be_written_is_found_at_construction(tmp_path, m
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_fd8_a_folder_that_vanishes_under_way(caplog, tmp_path):
+def test_fault_fd8_a_folder_that_vanishes_under_way(caplog, tmp_path):
     """The disk that the file was to be on is gone when the run begins: the records are kept elsewhere."""
     trainer = build(JSONLLoggerAddon, jsonl_path=tmp_path / "away" / "run.jsonl")
     (tmp_path / "away").write_text("now a file")

@@ -52,7 +52,7 @@ class Drawing(ListSink):
 
 
 @pytest.mark.parametrize("sink", [ListSink(), Drawing(), Drawing(fails_at=7), Drawing(blocks_at=7)])
-def test_fd9_p48_the_weights_are_those_without_a_logger(caplog, sink):
+def test_fault_fd9_p48_the_weights_are_those_without_a_logger(caplog, sink):
     plain = build()
     plain.run(2, loader(), loader(2))
     expected, after = digest(plain), torch.rand(1)
@@ -63,7 +63,7 @@ def test_fd9_p48_the_weights_are_those_without_a_logger(caplog, sink):
     assert torch.equal(torch.rand(1), after)
 
 
-def test_fd9_a_logger_that_raises_at_step_7(caplog):
+def test_fault_fd9_a_logger_that_raises_at_step_7(caplog):
     """One warning, all records kept from then on, and their number at the end."""
     trainer = listing(Drawing(fails_at=7))
     trainer.run(3, loader())
@@ -76,7 +76,7 @@ def test_fd9_a_logger_that_raises_at_step_7(caplog):
     assert "6 records" in told
 
 
-def test_fd8_a_sink_that_has_failed_costs_its_time_once(caplog):
+def test_fault_fd8_a_sink_that_has_failed_costs_its_time_once(caplog):
     """Not once for each call of run."""
     sink = Drawing()
     sink.open = lambda info: time.sleep(3)
@@ -89,7 +89,7 @@ def test_fd8_a_sink_that_has_failed_costs_its_time_once(caplog):
     assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(1, 11))
 
 
-def test_fd8_required_stops_the_run():
+def test_fault_fd8_required_stops_the_run():
     trainer = listing(Drawing(fails_at=7), logger_required=True)
     with pytest.raises(LoggerError, match="the server is gone") as caught:
         trainer.run(3, loader())
@@ -311,7 +311,7 @@ def test_options_that_cannot_be_meant(options, text):
         listing(**options)
 
 
-def test_fd8_the_folder_of_the_local_files(caplog, tmp_path):
+def test_fault_fd8_the_folder_of_the_local_files(caplog, tmp_path):
     trainer = listing(Drawing(fails_at=1), logger_fallback=tmp_path / "elsewhere")
     trainer.run(1, loader())
     assert len(lines(next((tmp_path / "elsewhere").iterdir()))) == 4

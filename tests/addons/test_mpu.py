@@ -402,7 +402,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_every_rank(outcomes, check, world):
+def test_faults_and_resumes_on_every_rank(outcomes, check, world):
     """P-02 P-03 P-04 P-14 P-32 P-24 P-34 P-36 P-39 P-40 P-41 P-43 P-45 F-B3 F-B5 F-D1 F-D11: each check says which."""
     text = outcomes(world)[check.__name__]
     assert not text, text

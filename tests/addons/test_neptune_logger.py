@@ -146,7 +146,7 @@ def test_p27_the_package_is_absent(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("kind", ["refuses", "silent", "500"])
-def test_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
+def test_fault_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
     plain = build()
     plain.run(3, loader())
     with server(kind) as url:
@@ -166,7 +166,7 @@ def test_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
         assert secret not in caplog.text + repr(trainer) + str(trainer.state_dict()) + "".join(capfd.readouterr())
 
 
-def test_fd8_required_raises(caplog):
+def test_fault_fd8_required_raises(caplog):
     with server("refuses") as url:
         entries = {"project": "w/p", "api_token": token(url), **QUIET}
         trainer = logger(web_logger={"neptune": entries}, logger_timeout=1.5, logger_required=True)
@@ -176,7 +176,7 @@ def test_fd8_required_raises(caplog):
     assert not warned(caplog)
 
 
-def test_fd8_nobody_is_logged_in(monkeypatch):
+def test_fault_fd8_nobody_is_logged_in(monkeypatch):
     for entries in ({}, {"project": "w/p"}, {"mode": "sync"}):
         with pytest.raises(AddOnRequirement, match=r"no API token; log in with: export NEPTUNE_API_TOKEN"):
             logger(web_logger={"neptune": entries})
@@ -189,7 +189,7 @@ def test_fd8_nobody_is_logged_in(monkeypatch):
     logger(web_logger={"neptune": {}})
 
 
-def test_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
+def test_fault_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
     from neptune.handler import Handler
 
     real = Handler.append

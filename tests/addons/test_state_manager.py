@@ -52,7 +52,9 @@ def valid() -> Any:
     larger=st.booleans(),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_p22_kept_are_the_last_and_the_best(scores: Any, last: int, best: int, larger: bool, tmp_path: Path) -> None:
+def test_resume_p22_the_last_and_the_best_are_kept(
+    scores: Any, last: int, best: int, larger: bool, tmp_path: Path
+) -> None:
     """P-22: for any scores the files are exactly last-n and best-m; best_path and last_path are there."""
     folder = tmp_path / "states"
     shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +97,7 @@ def test_p14_p21_the_formats(save_format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_format", ["safetensorz", "pickle", "", None, 3])
-def test_p21_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
+def test_fault_p21_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
     """P-21: nothing is made."""
     with pytest.raises(ValueError, match="save_format"):
         build(tmp_path / "states", save_format=save_format)
@@ -103,7 +105,7 @@ def test_p21_a_format_that_is_none_is_refused_at_construction(save_format: Any, 
 
 
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
-def test_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
+def test_resume_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
     """P-23: exactly, with an average in the evaluation too; and training may go on from it."""
     options = {"decay": 0.5} if more else {}
     trainer = build(tmp_path, (), *more, keep_last=1, keep_best=1, **options)

@@ -79,7 +79,7 @@ def test_p12_p28_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at)
     assert scalars(tmp_path / "cut" / "tb") == scalars(tmp_path / "whole" / "tb")
 
 
-def test_fd9_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
+def test_fault_fd9_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
     plain = build()
     plain.run(3, loader())
     real = torch.utils.tensorboard.SummaryWriter.add_scalar
@@ -101,7 +101,7 @@ def test_fd9_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == list(range(1, 7))
 
 
-def test_fd8_the_package_is_missing(tmp_path, monkeypatch):
+def test_fault_fd8_the_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[tensorboard\]"'):
         build(TensorBoardLoggerAddon, log_dir=tmp_path)

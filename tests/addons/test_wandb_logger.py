@@ -215,7 +215,7 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 """
 
 
-def test_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
+def test_fault_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
     """Refused, never answered, always 500: one warning, every record local, same weights, exit 0; or an error."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -239,7 +239,7 @@ def test_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
         assert [row["step"] for row in lines(path)] == list(range(1, 13))
 
 
-def test_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
+def test_fault_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
     plain = build()
     plain.run(3, loader())
     real = wandb.Run.log
@@ -260,7 +260,7 @@ def test_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
     assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(7, 13))
 
 
-def test_fd8_a_finish_that_blocks(monkeypatch, caplog):
+def test_fault_fd8_a_finish_that_blocks(monkeypatch, caplog):
     real = wandb.Run.finish
     monkeypatch.setattr(wandb.Run, "finish", lambda self, **kwargs: (time.sleep(3), real(self, **kwargs)))
     trainer = logger(logger_timeout=2.0)
@@ -274,13 +274,13 @@ def test_fd8_a_finish_that_blocks(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_fd8_the_package_is_missing(monkeypatch, required):
+def test_fault_fd8_the_package_is_missing(monkeypatch, required):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[wandb\]"'):
         logger(logger_required=required)
 
 
-def test_fd8_nobody_is_logged_in(monkeypatch, tmp_path):
+def test_fault_fd8_nobody_is_logged_in(monkeypatch, tmp_path):
     for entries in ({}, {"mode": "online"}, {"settings": {"mode": "online"}}, {"settings": wandb.Settings()}):
         with pytest.raises(AddOnRequirement, match="log in with: wandb login"):
             logger(web_logger={"wandb": entries})
@@ -358,7 +358,7 @@ def test_fc7_no_secret_is_written_anywhere(tmp_path, caplog, capfd, monkeypatch)
         assert not file.is_file() or b"canary" not in file.read_bytes(), file
 
 
-def test_fd8_required_raises_for_a_client_that_fails(monkeypatch):
+def test_fault_fd8_required_raises_for_a_client_that_fails(monkeypatch):
     def init(project=None, mode=None, dir=None, api_key=None, **kwargs):
         raise wandb.Error(f"no {KEY}")
 
