@@ -5,6 +5,7 @@ The first one, which the README begins with, is started by an interpreter of its
 
 from __future__ import annotations
 
+import importlib
 import re
 import signal
 import subprocess
@@ -13,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import sklearn.linear_model  # noqa: F401  (here once, and not in each of the forks)
 from matplotlib.image import imread
 from scripts import Script
 
@@ -21,6 +21,12 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FINISHED = r"runs/digits holds a finished run of (\d+) epochs; remove it to begin again\n"
 TRAINED = r"trained from step (\d+) to (\d+), (\d+) epochs in all\n"
 ENDING = r"ended because .+\ntest accuracy (0\.\d{4}|1\.0000); the curves are in runs/digits/curves\.png\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """Import here, once, what takes long in each of the forks."""
+    importlib.import_module("sklearn.linear_model")
 
 
 def start(name):
