@@ -27,6 +27,16 @@ torch.set_num_threads(1)
 # there would wait for them for ever, or abort.
 os.register_at_fork(after_in_child=gc.freeze)
 
+LONGEST = ("distributed", "table", "resume", "compile", "crash", "wandb_logger", "examples", "mpu", "testing",
+           "composition", "fast_data", "package", "fault", "loading", "neptune_logger", "readme")  # fmt: skip
+"""The files that take more than ten seconds of a processor, the longest first."""
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest files, so that no worker is left with one of them at the end."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture(autouse=True)
 def _quiet_folder(tmp_path, monkeypatch):
