@@ -16,7 +16,6 @@ from zae.addons import (
     CompileAddon,
     EMAAddon,
     GradientAccumulationAddon,
-    MultiGPUAddon,
     StateManagerAddon,
 )
 
@@ -159,10 +158,6 @@ class OwnBackward(Task):
 
     def backward(self, loss: Any) -> None:
         super().backward(loss * 2)
-
-
-def sgd(parameters: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def two(parameters: Any) -> Any:
@@ -419,32 +414,44 @@ def test_a_second_run_does_not_compile_again() -> None:
     assert task.compile_report["eager_batches"] == 0
 
 
-# ------------------------------------------------------------------------------------------------------ several ranks
+# ----------------------------------------------------------------------------------------------- models and batches
 
 
-class Counted(Task):
-    """Notes what its rank knows."""
+class Tied(nn.Module):
+    """Two layers of one weight."""
 
-    def metric_on_epoch_end(self) -> dict[str, float]:
-        return {"world": float(self.world_size), "graphs": float(self.compile_report["graphs"])}
-
-
-def test_several_ranks_average_the_gradients_of_a_compiled_model() -> None:
-    """The model is compiled inside of the wrapper that averages: two ranks of 4 samples are one process of 8."""
-    inputs, targets = hand.data(16).tensors
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs.double(), targets), batch_size=4)
-
-    def model() -> nn.Sequential:
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+        self.first, self.second = nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 4, bias=False).double()
+        self.second.weight = self.first.weight
 
-    ranks = Counted.add_on(CompileAddon, MultiGPUAddon)(
-        model(), ["cpu", "cpu"], optimizer=sgd, gradient_clip=0.05, compile_mode="model", **FASTEST
-    )
-    metrics = ranks.run(1, loader)
-    assert metrics["train_metrics_history"][-1]["train_world"] == 2
-    assert metrics["train_metrics_history"][-1]["train_graphs"] == 1
-    one = Task(model(), "cpu", optimizer=sgd, gradient_clip=0.05)
-    # The ranks take turns: 0, 2, 4 and 6, with 1, 3, 5 and 7.
-    one.run(1, [(inputs[k : k + 8].double(), targets[k : k + 8]) for k in (0, 8)])
-    assert furthest(one, ranks) < 1e-12
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(inputs).tanh())
+        return output
+
+
+class OfDicts(Trainer):
+    """Takes a dict, with words in it, and returns more than numbers."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        output = self.model(batch["inputs"])
+        loss = nn.functional.cross_entropy(output, batch["targets"])
+        return {"loss": loss, "num_targets": len(output), "kind": batch["kind"], "parts": {"output": [output]}}
+
+    test_step = train_step
+
+
+def test_weights_may_be_tied_and_batches_dicts() -> None:
+    """With targets that are counted, and what a step returns beside numbers free of its graph."""
+    loader = [{"inputs": inputs, "targets": targets, "kind": "train"} for inputs, targets in batches()]
+    ends = []
+    for cls, options in ((OfDicts, {}), (OfDicts.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
+        task = cls(Tied(), "cpu", optimizer=OPTIMIZERS["adamw"][0], gradient_clip=0.05, **options)
+        task.run(3, loader)
+        ends.append(task)
+    assert ends[1].compile_report["graphs"] == 1
+    assert furthest(*ends) < 1e-10
+    outputs = [part[0] for part in ends[1].log_train["parts/output"]]
+    assert len(outputs) == 6
+    assert not any(output.requires_grad for output in outputs)

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zae import ConfigError, DistributedError, Trainer
 from zae.addons import (
     AMPAddon,
+    CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
@@ -368,6 +370,21 @@ def one_rank_logs(world, folder):
     assert len(records) == len(trainer.log_history)
 
 
+def a_compiled_model_is_averaged(world, folder):
+    """P-04: it is compiled inside of the wrapper; a graph of the whole step, which no wrapper sees, is refused."""
+    options = {"compile_backend": "eager", "compile_mode": "model"}
+    trainer = build(Task, (MultiGPUAddon, CompileAddon), model=network(dtype=F64), gradient_clip=0.05, **options)
+    trainer.run(2, loader(4 * world, 2, dtype=F64))
+    single = build(Task, (), model=network(dtype=F64), gradient_clip=0.05)
+    single.run(2, loader(4 * world, 2 * world, dtype=F64))
+    assert trainer.world_size == world
+    assert trainer.compile_report["graphs"] == 1
+    assert distance(trainer, single) < 1e-12
+    options["compile_mode"] = "graph"
+    with pytest.raises(ConfigError, match=r"several ranks \(MultiGPUAddon\); write compile_mode='model'"):
+        build(Task, (MultiGPUAddon, CompileAddon), **options).run(1, loader(4 * world, 2))
+
+
 CHECKS = (
     one_rank_logs,
     every_size_is_the_big_batch,
@@ -382,6 +399,7 @@ CHECKS = (
     several_optimizers_and_parameters_outside,
     rates_are_those_of_one_process,
     saved_keys_are_the_model_s,
+    a_compiled_model_is_averaged,
     unused_parameters_are_named,
 )
 
@@ -413,13 +431,14 @@ def test_faults_and_resumes_on_every_rank(outcomes, check, world):
 
 def spawned(devices, **options):
     return build(
-        Seen, (MultiGPUAddon, EMAAddon, EarlyStoppingAddon), devices, patience=50, timeout=20.0,
+        Seen, (MultiGPUAddon, EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon), devices, patience=50, timeout=20.0,
+        jsonl_path="log.jsonl", log_every=1,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), **options,
     )  # fmt: skip
 
 
 def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
-    """P-37, P-38, P-55, X-7: two runs of two ranks are those of one process, in the same objects."""
+    """P-29, P-37, P-38, P-55, X-7: two runs of two ranks are those of one process, in the same objects; one log."""
     options = {"model": network(dtype=F64)}
     trainer = spawned(["cpu", "cpu"], **options)
     model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
@@ -445,6 +464,9 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
     for key, average in single.average.items():
         assert torch.allclose(trainer.average[key], average, rtol=0, atol=1e-12)
     assert len(trainer.log_test["output"]) == 4
+    records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 13))
+    assert len(records) == len(trainer.log_history)
     assert [str(each.message) for each in recwarn] == []
 
 
