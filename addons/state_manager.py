@@ -131,7 +131,7 @@ class StateManagerAddon(AddOnBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.save_format = _parse_format(save_format)
-        self.save_path = check_folder(save_path, "save_path")
+        self.save_path = check_folder(save_path, "save_path").absolute()  # Wherever the script goes meanwhile.
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)
         self.keep_best = check_count("keep_best", keep_best, least=0)
@@ -161,8 +161,8 @@ class StateManagerAddon(AddOnBase):
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
         self._settle_save()
-        ranked = self._retention.ranked()
-        return self.save_path / ranked[0] if ranked else None
+        ranked = (self.save_path / name for name in self._retention.ranked())
+        return next((path for path in ranked if path.is_dir()), None)  # Somebody may have removed one.
 
     def setup(self) -> None:
         """Resume, the first time."""

@@ -671,6 +671,24 @@ def test_fd10_a_stale_lock_is_taken_over(folder: Path) -> None:
         _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
 
 
+def test_fd10_a_copy_of_a_live_run_is_free(folder: Path) -> None:
+    """F-D10: a folder that is copied while its run goes on brings the lock along; a run in the copy begins."""
+
+    class Copied(faults.Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1:
+                shutil.copytree(folder / "run", folder / "copy")
+                with pytest.raises(ConfigError, match="is in use"):
+                    build(faults.Task, StateManagerAddon, save_path=folder / "run", resume=True)
+                beside = build(faults.Task, StateManagerAddon, save_path=folder / "copy", resume=True)
+                beside.run(2, hand.loader())
+                assert beside.progress_checker.step == 12
+
+    made = build(Copied, StateManagerAddon, save_path=folder / "run")
+    assert made.run(2, hand.loader())["step"] == 12
+
+
 def test_fd10_one_process_and_two_trainers(folder: Path) -> None:
     """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
 

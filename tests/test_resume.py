@@ -630,12 +630,19 @@ def test_e12_e13_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog:
     wide = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 2))
     model = faults.classifier()
     groups = [{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:]}]
-    for network, parameters in ((wide, wide.parameters()), (model, groups)):
+    double = faults.classifier().double()
+    for network, optimizer, message in (
+        (wide, torch.optim.AdamW(wide.parameters()), "shapes differ"),
+        (model, torch.optim.AdamW(groups), r"parameter groups of \[2, 4\]"),
+        (model, torch.optim.SGD(model.parameters(), lr=0.1), r"is SGD, .* it has .*betas.*another class"),
+        (double, torch.optim.AdamW(double.parameters()), r"0\.weight was torch.float32 and is torch.float64"),
+    ):
         made = faults.Task.add_on(StateManagerAddon)(
-            network, "cpu", optimizer=torch.optim.AdamW(parameters), save_path=folder / "run", log_bar=False
-        )
+            network, "cpu", optimizer=optimizer, save_path=folder / "run", log_bar=False,
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        )  # fmt: skip
         made.setup()
         before = everything(made)
-        with pytest.raises(CheckpointMismatch):
+        with pytest.raises(CheckpointMismatch, match=message):
             made.load_state()
         assert everything(made) == before

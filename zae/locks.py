@@ -72,7 +72,9 @@ class FolderLock:
         if any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID")):
             return  # The first rank of this very run may be the holder.
         holder = _read(self.folder / _NAME)
-        if holder is None or (self._token is not None and holder.get("token") == self._token):
+        if holder is None or holder.get("folder") not in (None, _number(self.folder)):
+            return  # It came with a copy of the folder that is locked.
+        if self._token is not None and holder.get("token") == self._token:
             return
         if _alive(holder, self.folder / _NAME):
             raise ConfigError(
@@ -97,6 +99,7 @@ class FolderLock:
         with _alone(self.folder):
             self.check()
             mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": os.urandom(8).hex()}
+            mine["folder"] = _number(self.folder)
             self._put(json.dumps(mine).encode())
         self._token = str(mine["token"])
         _held[str(self.folder)] = self._token
@@ -169,6 +172,11 @@ def _started(pid: int) -> str:
     """When a process was started, in ticks since the machine was; empty where the system does not say."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] == "Z" else fields[19]
+
+
+def _number(folder: Path) -> int:
+    """The number of a folder on its disk, which a copy of it does not share."""
+    return folder.stat().st_ino
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -261,6 +261,15 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
             f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, and the "
             f"state was saved with {saved}; build it as it was, or load only the weights: apply_weights(path)"
         )
+    for group, other in zip(optimizer.param_groups, state["param_groups"]):
+        # A newer torch has settings that an older one had not; that each lacks some of the other's is another class.
+        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
+        if lacks and leaves:
+            raise CheckpointMismatch(
+                f"optimizer {name} is {type(optimizer).__name__}, whose settings {', '.join(lacks)} the state does not "
+                f"have; it has {', '.join(leaves)}: it is of another class. Build it as it was, or load only the "
+                "weights: apply_weights(path)"
+            )
 
 
 def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:

@@ -81,11 +81,13 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
         return folder, set()
     found = files.newest_valid(folder)
     if found is None:
+        crashed = max(folder.glob("crash-*"), default=None)
+        hint = f"; resume={str(crashed)!r} goes on from what a failed run has left" if crashed else ""
         if resume == "auto":
-            _log.info("no checkpoint in %s: beginning afresh", folder)
+            _log.log(logging.WARNING if hint else logging.INFO, "no checkpoint in %s: beginning afresh%s", folder, hint)
             return None, set()
         raise CheckpointNotFound(
-            f"resume={resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then"
+            f"resume={resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then{hint}"
         )
     path, _, passed_over = found
     for damaged, why in passed_over:

@@ -66,6 +66,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
     weights = _fit(trainer.unwrap(), state["model"], strict)
+    _check_types(trainer.unwrap(), weights)
     for what, present in (("optimizer", optimizers), ("scheduler", schedulers)):
         if set(state[what]) != set(present):
             raise CheckpointMismatch(
@@ -169,6 +170,21 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     if not strict and (missing or unexpected):
         _log.warning("weights missing: %s; unexpected: %s", missing[:_SHOWN], unexpected[:_SHOWN])
     return weights
+
+
+def _check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Refuse to round the weights of a run, or to go on from them in another type, without a word."""
+    own = module.state_dict()
+    wrong = [
+        f"{key} was {value.dtype} and is {own[key].dtype}"
+        for key, value in weights.items()
+        if isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            f"{len(wrong)} weights of {type(module).__name__} have another type ({'; '.join(wrong[:_SHOWN])}); nothing "
+            "was loaded. Build the model as it was saved, or take the weights alone: apply_weights(path)"
+        )
 
 
 def _optimizers(trainer: Trainer) -> dict[str, Any]:

@@ -180,6 +180,34 @@ def test_p18_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) ->
     assert list(scores.values()) == watching.get_loss_history()
 
 
+def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F-D13: a relative save_path is the one of the start, wherever the script goes while it trains."""
+    (tmp_path / "elsewhere").mkdir()
+    trainer = build("run", keep_last=None)
+    on_epoch_end = trainer.on_epoch_end
+    trainer.on_epoch_end = lambda: (on_epoch_end(), monkeypatch.chdir(tmp_path / "elsewhere"))
+    trainer.run(2, loader())
+    assert names(tmp_path / "run") == {"step-00000006", "step-00000012"}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_fa7_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-A7, F-D4: it is not taken by itself, but nobody begins afresh beside it without being told."""
+    first = build(tmp_path)
+    first.train_step = lambda batch: (
+        {"loss": 1 / 0} if first.progress_checker.step == 3 else Task.train_step(first, batch)
+    )
+    with pytest.raises(ZeroDivisionError):
+        first.run(1, loader())
+    with pytest.raises(CheckpointNotFound, match=r"crash-00000003' goes on from what a failed run has left"):
+        build(tmp_path, resume=True).run(1, loader())
+    build(tmp_path, resume="auto").setup()
+    assert [r.levelname for r in caplog.records if "beginning afresh; resume=" in r.getMessage()] == ["WARNING"]
+    went_on = build(tmp_path, resume=tmp_path / "crash-00000003")
+    went_on.setup()
+    assert went_on.progress_checker.step == 3
+
+
 def test_a_checkpoint_that_somebody_removed_is_no_error(tmp_path: Path) -> None:
     """A folder that is tidied up while a run is going on."""
     trainer = build(tmp_path, save_every=1, keep_last=2, keep_best=0)
@@ -193,6 +221,11 @@ def test_a_checkpoint_that_somebody_removed_is_no_error(tmp_path: Path) -> None:
     trainer.checkpoint = tidy
     trainer.run(1, loader())
     assert names(tmp_path) == {"step-00000005", "step-00000006"}
+    scored = build(tmp_path / "scored", keep_last=None, keep_best=3)
+    scored.run(2, loader(), valid())
+    best = scored.best_path
+    shutil.rmtree(best)
+    assert scored.restore_best() == scored.best_path != best
 
 
 def test_save_state_elsewhere_is_not_covered_by_the_rule(tmp_path: Path) -> None:
