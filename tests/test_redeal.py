@@ -1,0 +1,93 @@
+"""P-24: whatever the layouts before and after, each sample of an epoch that was dealt anew comes exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+
+from zae.data_state import facts_of
+from zae.redeal import padded, place_of, why_not_again
+from zae.sharding import EMPTY, Ranks, shard
+
+LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 4))  # Batch size and ranks.
+
+
+def sampled(size: int, batch_size: int) -> Any:
+    return DataLoader(range(size), batch_size=batch_size)
+
+
+def batched(size: int, batch_size: int) -> Any:
+    """By a batch sampler of the user's own."""
+    return DataLoader(range(size), batch_sampler=[list(range(i, min(i + 3, size))) for i in range(0, size, 3)])
+
+
+def listed(size: int, batch_size: int) -> Any:
+    return [torch.arange(i, min(i + 3, size)) for i in range(0, size, 3)]
+
+
+class Range:
+    """A dataset that takes many indices."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index)
+
+
+def shares(loader: Any, world: int) -> list[list[Any]]:
+    """The batches of each rank, in steps."""
+    made = [
+        list(shard(loader, True, Ranks(rank, world, lambda value: value, lambda value: value)))
+        if world > 1
+        else list(loader)
+        for rank in range(world)
+    ]
+    return [list(step) for step in zip(*made, strict=True)]
+
+
+def samples(steps: list[list[Any]]) -> list[int]:
+    return [int(each) for step in steps for batch in step if batch is not EMPTY for each in batch]
+
+
+@given(
+    size=st.integers(1, 40), first=LAYOUTS, then=LAYOUTS, last=LAYOUTS,
+    parts=st.tuples(st.floats(0, 1), st.floats(0, 1)), kind=st.sampled_from([sampled, batched, listed]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_p24_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts: Any, kind: Any) -> None:
+    """P-24, F-B5: twice dealt anew in one epoch, after any number of steps: the same samples, in the same order."""
+    seen: list[int] = []
+    pad, place, before, world = 0, 0, {}, 1
+    for (batch_size, ranks), part in zip((first, then, last), (*parts, 1.0), strict=True):
+        loader = kind(size, batch_size)
+        if before:
+            assert why_not_again(loader, before, (world, ranks), pad, place) == []
+            pad, place = place_of(loader, before, place, (world, ranks), pad)
+        steps = shares(padded(loader, pad), ranks)
+        until = place + round(part * (len(steps) - place))
+        seen += sorted(samples(steps[place:until])) if ranks > 1 else samples(steps[place:until])
+        loader = padded(loader, pad)
+        wrapped = loader if ranks == 1 else shard(loader, True, Ranks(0, ranks, lambda v: v, lambda v: v))
+        before, place, world = facts_of(wrapped), until, ranks
+    assert seen == list(range(size))
+
+
+def test_p24_resume_of_what_deals_by_itself_is_refused() -> None:
+    """P-24: a DistributedSampler, another number of batches, and what has no length."""
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    assert why_not_again(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler deals by itself"]
+    assert why_not_again(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
+    assert why_not_again(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == ["a map has no order to be dealt again"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_p24_resume_of_a_loader_without_batches(count: int) -> None:
+    """P-24: of batch_size=None the entries are the batches."""
+    loader = DataLoader(Range(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(7)), 3, False))  # type: ignore[arg-type]
+    made = padded(loader, count)
+    assert len(made) == 3 + count
+    assert [batch.tolist() for batch in made][count:] == [[0, 1, 2], [3, 4, 5], [6]]
