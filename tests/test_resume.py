@@ -437,6 +437,27 @@ def test_p24_reshard_refuses_what_has_another_order(folder: Path) -> None:
             case.build(folder, reshard=True).run(EPOCHS, loader)
 
 
+def test_p24_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
+    """P-24, F-B4: a StatefulDataLoader is not dealt anew; with mid_epoch="restart" any batch size begins the epoch."""
+
+    def run(batch_size: int, **more: Any) -> Any:
+        model = faults.classifier()
+        made = faults.Task.add_on(StateManagerAddon, KillAddon)(
+            model, "cpu", optimizer=torch.optim.AdamW(model.parameters()), seed=7, log_bar=False,
+            save_path=folder / "run", save_every=1, resume="auto", **more,
+        )  # fmt: skip
+        made.run(1, StatefulDataLoader(hand.data(), batch_size=batch_size, shuffle=True))
+        return made.progress_checker
+
+    assert forked(lambda: run(4, kill_at=2) and None).status == -signal.SIGKILL
+    with pytest.raises(CheckpointMismatch, match="a StatefulDataLoader keeps a place of its own"):
+        run(8, reshard=True)
+    with pytest.raises(CheckpointMismatch, match="batch_size was 4 and is 8"):
+        run(8, mid_epoch="restart")
+    progress = run(8, reshard=True, mid_epoch="restart")
+    assert (progress.epoch, progress.step) == (1, 2 + 3)
+
+
 def test_p24_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
     """P-24: two stages with two loaders in one script, killed in either: the second one's loader is no surprise."""
 

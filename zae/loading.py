@@ -189,8 +189,14 @@ class Position:
             before.get(key) == facts_of(given).get(key) for key in ("batch_size", "drop_last")
         ):
             return
-        if reasons := why_not_again(given, before, ranks, self._pad, progress.epoch_batch):
-            raise CheckpointMismatch(f"reshard=True cannot deal the rest of the epoch anew: {'; '.join(reasons)}")
+        reasons = why_not_again(given, before, ranks, self._pad, progress.epoch_batch)
+        if progress.epoch_batch and resume["loader"] is not None:
+            reasons.append(f"a {type(given).__name__} keeps a place of its own, in batches as they were")
+        if reasons:
+            raise CheckpointMismatch(
+                f"reshard=True cannot deal the rest of the epoch anew: {'; '.join(reasons)}. Build the loader as it "
+                "was, or add mid_epoch='restart': the epoch then begins again"
+            )
         if progress.epoch_batch:
             used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
             self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
