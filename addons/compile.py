@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,8 @@ __all__ = ["CompileAddon"]
 
 _log = logging.getLogger("zae")
 _MODES = ("auto", "graph", "fused", "model")
+_REMEDY = "write compile_mode='model', which can"
+_SCALED = f"a float16 loss scale; {_REMEDY}"
 
 
 class CompileAddon(AddOnBase):
@@ -136,9 +137,7 @@ class CompileAddon(AddOnBase):
         self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
         reason = None if alone else self._not_in_a_graph()
         if reason is not None:
-            if self.compile_mode != "auto":
-                raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
-            self._give_up(f"a graph cannot hold {reason}")
+            self._refuse(reason)
         elif not alone:
             self._tracing = True
             graphs.trace_gradients(1)
@@ -154,14 +153,13 @@ class CompileAddon(AddOnBase):
         """Name what a graph of the step would leave out, with the remedy."""
         hooked = [name for name, p in self._module.named_parameters() if graphs.has_hooks(p)]
         own = [owner for owner in owners_of(type(self), "backward") if not owner.__module__.startswith("zae.")]
-        model = "write compile_mode='model', which can"
         parallel = getattr(slots_of(type(self)).get("parallel"), "__name__", None)
         reasons: dict[str, Any] = {
-            f"several ranks ({parallel}); {model}": self.world_size > 1,
-            f"{len(self._optimizers)} optimizers; {model}": len(self._optimizers) > 1,
-            f"a float16 loss scale; {model}": getattr(self, "precision", None) == "fp16",
-            f"hooks of the gradient of {', '.join(hooked)}; {model}": hooked,
-            f"a backward() of your own ({', '.join(o.__name__ for o in own)}); {model}": own,
+            f"several ranks ({parallel}); {_REMEDY}": self.world_size > 1,
+            f"{len(self._optimizers)} optimizers; {_REMEDY}": len(self._optimizers) > 1,
+            _SCALED: getattr(self, "precision", None) == "fp16",
+            f"hooks of the gradient of {', '.join(hooked)}; {_REMEDY}": hooked,
+            f"a backward() of your own ({', '.join(o.__name__ for o in own)}); {_REMEDY}": own,
         }
         for name, optimizer in self._optimizers.items() if self.compile_mode == "fused" else ():
             remedy = "write compile_mode='graph', or give torch.optim.AdamW, Adam or SGD"
@@ -216,7 +214,7 @@ class CompileAddon(AddOnBase):
                 self._settle_on(shapes)
         if shapes != self._shapes:
             self._pass_over()
-        return self._kind == "compiled"
+        return self._kind == "compiled" and self.compile_report["kept"] == "compiled"
 
     def _pass_over(self) -> None:
         """Count a batch that has to be eager; a window with one is not timed."""
@@ -229,6 +227,8 @@ class CompileAddon(AddOnBase):
         if self._reported not in (None, shapes):
             self._begin_report()
         self._reported = shapes
+        if self.compile_mode != "model" and getattr(self, "scaler", None) is not None:
+            self._refuse(_SCALED)  # Which precision a device computes in is settled after our setup.
 
     def _begin_report(self) -> None:
         self._trial = {"compiled": [], "eager": []}
@@ -310,12 +310,7 @@ class CompileAddon(AddOnBase):
         return result
 
     def _compile(self) -> Any:
-        options: dict[str, Any] = {"backend": self.compile_backend, "dynamic": False}
-        if self.fallback_random and self.compile_backend == "inductor":
-            options["options"] = {"fallback_random": True}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-            # Else all trainers of a process share the few graphs that one function may have.
-            options["isolate_recompiles"] = True
+        options = graphs.options_of(self.compile_backend, self.fallback_random)
         if self.compile_mode == "model":
             return torch.compile(self._call_module, **options)
         return torch.compile(self._with_gradients, fullgraph=True, **options)
@@ -350,6 +345,12 @@ class CompileAddon(AddOnBase):
         self._kind = "eager" if eager < compiled else "compiled"
         graphs.wait_for(self.device)
         self._began = time.perf_counter()
+
+    def _refuse(self, reason: str) -> None:
+        """Say what a graph cannot hold; where nobody asked for a graph, run eagerly."""
+        if self.compile_mode != "auto":
+            raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
+        self._give_up(f"a graph cannot hold {reason}")
 
     def _give_up(self, reason: str) -> None:
         """Run eagerly from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -22,6 +23,7 @@ __all__ = [
     "has_hooks",
     "is_fusible",
     "judge",
+    "options_of",
     "refusals",
     "shapes_of",
     "sharing",
@@ -192,6 +194,30 @@ def refusals() -> tuple[type[Exception], ...]:
     errors = torch._dynamo.exc
     limit = getattr(errors, "FailOnRecompileLimitHit", None)  # No TorchDynamoException, for all its name.
     return (errors.TorchDynamoException, *([] if limit is None else [limit]))
+
+
+def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
+    """Return what ``torch.compile`` is told.
+
+    Parameters
+    ----------
+    backend : str or callable
+        A backend.
+    fallback_random : bool
+        Whether inductor is to draw random numbers as the eager step does.
+
+    Examples
+    --------
+    >>> options_of("inductor", True)["options"]
+    {'fallback_random': True}
+    """
+    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if fallback_random and backend == "inductor":
+        options["options"] = {"fallback_random": True}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        # Else all trainers of a process share the few graphs that one function may have.
+        options["isolate_recompiles"] = True
+    return options
 
 
 def trace_gradients(change: int) -> None:

@@ -317,6 +317,30 @@ def test_a_step_that_is_wrong_is_told_so_in_the_same_words(cls: type[Trainer], t
         trained(cls.add_on(CompileAddon), compile_mode="graph", **FAST)
 
 
+class Undecided(AMPAddon):
+    """Settles on float16 only when it is set up, as "auto" does on a GPU that lacks bfloat16."""
+
+    def setup(self) -> None:
+        self._asked_for_one = True
+        super().setup()
+
+
+@pytest.mark.parametrize("mode", ["graph", "auto"])
+def test_a_loss_scale_that_comes_late_is_refused_too(mode: str) -> None:
+    def run(*add_ons: Any, **options: Any) -> Any:
+        model = network().float()
+        cls = Task.add_on(Undecided, *add_ons)
+        task = cls(model, "cpu", optimizer=OPTIMIZERS["sgd"][0], gradient_clip=0.05, precision=["fp16"], **options)
+        task.run(1, batches(torch.float32))
+        return task
+
+    if mode == "graph":
+        with pytest.raises(ConfigError, match="cannot hold a float16 loss scale; write compile_mode='model'"):
+            run(CompileAddon, compile_mode=mode, **FASTEST)
+        return
+    assert furthest(run(), run(CompileAddon, compile_mode=mode, **FASTEST)) == 0
+
+
 @pytest.mark.parametrize(("precision", "kept"), [("bf16", "compiled"), ("fp16", "eager")])
 def test_mixed_precision_is_compiled_or_eager(precision: str, kept: str) -> None:
     """A loss scale is not for a graph: "graph" refuses it by name, "auto" is eager to the last bit."""
