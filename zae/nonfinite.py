@@ -104,11 +104,12 @@ class NonFiniteGuard:
                     bad = True
             else:
                 bad = self._look(trainer, norm) or bad
+        own = bad
         if self.policy == "skip" and trainer.world_size > 1:
             # One rank's NaN is in every rank's gradients, but not in its loss: all skip, or the ranks part.
             bad = float(trainer.reduce(torch.tensor(float(bad), device=trainer.device))) > 0
         if bad:
-            return self._found(trainer, outputs)
+            return self._found(trainer, outputs, own)
         if self._waiting and len(self._waiting) >= LATEST:
             self.settle(trainer)
         return True
@@ -147,14 +148,15 @@ class NonFiniteGuard:
         self._steps.append(trainer.progress_checker.step + 1)
         return False
 
-    def _found(self, trainer: Trainer, outputs: Sequence[tuple[Mapping[str, Any], float]]) -> bool:
+    def _found(self, trainer: Trainer, outputs: Sequence[tuple[Mapping[str, Any], float]], own: bool) -> bool:
         """Do what the policy says about a step that is not finite."""
         progress = trainer.progress_checker
         where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {progress.epoch_batch + 1}"
         where += f" to {progress.epoch_batch + len(outputs)})" if len(outputs) > 1 else ")"
         found = "; ".join(_shown(out) for out, _ in outputs)
         norm = "" if trainer.grad_norm is None else f", gradient norm {float(trainer.grad_norm):g}"
-        text = f"{where} is not finite: {found}{norm}; {_rates(trainer)}"
+        who = "" if own else " on another rank (here"
+        text = f"{where} is not finite{who}: {found}{norm}{'' if own else ')'}; {_rates(trainer)}"
         if self.policy == "raise":
             raise NonFiniteError(f"{text}. The optimizer has not stepped: the weights are those of step "
                                  f"{progress.step}. {_CURE}")  # fmt: skip
