@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,6 @@ class LedgerAddon(AddOnBase):
         self._file: Any = None
         self._stages: dict[str, dict[str, Any]] = {}  # Of the open step, when it is to be written.
         self._loaders: tuple[Any, Any] = (None, None)  # The user's loader, and the copy of it that notes samples.
-        self._begin, self._batches_a_step = 0, 1  # The step before the open epoch.
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the loader and the file behind: they belong to this process."""
@@ -105,24 +104,18 @@ class LedgerAddon(AddOnBase):
         loader = super().wrap_loader(loader, training)
         if not training or type(loader) is not DataLoader or loader.batch_sampler is None:
             return loader
-        batches, progress = length_of(loader) or sys.maxsize, self.progress_checker
-        self._begin = progress.step - progress.epoch_step
-        self._batches_a_step = -(-batches // (self.steps_in(loader) or batches))
-        every = self.ledger_every.steps or 1
-        last = (self._begin + batches) // every * every
-        if not loader.num_workers and last <= max(self._begin, self.ledger_every.after):
+        begin = self.progress_checker.step - self.progress_checker.epoch_step
+        every, batches = self.ledger_every.steps or 1, length_of(loader) or sys.maxsize
+        last = (begin + batches) // every * every
+        if not loader.num_workers and last <= max(begin, self.ledger_every.after):
             return loader  # As it is, for the sake of the exact data path; two copies would have workers each.
         if self._loaders[0] is not loader:
             noting = copy.copy(loader)
             # DataLoader forbids setting these after its construction, for the sake of its iterators; a copy has none.
-            object.__setattr__(noting, "batch_sampler", _NotingSampler(loader.batch_sampler, self._is_wanted))
+            object.__setattr__(noting, "batch_sampler", _NotingSampler(loader.batch_sampler))
             object.__setattr__(noting, "_iterator", None)
             self._loaders = (loader, noting)
         return self._loaders[1]
-
-    def _is_wanted(self, batch: int) -> bool:
-        """Whether a batch of the open epoch is one of a step that is to be written."""
-        return self.ledger_every.due_at_step(self._begin + batch // self._batches_a_step + 1)
 
     def batch_context(self) -> AbstractContextManager[None]:
         """Begin the line of a step, and write it when the step has ended."""
@@ -223,10 +216,10 @@ class LedgerAddon(AddOnBase):
 
 
 class _NotingSampler:
-    """A batch sampler that remembers what it gave, of what somebody wants to know."""
+    """A batch sampler that remembers what it gave."""
 
-    def __init__(self, sampler: Any, is_wanted: Callable[[int], bool]) -> None:
-        self._sampler, self._is_wanted = sampler, is_wanted
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
         self._given: dict[int, list[Any]] = {}
         self._count = 0
 
@@ -238,8 +231,7 @@ class _NotingSampler:
 
     def _walk(self, rest: Iterator[Any]) -> Iterator[Any]:
         for indices in rest:
-            if self._is_wanted(self._count):
-                self._given[self._count] = list(indices)
+            self._given[self._count] = list(indices)
             self._count += 1
             yield indices
 

@@ -47,20 +47,23 @@ def idle_add_ons(trainer: Trainer) -> set[Any]:
 def bind(trainer: Trainer) -> None:
     """Bind the seams of the step to what has something to do in this run, as attributes of a trainer just set up."""
     idle, cls = idle_add_ons(trainer), type(trainer)
+    bound: list[str] = vars(trainer).setdefault("_bound", [])
     for name in _OF_THE_STEP if idle else ():
         owners = [c for c in cls.__mro__ if name in c.__dict__]
         owner = next(c for c in owners if c not in idle)
         if owner is not owners[0] and name not in vars(trainer):
             vars(trainer)[name] = owner.__dict__[name].__get__(trainer, cls)
-            trainer._bound.append(name)
+            bound.append(name)
+    alone = len(trainer._optimizers) == 1 and is_plain(trainer, "step_one")
+    trainer._only_optimizer = next(iter(trainer._optimizers.values())) if alone else None
     trainer._is_direct = trainer.world_size == 1 and all(is_plain(trainer, name) for name in _OF_A_WINDOW)
 
 
 def release(trainer: Trainer) -> None:
     """Take away what `bind` has bound."""
-    for name in trainer._bound:
+    for name in vars(trainer).pop("_bound", ()):
         vars(trainer).pop(name, None)
-    trainer._bound = []
+    trainer._only_optimizer = None
 
 
 def is_plain(trainer: Trainer, name: str) -> bool:

@@ -151,7 +151,7 @@ class Trainer(metaclass=TrainerMeta):
         self._ready = self._seeded = self._is_direct = False
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
-        self._bound: list[str] = []  # See zae.direct.
+        self._only_optimizer: Optimizer | None = None
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -437,10 +437,10 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        stepped = True
-        for optimizer in self._optimizers.values():
-            stepped = self.step_one(optimizer) and stepped
-        return stepped
+        if self._only_optimizer is not None:  # Nobody overrides step_one, which would only do this.
+            self._only_optimizer.step()
+            return True
+        return not [each for each in self._optimizers.values() if not self.step_one(each)]
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
