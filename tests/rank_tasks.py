@@ -127,6 +127,7 @@ def run_checks(checks, world, folder):
             with warnings.catch_warnings():
                 for category in WARNINGS:
                     warnings.simplefilter("error", category)
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
                 check(world, own)
         except Exception:
             text = f"rank {dist.get_rank()}: {traceback.format_exc()}"
