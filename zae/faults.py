@@ -52,8 +52,8 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     progress = trainer.progress_checker
     where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
     note = ""
-    tested = [frame for frame in frames if _is(frame, "test", "zae.evaluation")]
-    if tested:
+    tested = [frame for frame in frames if any(_is(frame, name, "zae.evaluation") for name in ("test", "_record_all"))]
+    if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
         batch = describe_batch(tested[0].f_locals["batch"])
         note = f"in an evaluation after step {progress.step}, on {trainer.device}; the batch was {batch}"
     elif any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
@@ -96,6 +96,13 @@ def _dead(frames: list[FrameType]) -> str:
                 with suppress(Exception):
                     iterator._shutdown_workers()
     return "".join(dead)
+
+
+def _asks_for_data(frames: list[FrameType], frame: FrameType) -> bool:
+    """Whether what a frame called, and what failed there, was a loader."""
+    called = frames[frames.index(frame) + 1 :][:1]
+    modules = ("torch.utils.data.", "torchdata.", "zae.fast_data")
+    return any(str(each.f_globals.get("__name__")).startswith(modules) for each in called)
 
 
 def _is(frame: FrameType, function: str, module: str) -> bool:

@@ -28,7 +28,8 @@ def mute_workers(expected: bool = False) -> None:
     global _expected
     _expected = _expected or expected
     handler = None if _CHILD is None else signal.getsignal(_CHILD)
-    if callable(handler) and threading.current_thread() is threading.main_thread():
+    is_torch_s = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
+    if is_torch_s and threading.current_thread() is threading.main_thread():
         _muted[:] = [handler]  # First kept, then replaced: the call itself raises what is waiting.
         signal.signal(_CHILD, signal.SIG_DFL)
 
