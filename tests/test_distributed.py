@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -87,7 +88,7 @@ def add_up(number):
         total.item(),
         dist.get_world_size(),
         os.environ["RANK"],
-        torch.get_default_dtype(),
+        (torch.get_default_dtype(), multiprocessing.get_start_method()),
         list(itertools.chain(*ports)),
     )
 
@@ -144,8 +145,10 @@ def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
         parents += listening()
         time.sleep(0.05)
     for name in names:
-        total, world, rank, dtype, ports = results[name]
-        assert (total, world, rank, dtype) == (3.0, 2, "0", torch.float32)
+        total, world, rank, settings, ports = results[name]
+        assert (total, world, rank) == (3.0, 2, "0")
+        # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
+        assert settings == (torch.float32, multiprocessing.get_start_method())
         assert ports, name
         assert {address.split(":")[0] for address in ports} == {"0100007F"}
     assert {address.split(":")[0] for address in parents} == {"0100007F"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import pickle
 import platform
@@ -42,10 +43,13 @@ def _settings() -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        # A spawned process would spawn the workers of its loaders too, which takes seconds in each epoch.
+        "start": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
     }
 
 
 def _apply(settings: dict[str, Any], world: int) -> None:
+    multiprocessing.set_start_method(settings["start"], force=True)
     torch.set_default_dtype(settings["dtype"])
     torch.set_num_threads(max(1, settings["threads"] // world))
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
