@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -122,6 +122,11 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
         raise CheckpointDamaged(f"{where}: holds what no zae wrote ({reason}). Load another checkpoint.") from error
 
 
+def _are_small(values: Sequence[int]) -> bool:
+    """Whether whole numbers have 64 bits at most: more than that is not read back the same everywhere."""
+    return min(values) >= -(2**63) and max(values) < 2**63
+
+
 class _Encoder:
     """Walks a state once and collects its tensors under readable, unique names."""
 
@@ -133,7 +138,7 @@ class _Encoder:
             type(None): _itself,
             bool: _itself,
             str: _itself,
-            int: lambda value, path, depth: value if -(2**63) <= value < 2**63 else {"$int": hex(value)},
+            int: lambda value, path, depth: value if _are_small([value]) else {"$int": hex(value)},
             float: lambda value, path, depth: value if math.isfinite(value) else {"$float": str(value)},
             complex: lambda value, path, depth: {"$complex": [self.value(value.real, path, depth + 2),
                                                               self.value(value.imag, path, depth + 2)]},
@@ -169,6 +174,9 @@ class _Encoder:
 
     def _items(self, values: Any, path: _Path, depth: int) -> list[Any]:
         """Return the JSON form of each item of a list or a tuple."""
+        # The states of Python's and NumPy's random streams are lists of 600 integers, in every checkpoint.
+        if set(map(type, values)) == {int} and depth + _ROOM <= DEPTH_LIMIT and _are_small(values):
+            return list(values)
         return [self.value(item, (path, index), depth) for index, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
