@@ -192,11 +192,11 @@ class CompileAddon(AddOnBase):
             with self.sync_context(index == count):
                 micro_batch = self.to_device(micro_batch)
                 compiled = self._is_due(micro_batch, count)
-                out = self._in_graph(micro_batch, count) if compiled else None
-                if out is None:
+                graphed = self._in_graph(micro_batch, count) if compiled else None
+                if graphed is None:
                     out, weight = self._eagerly(micro_batch, count, compiled and self.compile_mode == "model")
                 else:
-                    weight = self.weight_of(micro_batch, out.get("num_targets"))
+                    out, weight = graphed, self.weight_of(micro_batch, graphed.get("num_targets"))
             targets.append(out.get("num_targets"))
             outputs.append((out, weight))
         self.normalize(targets)
@@ -299,10 +299,9 @@ class CompileAddon(AddOnBase):
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is compiled, and note the graphs that were made for it."""
-        if self._compiled is None:
-            self._compiled = self._compile()
+        compiled = self._compiled = self._compiled or self._compile()
         before, start = graphs.graphs_made(), time.perf_counter()
-        result = self._compiled(*args, **kwargs)
+        result = compiled(*args, **kwargs)
         made = graphs.graphs_made() - before
         if made > 0:
             self.compile_report["graphs"] += made

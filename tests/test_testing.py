@@ -305,7 +305,7 @@ OWN = {
     "GradientAccumulationAddon": {"gradient_accumulation_steps": 2},
     "JSONLLoggerAddon": {"jsonl_path": "log.jsonl"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
-    "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at"]},
+    "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at", "_token"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
 

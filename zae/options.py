@@ -145,7 +145,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f", as {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
-    owners = {o: a for a in _known_add_ons() for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
+    known = reversed(_known_add_ons())  # The first one known owns it, not one that somebody derives from it.
+    owners = {o: a for a in known for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
     if name in owners:
         return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
     foreign = foreign_option(name)
@@ -189,17 +190,17 @@ def _words(init: FunctionType) -> set[str]:
 
 
 def _known_add_ons() -> list[Any]:
-    """The add-ons that are installed with zae or defined by now; only looked up for an error message."""
+    """The add-ons that are installed with zae, then those defined by now; only looked up for an error message."""
+    found: dict[Any, None] = {}
     for point in metadata.entry_points(group="zae.addons"):
         if point.dist is None or point.dist.name == "zae":
             try:
-                point.load()
+                found[point.load()] = None
             except ImportError:
                 continue  # The message for one mistake must not become another's.
-    found: dict[Any, None] = {}
     waiting: list[Any] = list(BASES)
     while waiting:
-        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
+        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c)]
+        waiting += [c for c in subclasses if c not in waiting]
         found |= dict.fromkeys(subclasses)
-        waiting += subclasses
     return list(found)
