@@ -55,6 +55,20 @@ class DropsClippingAddon(AddOnBase):
             parameter.grad.mul_(3)
 
 
+class FalselyIdleAddon(AddOnBase):
+    """Halve every gradient, and deny it."""
+
+    layer = "loop"
+
+    def is_idle(self) -> bool:
+        return True
+
+    def clip(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad.div_(2)
+        super().clip()
+
+
 class TwiceWrongAddon(DropsClippingAddon):
     """Draw a number as well."""
 
@@ -238,6 +252,7 @@ FAULTS = [
     (LeavesContextAddon, "exception", "leaves a context open after an exception in train_step: the anomaly", "yield"),
     (ActsEarlyAddon, "init", "acts in __init__: it makes the folder 'runs'", r"act in setup\(\)"),
     (TamperingAddon, "neutral", "is in layer 'observe' and changes training", "move to the layer 'loop'"),
+    (FalselyIdleAddon, "idle", "says that it is idle and is not: .* the model ends as another", "return False"),
     (LeavesThingsAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
 ]
 
@@ -308,6 +323,13 @@ OWN = {
     "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at", "_token"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("AMPAddon", {"precision": "fp32"}), ("GradientAccumulationAddon", {})], ids=str
+)
+def test_check_addon_passes_our_own_when_they_are_idle(name: str, options: Any) -> None:
+    check_addon(getattr(zae.addons, name), **options)
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name in zae.addons.__all__])

@@ -193,7 +193,8 @@ def check_addon(
         Add-ons that are there too: those that it requires, and others whose company is to be proven.
     allow : collection of str
         Checks to leave out, by the names of `zae.testing_checks.CHECKS`: "class", "init", "pickle", "super", "clip",
-        "scheduler", "batch", "mode", "graph", "random", "transfer", "exception", "state", "ranks", "neutral".
+        "scheduler", "batch", "mode", "graph", "random", "transfer", "exception", "state", "ranks", "neutral",
+        "idle".
     transient : collection of str
         Attributes that change in a run, and that a resumed one does not need.
     **options

@@ -100,6 +100,8 @@ def _uncalled(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, br
         return None
     overrides = [code for code, known in outer.items() if known == name]
     mine, reached = calls.count[name] / max(1, len(overrides)), calls.count[f"{name} of Trainer"]
+    if not mine:  # Idle with these options, and passed by.
+        return None
     if reached < mine - broken:  # The call that broke off has not reached it either.
         return (
             f"forgets super().{name}(): of {mine:g} calls of {name}, {reached} reached what is inside; call it on "
@@ -340,6 +342,25 @@ def check_neutral(kit: Kit) -> Iterator[str]:
         )
 
 
+def check_idle(kit: Kit) -> Iterator[str]:
+    """Steps that leave it out are those that it has a hand in."""
+    owner: Any = next(c for c in kit.add_on.__mro__ if "is_idle" in c.__dict__)
+    if owner.__dict__.get("_is_base"):
+        return
+    passed_by, says = kit.run(kit.make()), owner.is_idle
+    try:
+        owner.is_idle = lambda self: False
+        with in_new_folder():
+            busy = kit.run(kit.make())
+    finally:
+        owner.is_idle = says
+    for part, found in list(_parted(busy, passed_by))[:1]:
+        yield (
+            f"says that it is idle and is not: passed by in the steps, the {part} ends as another ({found}); let "
+            "is_idle() return False wherever a seam of the step does something"
+        )
+
+
 CHECKS: dict[str, Check] = {
     "class": check_class,
     "init": check_init,
@@ -356,5 +377,6 @@ CHECKS: dict[str, Check] = {
     "state": check_state,
     "ranks": check_ranks,
     "neutral": check_neutral,
+    "idle": check_idle,
 }
 """Every check, by the name that ``allow`` takes."""
