@@ -195,7 +195,8 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         "# What a training step costs",
         "CPU time of the same work, as a ratio to a loop written by hand: median (least-greatest) of "
         f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
-        "An asterisk marks final weights that are not bitwise those of the loop by hand.",
+        "An asterisk marks final weights that are not bitwise those of the loop by hand. How the "
+        "loop by hand scatters against itself, in the first row, is the noise of the machine.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
         "![Ratio to the loop by hand, tiny MLP with a DataLoader](performance.svg)",
@@ -223,7 +224,7 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         "- tiny MLP: 20-64-5, SGD, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
         "- all features: validation, a clip that clips every step, accumulation of 4, checkpoint (fsync and SHA-256) "
         "and log each epoch, early stopping, bar.\n"
-        "- zae reads the loss of every step and looks whether it is finite, which the loop by hand does not.\n"
+        "- Everybody reads the loss of every step; zae also looks whether it is finite.\n"
         "- On a GPU: benchmarks/gpu.py. It has not been run: no GPU was at hand.",
     ]
     return "\n\n".join(parts) + "\n"
