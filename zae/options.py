@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from types import FunctionType
 from typing import Any
@@ -145,7 +146,7 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f", as {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
-    known = reversed(_known_add_ons())  # The first one known owns it, not one that somebody derives from it.
+    known = [*_known_add_ons(), *_installed()]  # The last one owns it: not one that somebody derives from it.
     owners = {o: a for a in known for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
     if name in owners:
         return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
@@ -189,15 +190,19 @@ def _words(init: FunctionType) -> set[str]:
     return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
 
 
-def _known_add_ons() -> list[Any]:
-    """The add-ons that are installed with zae, then those defined by now; only looked up for an error message."""
-    found: dict[Any, None] = {}
+def _installed() -> list[Any]:
+    """The add-ons that are installed with zae; only looked up for an error message."""
+    found = []
     for point in metadata.entry_points(group="zae.addons"):
         if point.dist is None or point.dist.name == "zae":
-            try:
-                found[point.load()] = None
-            except ImportError:
-                continue  # The message for one mistake must not become another's.
+            with suppress(ImportError):  # The message for one mistake must not become another's.
+                found.append(point.load())
+    return found
+
+
+def _known_add_ons() -> list[Any]:
+    """The add-ons that are installed with zae, then those defined by now."""
+    found: dict[Any, None] = dict.fromkeys(_installed())
     waiting: list[Any] = list(BASES)
     while waiting:
         subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c)]
