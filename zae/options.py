@@ -146,8 +146,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f", as {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
-    known = [*_known_add_ons(), *_installed()]  # The last one owns it: not one that somebody derives from it.
-    owners = {o: a for a in known for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
+    # The last one owns it: not one that somebody derives from it.
+    owners = {o: a for a in _known_add_ons() for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
     if name in owners:
         return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
     foreign = foreign_option(name)
@@ -177,7 +177,7 @@ def _explain_missing(trainer: Any, name: str) -> str:
         return text
     owners = [a for a in _known_add_ons() if name in a.__dict__]
     if owners:
-        return f"{text}: it is one of {owners[0].__name__}; add it with .add_on({owners[0].__name__})"
+        return f"{text}: it is one of {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
     foreign = foreign_method(name)
     if foreign:
         return f"{text}; {foreign}"
@@ -190,22 +190,17 @@ def _words(init: FunctionType) -> set[str]:
     return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
 
 
-def _installed() -> list[Any]:
-    """The add-ons that are installed with zae; only looked up for an error message."""
-    found = []
+def _known_add_ons() -> list[Any]:
+    """The add-ons that are defined by now, those that are installed with zae last; only looked up for an error."""
+    installed = []
     for point in metadata.entry_points(group="zae.addons"):
         if point.dist is None or point.dist.name == "zae":
             with suppress(ImportError):  # The message for one mistake must not become another's.
-                found.append(point.load())
-    return found
-
-
-def _known_add_ons() -> list[Any]:
-    """The add-ons that are installed with zae, then those defined by now."""
-    found: dict[Any, None] = dict.fromkeys(_installed())
+                installed.append(point.load())
+    found: dict[Any, None] = {}
     waiting: list[Any] = list(BASES)
     while waiting:
-        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c)]
-        waiting += [c for c in subclasses if c not in waiting]
+        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
         found |= dict.fromkeys(subclasses)
-    return list(found)
+        waiting += subclasses
+    return [*(c for c in found if c not in installed), *installed]
