@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from zae import checks
 from zae.addon import AddOnBase, replaces
 from zae.addons import graphs
-from zae.contexts import NOTHING
 from zae.device import leading_dimension
 from zae.errors import ConfigError, did_you_mean
 from zae.explain import owners_of
@@ -152,14 +150,17 @@ class CompileAddon(AddOnBase):
     def _not_in_a_graph(self) -> str | None:
         """Name what a graph of the step would leave out, with the remedy."""
         hooked = [name for name, p in self._module.named_parameters() if graphs.has_hooks(p)]
-        own = [owner for owner in owners_of(type(self), "backward") if not owner.__module__.startswith("zae.")]
+        inside = type(self).__mro__[type(self).__mro__.index(CompileAddon) + 1 :]
+        owners = [("backward", owner) for owner in owners_of(type(self), "backward")]
+        owners += [("micro_step", owner) for owner in owners_of(type(self), "micro_step") if owner in inside]
+        own = [f"{name}() of {each.__name__}" for name, each in owners if not each.__module__.startswith("zae.")]
         parallel = getattr(slots_of(type(self)).get("parallel"), "__name__", None)
         reasons: dict[str, Any] = {
             f"several ranks ({parallel}); {_REMEDY}": self.world_size > 1,
             f"{len(self._optimizers)} optimizers; {_REMEDY}": len(self._optimizers) > 1,
             _SCALED: getattr(self, "precision", None) == "fp16",
             f"hooks of the gradient of {', '.join(hooked)}; {_REMEDY}": hooked,
-            f"a backward() of your own ({', '.join(o.__name__ for o in own)}); {_REMEDY}": own,
+            f"{' and '.join(own)}; {_REMEDY}": own,
         }
         for name, optimizer in self._optimizers.items() if self.compile_mode == "fused" else ():
             remedy = "write compile_mode='graph', or give torch.optim.AdamW, Adam or SGD"
@@ -179,28 +180,22 @@ class CompileAddon(AddOnBase):
             self._full = size if isinstance(size, int) else None
         return super().wrap_loader(loader, training)
 
-    @replaces
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Leave the gradients behind, compiled where a batch is of the shape that was compiled."""
-        if self.compile_report["kept"] == "eager":
-            return super().gradients(batch)
-        micro_batches = self.micro_batches(batch)
-        count = len(micro_batches)
-        outputs, targets = [], []
+        """Choose how the batches of this window are computed."""
         self._begin_window()
-        for index, micro_batch in enumerate(micro_batches, start=1):
-            with self.sync_context(index == count):
-                micro_batch = self.to_device(micro_batch)
-                compiled = self._is_due(micro_batch, count)
-                graphed = self._in_graph(micro_batch, count) if compiled else None
-                if graphed is None:
-                    out, weight = self._eagerly(micro_batch, count, compiled and self.compile_mode == "model")
-                else:
-                    out, weight = graphed, self.weight_of(micro_batch, graphed.get("num_targets"))
-            targets.append(out.get("num_targets"))
-            outputs.append((out, weight))
-        self.normalize(targets)
-        return outputs
+        return super().gradients(batch)
+
+    @replaces
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Compute loss and gradient in one graph, where a batch is of the shape that was compiled."""
+        if self._is_due(batch, count):
+            if self.compile_mode == "model":
+                with self._model_compiled():
+                    return super().micro_step(batch, count)
+            out = self._in_graph(batch, count)
+            if out is not None:
+                return out, self.weight_of(batch, out.get("num_targets"))
+        return super().micro_step(batch, count)
 
     def _is_due(self, batch: Any, count: int) -> bool:
         """Whether a micro-batch is computed by what was compiled."""
@@ -234,18 +229,6 @@ class CompileAddon(AddOnBase):
         self._trial = {"compiled": [], "eager": []}
         self.compile_report = {"kept": "compiled", "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
 
-    def _eagerly(self, batch: Any, count: int, compiled: bool) -> tuple[Mapping[str, Any], float]:
-        """The step as `Trainer.gradients` makes it; ``compiled`` has the model compute by its compiled call."""
-        with self.forward_context(), self._model_compiled() if compiled else NOTHING:
-            out = self.train_step(batch)
-        try:
-            loss, num_targets = out["loss"], out.get("num_targets")
-            self.backward(self.weigh(loss, num_targets, count))
-            return out, self.weight_of(batch, num_targets)
-        except Exception as error:
-            checks.explain_outputs(self, out, batch, error)
-            raise
-
     @contextmanager
     def _model_compiled(self) -> Iterator[None]:
         """Have the module's call compiled, so that wrappers around it and its type stay what they are."""
@@ -259,8 +242,6 @@ class CompileAddon(AddOnBase):
 
     def _in_graph(self, batch: Any, count: int) -> dict[str, Any] | None:
         """Compute a micro-batch by the compiled graph; None where it has to be eager."""
-        if self.compile_mode == "model":
-            return None
         parameters = [p for p in self.parameters if p.requires_grad]
         if any(map(graphs.has_hooks, parameters)):
             self._pass_over()

@@ -145,6 +145,22 @@ class WindowedTask(Task):
         return super().sync_context(last)
 
 
+@pytest.mark.parametrize("name", ["micro_step", "sync_context", "weigh"])
+def test_an_override_of_what_a_window_is_made_of_is_called(name):
+    seen = []
+
+    def override(self, *args):
+        seen.append(name)
+        return getattr(super(cls, self), name)(*args)
+
+    cls = type("OverridingTask", (Task,), {name: override})
+    overriding, plain = make(cls), make(Task)
+    for trainer in (overriding, plain):
+        trainer.run(1, batches())
+    assert seen == [name] * 4
+    assert torch.equal(overriding.model.weight, plain.model.weight)
+
+
 class CountingTargets:
     def train_step(self, batch):
         return {**super().train_step(batch), "num_targets": torch.tensor(3), "norm": batch.norm()}

@@ -222,6 +222,25 @@ def test_explain_leaves_out_what_a_replacement_does_itself() -> None:
     assert "backward(" not in text
 
 
+class MicroAddon(AddOnBase):
+    """Compute a micro-batch in another way."""
+
+    layer = "model"
+
+    @replaces
+    def micro_step(self, batch: Any, count: int) -> Any:
+        """Ask an engine."""
+        return super().micro_step(batch, count)
+
+
+def test_explain_shows_who_computes_a_micro_batch() -> None:
+    lines = Task.add_on(MicroAddon, add_ons()["GradientAccumulationAddon"]).explain().splitlines()
+    at = next(index for index, line in enumerate(lines) if "out = micro_step(batch)" in line)
+    assert lines[at].endswith("# MicroAddon: Ask an engine.")
+    assert lines[at - 1].strip() == "batch = to_device(batch)"
+    assert lines[at + 1].strip().startswith("normalize(num_targets)")
+
+
 def test_explain_shows_no_secret_and_escapes_html() -> None:
     model = torch.nn.Linear(1, 1)
     trainer = Task.add_on(SecretAddon)(model, "cpu", mode="test", api_key="abc<123>")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bind", "gradients", "idle_add_ons", "is_plain", "release"]
 
-_OF_A_WINDOW = ("micro_batches", "sync_context", "forward_context", "weigh", "normalize")
+_OF_A_WINDOW = ("micro_batches", "sync_context", "micro_step", "forward_context", "weigh", "normalize")
 _OF_THE_STEP = (
     *_OF_A_WINDOW, "batches", "batch_context", "gradients", "to_device", "backward", "weight_of", "unscale", "clip",
     "optimizer_step", "step_one", "scheduler_step", "zero_grad", "logging", "checkpoint",

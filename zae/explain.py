@@ -38,10 +38,11 @@ LOOP = """
     ?                    for batch in micro_batches(window):
     ?                        with sync_context(last):
                                 batch = to_device(batch)
-    ?                            with forward_context():
-                                    out = train_step(batch)
-    ?                            loss = weigh(out["loss"])  # its share of the window
-                                backward(loss)
+    ?                            out = micro_step(batch):
+    ?                                with forward_context():
+                                        out = train_step(batch)
+    ?                                loss = weigh(out["loss"])  # its share of the window
+                                    backward(loss)
     ?                    normalize(num_targets)  # by those of the window, where steps count them
     ?                unscale()
                     clip()  # when gradient_clip > 0
@@ -82,6 +83,7 @@ validate():  # in evaluation mode, without gradients, on random streams of its o
 """The loop; a line with a question mark is shown only where somebody overrides its seam."""
 
 _WINDOW = ("weigh", "normalize")  # They do something only where a step has several micro-batches, or ranks.
+_BLOCKS = ("gradients", "micro_step", "optimizer_step")  # What one override may do wholly itself.
 _COLUMN = 46
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
@@ -171,7 +173,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "weigh") else text
         shown_comment = _switch(text, comment, instance)
         notes = [f"{owner.__name__}{_told(owner, name)}" for name, owner in mine] or shown_comment
-        replaced = [n for n, owner in mine if n in ("gradients", "optimizer_step") and _replaces(owner, n)]
+        replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
         closed = depth if replaced else None
         text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
         lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))

@@ -240,6 +240,12 @@ def metrics_of(trainer: Trainer) -> MetricsDict:
     )
 
 
+def losses_of(trainer: Trainer, mode: str) -> list[float]:
+    """The mean loss of each epoch of training, or of each validation."""
+    rows, name = (trainer.train_history, "train_loss") if mode == "train" else (trainer.valid_history, "valid_loss")
+    return [row[name] for row in rows if name in row]
+
+
 def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
     """Look the monitored metric up, under its own name or without a split before it."""
     prefix, bare = split_prefix(trainer.monitor)

@@ -345,21 +345,12 @@ class Trainer(metaclass=TrainerMeta):
             return direct.gradients(self, batch)
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
-        outputs, targets = [], []
+        outputs = []
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self.sync_context(index == count):
                 micro_batch = self.to_device(micro_batch)
-                with self.forward_context():
-                    out = self.train_step(micro_batch)
-                try:
-                    loss, num_targets = out["loss"], out.get("num_targets")
-                    self.backward(self.weigh(loss, num_targets, count))
-                    outputs.append((out, self.weight_of(micro_batch, num_targets)))
-                except Exception as error:
-                    checks.explain_outputs(self, out, micro_batch, error)
-                    raise
-            targets.append(num_targets)
-        self.normalize(targets)
+                outputs.append(self.micro_step(micro_batch, count))
+        self.normalize([out.get("num_targets") for out, _ in outputs])
         return outputs
 
     # ------------------------------------------------------------------------- the seams of a step, in its order
@@ -383,6 +374,31 @@ class Trainer(metaclass=TrainerMeta):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
         return NOTHING
+
+    @seam
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Add the gradient of one micro-batch, of ``count`` in the window, to every ``.grad``.
+
+        Parameters
+        ----------
+        batch : object
+            One batch of the loader, on the trainer's device.
+        count : int
+            The true number of micro-batches in the window.
+
+        Returns
+        -------
+        (mapping, float)
+            What ``train_step`` returned, and its weight in the epoch's means.
+        """
+        with self.forward_context():
+            out = self.train_step(batch)
+        try:
+            self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
+            return out, self.weight_of(batch, out.get("num_targets"))
+        except Exception as error:
+            checks.explain_outputs(self, out, batch, error)
+            raise
 
     @seam
     def forward_context(self) -> AbstractContextManager[None]:
@@ -783,8 +799,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def get_loss_history(self, mode: str = "train") -> list[float]:
         """Return the mean loss of each epoch ("train"), or of each validation ("test")."""
-        rows, name = (self.train_history, "train_loss") if mode == "train" else (self.valid_history, "valid_loss")
-        return [row[name] for row in rows if name in row]
+        return session.losses_of(self, mode)
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""

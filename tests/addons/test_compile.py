@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zae import ConfigError, StepError, Trainer
+from zae import AddOnBase, ConfigError, StepError, Trainer
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -182,7 +182,7 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
         rprop.run(1, batches())
     with pytest.raises(ConfigError, match=r"hooks of the gradient of 0\.weight"):
         start(hook=True)
-    with pytest.raises(ConfigError, match=r"backward\(\) of your own"):
+    with pytest.raises(ConfigError, match=r"backward\(\) of OwnBackward"):
         start(OwnBackward)
     for option, meant in (("compile_mode", "graph"), ("compile_backend", "inductor")):
         with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
@@ -479,3 +479,34 @@ def test_weights_may_be_tied_and_batches_dicts() -> None:
     outputs = [part[0] for part in ends[1].log_train["parts/output"]]
     assert len(outputs) == 6
     assert not any(output.requires_grad for output in outputs)
+
+
+# ----------------------------------------------------------------------------------------- beside others--------------
+
+
+class OwnMicroStep(Task):
+    """Halves each gradient as it comes, by hand."""
+
+    def micro_step(self, batch: Any, count: int) -> Any:
+        out, weight = super().micro_step(batch, count)
+        self.model[0].weight.grad /= 2
+        return out, weight
+
+
+class OuterAddon(AddOnBase):
+    """Notes the micro-batches, whoever computes them."""
+
+    layer = "observe"
+
+    def micro_step(self, batch: Any, count: int) -> Any:
+        """Count them."""
+        self.seen = getattr(self, "seen", 0) + 1
+        return super().micro_step(batch, count)
+
+
+def test_a_micro_step_of_ones_own_is_refused_inside_of_the_graph_and_called_around_it() -> None:
+    with pytest.raises(ConfigError, match=r"cannot hold micro_step\(\) of OwnMicroStep"):
+        trained(OwnMicroStep.add_on(CompileAddon), compile_mode="graph", **FASTEST)
+    assert furthest(trained(OwnMicroStep), trained(OwnMicroStep.add_on(CompileAddon), **FASTEST)) == 0
+    outer = trained(Task.add_on(CompileAddon, OuterAddon), compile_mode="graph", **FASTEST)
+    assert (outer.seen, outer.compile_report["kept"]) == (12, "compiled")
