@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from zae import optim
 from zae.addon import AddOnBase, replaces
 from zae.addons import graphs
 from zae.device import leading_dimension
@@ -146,6 +147,13 @@ class CompileAddon(AddOnBase):
             graphs.trace_gradients(-1)
         self._tracing = False
         super().teardown()
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Suggest no fused kernel where the step takes it as it is."""
+        graphed = self.compile_mode != "model" and self.compile_report.get("kept") != "eager"
+        if graphed and [each.type for each in self.devices] == ["cpu"] and len(optim.named(self.optimizer)) == 1:
+            plan.kernels = {name: text for name, text in plan.kernels.items() if name not in graphs.WITH_KERNEL}
+        return super().plan_lines(plan)
 
     def _not_in_a_graph(self) -> str | None:
         """Name what a graph of the step would leave out, with the remedy."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from zae.optim import parameters_of
+from zae.optim import leaves_kernel_open, parameters_of
 
 __all__ = [
+    "WITH_KERNEL",
     "detached",
     "fits_kernel",
     "graphs_made",
@@ -34,6 +35,8 @@ __all__ = [
 _log = logging.getLogger("zae")
 _TRIAL = 20  # Steps of each kind that are timed; the first half of a kind, which is slower, does not count.
 _FUSED = (SGD, Adam, AdamW)  # Whose fused kernels have been held against the loop by hand.
+WITH_KERNEL = tuple(kind.__name__ for kind in _FUSED)
+"""The names of the optimizers that step by their fused kernel."""
 _tracers = 0
 _traced_before: Any = None
 
@@ -148,9 +151,7 @@ def is_fusible(optimizer: Optimizer) -> bool:
     (True, False, False)
     """
     return type(optimizer) in _FUSED and all(
-        group["fused"] is None
-        and group["foreach"] is None
-        and not (group.get("differentiable") or group.get("capturable"))
+        leaves_kernel_open(group)
         and all(parameter.is_cpu and parameter.is_floating_point() for parameter in group["params"])
         for group in optimizer.param_groups
     )

@@ -23,6 +23,7 @@ __all__ = [
     "check_schedule",
     "fused_hints",
     "learning_rates",
+    "leaves_kernel_open",
     "named",
     "normalize",
     "order",
@@ -282,7 +283,27 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     return rates
 
 
-def fused_hints(optimizers: Mapping[str, Optimizer]) -> list[str]:
+def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
+    """Whether a group's optimizer has a fused kernel, and nobody has said by which kernel it is to step.
+
+    Parameters
+    ----------
+    group : mapping
+        One of ``optimizer.param_groups``. Whoever sets ``foreach``, or one of the others, has thought of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> groups = [torch.optim.AdamW([weight], foreach=each).param_groups[0] for each in (None, False)]
+    >>> [leaves_kernel_open(group) for group in groups]
+    [True, False]
+    """
+    unset = group.get("fused", False) is None and group.get("foreach") is None
+    return unset and not (group.get("capturable") or group.get("differentiable"))
+
+
+def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     """Name the optimizers whose fused kernel is off because nobody said anything of it.
 
     Parameters
@@ -292,21 +313,18 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> list[str]:
 
     Returns
     -------
-    list of str
-        What to write; it changes the rounding, so that is for the user to decide.
+    dict of str to str
+        For each class, what to write; it changes the rounding, so that is for the user to decide.
     """
-    chosen = ("foreach", "capturable", "differentiable")  # Whoever sets one of these has thought of it.
     kinds = dict.fromkeys(
         optimizer.defaults["twin_of"]
         for optimizer in optimizers.values()
         for group in optimizer.param_groups
-        if group.get("fused", False) is None and not any(group.get(name) for name in chosen)
+        if leaves_kernel_open(group)
         if group.get("momentum") != 0  # Of plain gradient descent there is nothing to fuse.
     )
-    return [
-        f"{kind} has a fused kernel, which takes less time a step and rounds otherwise: {kind}(..., fused=True)"
-        for kind in kinds
-    ]
+    text = "has a fused kernel, which takes less time a step and rounds otherwise"
+    return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
 def order(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -59,6 +59,9 @@ class RunPlan:
         The names that ``monitor`` may have; None where they cannot be tried.
     bytes_per_checkpoint, disk : int
         What a checkpoint holds, and the room that all of them take at once; 0 without a state manager.
+    kernels : dict of str to str
+        For each class of optimizer whose faster kernel nobody has chosen, what to write; an add-on that steps by that
+        kernel takes it out.
     notes : list of str
         What add-ons have to say, and what is not certain.
     """
@@ -80,6 +83,7 @@ class RunPlan:
     monitor: str = ""
     bytes_per_checkpoint: int = 0
     disk: int = 0
+    kernels: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -241,6 +245,7 @@ def plan(
     _try_metrics(self, made, loader, valid_loader)
     made.bytes_per_checkpoint = checkpoint_bytes(self)
     made.notes += self.plan_lines(made)
+    made.notes += made.kernels.values()
     if not made.disk:
         made.bytes_per_checkpoint = 0
     reason = why_not(loader) if self.fast_data else "fast_data=False"
@@ -298,7 +303,7 @@ def _simulate(trainer: Trainer, made: RunPlan, asked: session.Plan, has_metric: 
     epochs = None if asked.n_epoch is None else len(made.epoch_ends)
     on_batch = trainer.scheduler_step_on_batch
     optim.check_schedule(schedulers, on_batch=on_batch, epochs=epochs, steps=steps, has_metric=has_metric)
-    made.notes += optim.fused_hints(optimizers)
+    made.kernels = optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]
     if len(stepped) < len(schedulers):
         made.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")

@@ -481,7 +481,7 @@ def test_weights_may_be_tied_and_batches_dicts() -> None:
     assert not any(output.requires_grad for output in outputs)
 
 
-# ----------------------------------------------------------------------------------------- beside others--------------
+# ----------------------------------------------------------------------------------------- beside others, and the plan
 
 
 class OwnMicroStep(Task):
@@ -510,3 +510,18 @@ def test_a_micro_step_of_ones_own_is_refused_inside_of_the_graph_and_called_arou
     assert furthest(trained(OwnMicroStep), trained(OwnMicroStep.add_on(CompileAddon), **FASTEST)) == 0
     outer = trained(Task.add_on(CompileAddon, OuterAddon), compile_mode="graph", **FASTEST)
     assert (outer.seen, outer.compile_report["kept"]) == (12, "compiled")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "suggested"),
+    [
+        (torch.optim.AdamW, {"compile_mode": "graph"}, False),
+        (torch.optim.AdamW, {"compile_mode": "auto"}, False),
+        (torch.optim.AdamW, {"compile_mode": "model"}, True),
+        (torch.optim.Adagrad, {"compile_mode": "graph"}, True),
+    ],
+)
+def test_plan_suggests_no_kernel_that_is_taken_as_it_is(optimizer: Any, options: Any, suggested: bool) -> None:
+    task = Task.add_on(CompileAddon)(network(), "cpu", optimizer=lambda p: optimizer(p), **options)
+    notes = task.plan(1, batches()).notes
+    assert any("fused=True" in note for note in notes) is suggested
