@@ -79,7 +79,8 @@ class Guard:
         self._given_up, self._closed = lost, False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._blocked = False
+        self._blocked = False  # Whether a call has not returned that was waited for long enough.
+        self._left = False  # Whether the guard was closed without it.
         self._ended = threading.Event()
         self._error: ZaeError | None = None
         self._local: JSONLSink | None = None
@@ -170,8 +171,10 @@ class Guard:
         try:
             self.settle(deadline)
         finally:
+            with self._change:
+                self._left = self._blocked
             self._ended.set()
-            if self._thread is not None and not self._blocked:
+            if self._thread is not None and not self._left:
                 self._thread.join(max(0.0, deadline - time.monotonic()))
             self._tell()
 
@@ -193,10 +196,14 @@ class Guard:
                 self._fail(error, beginning=name == "open")
             if self._is_done() and name == "close":
                 return
+        with self._change:
+            self._blocked = False
         # What it has opened is closed with the guard, not now: a client may draw random numbers where training does.
+        # One that comes back later still finds another training there, maybe, and is left as it is.
         self._ended.wait()
-        with contextlib.suppress(BaseException):
-            self.sink.close(True)
+        if not self._left:
+            with contextlib.suppress(BaseException):
+                self.sink.close(True)
 
     def _next(self) -> tuple[str, tuple[Any, ...]] | None:
         """Wait for a call; None when the sink was given up."""

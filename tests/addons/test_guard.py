@@ -175,6 +175,18 @@ def test_what_a_late_client_opens_is_closed_again():
     assert [row["step"] for row in lines(FILE)] == [1]
 
 
+@pytest.mark.parametrize("method", ["open", "write"])
+def test_fault_fd9_p48_what_comes_back_after_the_end_is_left_as_it_is(method):
+    """Closing may draw random numbers, and the next run may be training by then."""
+    sink = Blocking(method)
+    guard = guarded(sink)
+    drive(guard, 2)
+    sink.free.set()
+    guard._thread.join(10)
+    assert not guard._thread.is_alive()
+    assert [call[0] for call in sink.calls] == ["open", "write"][: 1 + (method == "write")]
+
+
 @pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
 def test_fault_fd8_required_raises_instead(caplog, make):
     sink = make()

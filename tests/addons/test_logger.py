@@ -26,7 +26,7 @@ class Drawing(ListSink):
 
     def __init__(self, fails_at=None, blocks_at=None):
         super().__init__()
-        self.fails_at, self.blocks_at = fails_at, blocks_at
+        self.fails_at, self.blocks_at, self.free = fails_at, blocks_at, threading.Event()
 
     def draw(self):
         torch.rand(3)
@@ -44,7 +44,7 @@ class Drawing(ListSink):
         if step == self.fails_at:
             raise OSError("the server is gone")
         if step == self.blocks_at:
-            time.sleep(2)
+            self.free.wait(30)
         super().write(metrics, step)
 
     def close(self, failed):
@@ -60,6 +60,11 @@ def test_fault_fd9_p48_the_weights_are_those_without_a_logger(caplog, sink):
     trainer.run(1, loader(), loader(2))
     trainer.run(1, loader(), loader(2))
     assert digest(trainer) == expected
+    getattr(sink, "free", threading.Event()).set()
+    for thread in threading.enumerate():
+        if thread.name == "zae-list":
+            thread.join(10)  # One that comes back now draws nothing either.
+            assert not thread.is_alive()
     assert torch.equal(torch.rand(1), after)
 
 
