@@ -385,3 +385,26 @@ def test_p33_what_is_logged_by_hand_is_kept_as_plain_numbers():
     assert (kept["loss"], kept["count"], kept["note"]) == (6.0, 3, "text")
     assert type(kept["count"]) is int
     assert not kept["all"].requires_grad
+
+
+class Away(torch.Tensor):
+    """A tensor that says that it is on an accelerator."""
+
+    is_cpu = False
+
+
+def test_numbers_of_the_host_and_of_a_device_keep_their_order_and_weights() -> None:
+    """A step may return a tensor of the device once and a plain 0.0 at other times."""
+    for chunked in (1, 300):
+        log, expected = EpochLog(), []
+        for index in range(chunked):
+            log.record({"aux": torch.tensor(float(index)).as_subclass(Away)}, weight=index + 1)
+            expected.append(float(index))
+        log.record({"aux": 7.0}, weight=10)
+        log.record({"aux": torch.tensor(8.0)}, weight=20)
+        log.record({"aux": torch.tensor(9.0).as_subclass(Away)}, weight=30)
+        expected += [7.0, 8.0, 9.0]
+        weights = [*range(1, chunked + 1), 10, 20, 30]
+        mean = sum(map(float.__mul__, expected, map(float, weights))) / sum(weights)
+        assert log.means()["aux"] == pytest.approx(mean, rel=1e-12)
+        assert log["aux"] == expected

@@ -80,15 +80,19 @@ class _Series:
         self.total = 0.0
         self.weight = 0.0
         self.summed = 0  # How many of the values are in the sums.
+        self.waits = False  # Whether any value waits on its device.
         self.waiting: list[Tensor] = []
         self.chunks: Tensor | None = None
 
     def add(self, value: float, weight: float) -> None:
+        if self.waits:  # Those before it come first.
+            self.read()
         self.values.append(value)
         self.weights.append(weight)
 
     def wait(self, value: Tensor, weight: float) -> None:
         """Keep a value on its device: reading it now would make the host wait for the device."""
+        self.waits = True
         self.waiting.append(value)
         self.weights.append(weight)
         if len(self.waiting) == _CHUNK:
@@ -98,11 +102,11 @@ class _Series:
 
     def read(self) -> None:
         """Bring the waiting values to the host, and add up what is new: in their order, whenever it is read."""
-        if self.waiting or self.chunks is not None:
+        if self.waits:
             parts = [] if self.chunks is None else [self.chunks]
             parts += [torch.stack(self.waiting).double()] if self.waiting else []
             self.values.extend(torch.cat(parts).tolist())
-            self.waiting, self.chunks = [], None
+            self.waits, self.waiting, self.chunks = False, [], None
         for index in range(self.summed, len(self.values)):
             self.total += self.values[index] * self.weights[index]
             self.weight += self.weights[index]
@@ -143,9 +147,10 @@ class EpochLog(Mapping[str, list[Any]]):
             How many samples (or targets) the numbers are the mean over.
         """
         for key, value in step_dict.items():
-            series = self._series.get(key)
-            if series is not None and type(value) is Tensor and value.is_cpu and not value.ndim:
-                series.values.append(value.item())  # Every step but the first: no detours.
+            series, kind = self._series.get(key), type(value)
+            # A number on the host of an entry that is there already comes with every step: no detours.
+            if (kind is float or (kind is Tensor and value.is_cpu and not value.ndim)) and series and not series.waits:
+                series.values.append(value if kind is float else value.item())
                 series.weights.append(weight)
             elif key != "num_targets":
                 self._record_other(str(key), value, weight)
