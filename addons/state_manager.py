@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zae import files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_folder
-from zae.crash import forget_claims, save_crash, say_what_it_lacks
+from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
@@ -145,7 +146,8 @@ class StateManagerAddon(AddOnBase):
         self._folder_lock = FolderLock(self.save_path)
         self._folder_lock.check()
         self._resumed = self._run_failed = False
-        self._in_step: bool | None = None  # None before the first step.
+        self._first_batch: int | None = None  # The batches used when the run began, and
+        self._rested_at: int | None = None  # when it was between two steps; None before the first.
         self._passed_over: set[str] = set()
         self._to_replace: list[Path] = []
         self._saved_at: tuple[int, int] | None = None
@@ -181,7 +183,7 @@ class StateManagerAddon(AddOnBase):
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
-        self._run_failed, self._in_step = False, None
+        self._run_failed, self._first_batch, self._rested_at = False, self.progress_checker.batch, None
         self._token = self.gather(secrets.token_hex(8))[0]
         if self.is_main:
             self._folder_lock.acquire()
@@ -191,23 +193,22 @@ class StateManagerAddon(AddOnBase):
         if self.save_on_signal:
             self._stop_signals.install()
 
-    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Note that a step has begun: what fails in it leaves a state that is not exactly of any step."""
-        self._in_step = True
-        return super().gradients(batch)
-
     def checkpoint(self) -> None:
         """Save when it is due, or when the validation of this moment was the best; end after a signal."""
         if self._stop_signals.received is not None and self.progress_checker.stop_reason is None:
             self.stop(_SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
-        self._in_step = False
-        self._settle_save(wait=False)
         progress = self.progress_checker
-        between = progress.epoch_batch == 0
-        due = self.save_every.due_at_epoch(progress.epoch) if between else self.save_every.due_at_step(progress.step)
-        best = self.keep_best and self.best.get("step") == progress.step
-        if due or (best and self._retention.ranked()[:1] != [self._path_at(progress.step).name]):
+        self._rested_at = progress.batch
+        if self._saver.background:
+            self._settle_save(wait=False)
+        every, step = self.save_every, progress.step
+        if not progress.epoch_batch:
+            due = every.due_at_epoch(progress.epoch)
+        else:  # Here it comes after every step, and most often nothing is due.
+            due = every.steps and not step % every.steps and every.due_at_step(step)
+        best = self.keep_best and self.best.get("step") == step
+        if due or (best and self._retention.ranked()[:1] != [self._path_at(step).name]):
             self.save_state()
 
     def on_run_end(self) -> None:
@@ -226,18 +227,22 @@ class StateManagerAddon(AddOnBase):
         """Save apart what there is; nothing that fails here hides the error."""
         super().on_exception(error)
         self._run_failed = True
-        if not isinstance(error, Exception) or isinstance(error, CheckpointError) or self._in_step is None:
+        if not isinstance(error, Exception) or isinstance(error, CheckpointError):
             return
+        rested_at = self._first_batch if self._rested_at is None else self._rested_at
+        in_step = was_in_step(self, error) or self.progress_checker.batch != rested_at
+        if rested_at is None or (self._rested_at is None and not in_step):
+            return  # Before the first step.
         signal = self._stop_signals.received
-        if signal is not None and not self._in_step and self.world_size == 1:
+        if signal is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
             self._stop_signals.end(signal)
         if step := self.progress_checker.step:
-            ranks = (self.rank, self.world_size)
-            save_crash(self.save_path, step, ranks, self._token, self._write_crash, error)
+            ranks, write = (self.rank, self.world_size), partial(self._write_crash, in_step)
+            save_crash(self.save_path, step, ranks, self._token, write, error)
 
-    def _write_crash(self, target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
-        self._hand_over(target, older, {**info, "in_step": self._in_step})
+    def _write_crash(self, in_step: bool, target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
+        self._hand_over(target, older, {**info, "in_step": in_step})
         self._saver.wait()
 
     def teardown(self) -> None:

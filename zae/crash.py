@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae import files
 
-__all__ = ["crash_name", "forget_claims", "save_crash", "say_what_it_lacks"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["crash_name", "forget_claims", "save_crash", "say_what_it_lacks", "was_in_step"]
 
 _log = logging.getLogger("zae")
 _CLAIM = ".crash-"
@@ -25,6 +29,53 @@ def crash_name(step: int) -> str:
     'crash-00000012'
     """
     return f"crash-{step:08d}"
+
+
+def was_in_step(trainer: Trainer, error: BaseException) -> bool:
+    """Tell whether an exception, or one that it was made of, has come out of a step of this trainer.
+
+    Nothing is kept for it while all goes well: it is read from the frames of the tracebacks.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose run failed.
+    error : BaseException
+        As it was raised.
+
+    Returns
+    -------
+    bool
+        Whether its ``run_batch`` was under way.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).no_such_method()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> try:
+    ...     trainer.run_batch(torch.ones(8, 2))
+    ... except AttributeError as error:
+    ...     was_in_step(trainer, error), was_in_step(trainer, ValueError("of another place"))
+    (True, False)
+    """
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            # By its name: a task may put something around it. A frame that was cleared does not say whose it was.
+            if frame.f_code.co_name == "run_batch" and frame.f_locals.get("self", trainer) is trainer:
+                return True
+        waiting += [more for more in (each.__cause__, each.__context__) if more is not None]
+    return False
 
 
 def save_crash(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.optim import AdamW
 from zae import ConfigError, Every
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.errors import CheckpointNotFound
+from zae.files import load_checkpoint
 from zae.rng import seed_everything
 
 
@@ -208,6 +211,142 @@ def test_fa7_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogC
     went_on = build(tmp_path, resume=tmp_path / "crash-00000003")
     went_on.setup()
     assert went_on.progress_checker.step == 3
+
+
+class FailsAt(Task):
+    """Fails in a place, from the third step on; a trainer of its own fails in its loader, or in its step."""
+
+    place = ""
+    inner: Any = None
+
+    def fail(self, place: str, least: int = 2) -> None:
+        if self.place == place and self.mode == "train" and self.progress_checker.step >= least:
+            raise KeyError(place)
+
+    def run_batch(self, batch: Any) -> None:
+        try:
+            super().run_batch(batch)
+        except KeyError as error:
+            if self.place == "wrapped":
+                raise RuntimeError("in other words") from None
+            raise RuntimeError("in other words") from error
+
+    def train_step(self, batch: Any) -> Any:
+        self.fail("train_step")
+        self.fail("wrapped")
+        if self.place == "train_step of another trainer" and self.progress_checker.step == 2:
+            self.inner.run(1, loader())
+        return super().train_step(batch)
+
+    def optimizer_step(self) -> bool:
+        stepped = super().optimizer_step()
+        self.fail("optimizer_step")
+        return stepped
+
+    def logging(self, step_dict: Any, weight: float = 1) -> None:
+        super().logging(step_dict, weight)
+        self.fail("logging", 3)
+
+    def log(self, metrics: Any, step: int) -> None:
+        super().log(metrics, step)
+        self.fail("log", 3)
+
+    def validate(self) -> Any:
+        self.fail("validation between steps", 3)
+        return super().validate()
+
+    def checkpoint(self) -> None:
+        super().checkpoint()
+        self.fail("checkpoint", 3)
+
+    def batches(self, loader: Any) -> Any:
+        for batch in super().batches(loader):
+            self.fail("first batch", 0)
+            self.fail("loader")
+            if self.place == "loader that trains" and self.progress_checker.step == 2:
+                self.inner.run(1, loader)
+            yield batch
+
+    def metric_on_epoch_end(self) -> Any:
+        self.fail("metric_on_epoch_end")
+        return super().metric_on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.fail("on_epoch_end")
+
+
+@pytest.mark.parametrize(
+    ("place", "in_step"),
+    [
+        ("train_step", True),
+        ("wrapped", True),
+        ("optimizer_step", True),
+        ("logging", True),
+        ("log", True),
+        ("validation between steps", True),
+        ("checkpoint", True),
+        ("train_step of another trainer", True),
+        ("loader that trains", False),
+        ("loader", False),
+        ("metric_on_epoch_end", False),
+        ("on_epoch_end", False),
+        ("first batch", None),
+    ],
+)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_fd4_whether_a_failed_run_was_in_the_middle_of_a_step(
+    place: str, in_step: bool | None, by_hand: bool, tmp_path: Path
+) -> None:
+    """F-D4: from the gradients of a step to its checkpoint; what fails before the first step leaves nothing."""
+
+    def make(where: str, folder: Path) -> Any:
+        model = network()
+        made = FailsAt.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), save_path=folder, log_every=1
+        )
+        made.place = where
+        return made
+
+    trainer = make(place, tmp_path / "outer")
+    trainer.inner = make("train_step", tmp_path / "inner")
+    if by_hand:  # Steps that no run has made leave no doubt about the run that comes after them.
+        for batch in loader(4):
+            trainer.run_batch(batch)
+    with pytest.raises((KeyError, RuntimeError)):
+        trainer.run(2, loader(), valid(), valid_every=3)
+    crashed = sorted((tmp_path / "outer").glob("crash-*"))
+    assert [load_checkpoint(path)[0]["info"]["in_step"] for path in crashed] == [in_step] * (in_step is not None)
+
+
+def test_fd4_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) -> None:
+    """F-D4: what fails after the state was loaded and before the run begins has trained nothing."""
+    build(tmp_path).run(1, loader())
+    resumed = build(tmp_path, resume=True)
+    resumed.wrap_loader = lambda loader, training: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        resumed.run(2, loader())
+    assert resumed.progress_checker.step == 6
+    assert list(tmp_path.glob("crash-*")) == []
+
+
+def test_fd2_a_signal_before_a_step_that_fails_leaves_no_regular_checkpoint(tmp_path: Path) -> None:
+    """F-D2, F-D4: weights of the middle of a step are saved apart; those between two steps are a checkpoint."""
+    for place, expected in (("train_step", "crash-00000002"), ("loader", "step-00000002")):
+        model = network()
+        made = FailsAt.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), save_path=tmp_path / place
+        )
+
+        def fail(at: str, least: int = 2, made: Any = made, place: str = place) -> None:
+            if at == place and made.progress_checker.step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                raise KeyError(place)
+
+        made.fail = fail
+        with pytest.raises(SystemExit if place == "loader" else RuntimeError):
+            made.run(1, loader())
+        assert [path.name for path in (tmp_path / place).glob("[!.]*")] == [expected]
 
 
 def test_a_checkpoint_that_somebody_removed_is_no_error(tmp_path: Path) -> None:
