@@ -146,8 +146,7 @@ class StateManagerAddon(AddOnBase):
         self._folder_lock = FolderLock(self.save_path)
         self._folder_lock.check()
         self._resumed = self._run_failed = False
-        self._first_batch: int | None = None  # The batches used when the run began, and
-        self._rested_at: int | None = None  # when it was between two steps; None before the first.
+        self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
         self._passed_over: set[str] = set()
         self._to_replace: list[Path] = []
         self._saved_at: tuple[int, int] | None = None
@@ -183,7 +182,7 @@ class StateManagerAddon(AddOnBase):
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
-        self._run_failed, self._first_batch, self._rested_at = False, self.progress_checker.batch, None
+        self._run_failed, self._began_at, self._rested_at = False, self.progress_checker.batch, -1
         self._token = self.gather(secrets.token_hex(8))[0]
         if self.is_main:
             self._folder_lock.acquire()
@@ -203,10 +202,10 @@ class StateManagerAddon(AddOnBase):
         if self._saver.background:
             self._settle_save(wait=False)
         every, step = self.save_every, progress.step
-        if not progress.epoch_batch:
-            due = every.due_at_epoch(progress.epoch)
-        else:  # Here it comes after every step, and most often nothing is due.
+        if progress.epoch_batch:  # After a step: most often nothing is due.
             due = every.steps and not step % every.steps and every.due_at_step(step)
+        else:
+            due = every.due_at_epoch(progress.epoch)
         best = self.keep_best and self.best.get("step") == step
         if due or (best and self._retention.ranked()[:1] != [self._path_at(step).name]):
             self.save_state()
@@ -227,12 +226,9 @@ class StateManagerAddon(AddOnBase):
         """Save apart what there is; nothing that fails here hides the error."""
         super().on_exception(error)
         self._run_failed = True
-        if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        in_step = was_in_step(self, error, self._began_at, self._rested_at)  # None before the first step.
+        if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
             return
-        rested_at = self._first_batch if self._rested_at is None else self._rested_at
-        in_step = was_in_step(self, error) or self.progress_checker.batch != rested_at
-        if rested_at is None or (self._rested_at is None and not in_step):
-            return  # Before the first step.
         signal = self._stop_signals.received
         if signal is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.

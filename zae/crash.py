@@ -31,10 +31,10 @@ def crash_name(step: int) -> str:
     return f"crash-{step:08d}"
 
 
-def was_in_step(trainer: Trainer, error: BaseException) -> bool:
-    """Tell whether an exception, or one that it was made of, has come out of a step of this trainer.
+def was_in_step(trainer: Trainer, error: BaseException, began_at: int, rested_at: int) -> bool | None:
+    """Tell whether a run failed in the middle of a step, from its first forward to its checkpoint.
 
-    Nothing is kept for it while all goes well: it is read from the frames of the tracebacks.
+    Nothing is noted for it at the beginning of a step: that is read from the frames of the tracebacks.
 
     Parameters
     ----------
@@ -42,11 +42,14 @@ def was_in_step(trainer: Trainer, error: BaseException) -> bool:
         Whose run failed.
     error : BaseException
         As it was raised.
+    began_at, rested_at : int
+        How many batches had been used when the run began, and when it was between two steps for the last time; -1
+        where that has not been yet.
 
     Returns
     -------
-    bool
-        Whether its ``run_batch`` was under way.
+    bool or None
+        None before the first step.
 
     Examples
     --------
@@ -61,9 +64,16 @@ def was_in_step(trainer: Trainer, error: BaseException) -> bool:
     >>> try:
     ...     trainer.run_batch(torch.ones(8, 2))
     ... except AttributeError as error:
-    ...     was_in_step(trainer, error), was_in_step(trainer, ValueError("of another place"))
-    (True, False)
+    ...     was_in_step(trainer, error, 0, -1), was_in_step(trainer, ValueError("of another place"), 0, -1)
+    (True, None)
     """
+    last = began_at if rested_at < 0 else rested_at
+    in_step = trainer.progress_checker.batch != last or _is_of_a_step(trainer, error)
+    return None if last < 0 or (rested_at < 0 and not in_step) else in_step
+
+
+def _is_of_a_step(trainer: Trainer, error: BaseException) -> bool:
+    """Whether an exception, or one that it was made of, has come out of a step of this trainer."""
     waiting, seen = [error], set()
     while waiting:
         each = waiting.pop()
