@@ -274,6 +274,26 @@ def test_a_subclassed_add_on_stands_for_its_base():
     assert add_ons_of(Own.add_on(FineAMPAddon)) == [FineAMPAddon]
 
 
+def test_the_options_of_a_class_are_found_once_for_as_long_as_its_inits_stay():
+    made = Task.add_on(AMPAddon, EMAAddon)
+    assert options_of(made) is options_of(made)
+    assert "precision" not in options_of(Task.add_on(EMAAddon))  # What was found for one class is not another's.
+
+    class Own(made):
+        def __init__(self, *args, width=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.width = width
+
+    assert options_of(Own).keys() - options_of(made).keys() == {"width"}
+    Own.__init__ = lambda self, *args, height, **kwargs: made.__init__(self, *args, **kwargs)
+    assert options_of(Own).keys() - options_of(made).keys() == {"height"}
+    with pytest.raises(OptionError, match="needs 'height'"):
+        Own(torch.nn.Linear(2, 1), "cpu", mode="test")
+    with pytest.raises(TypeError):
+        options_of(made)["precision"] = None
+    assert Own.__name__ in [owner.__name__ for _, owner in options_of(Own).values()]
+
+
 # ------------------------------------------------------------------------------------------------ apply(base_cls)
 
 

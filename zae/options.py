@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
-from types import FunctionType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import Any, TypeAlias
 
 from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
 from zae.hints import foreign_method, foreign_option
@@ -18,7 +18,7 @@ __all__ = ["BASES", "check_call", "check_owners", "missing_attribute", "options_
 BASES: list[Any] = []
 """AddOnBase, which registers itself here: this module is below it."""
 
-_Options = dict[str, tuple[inspect.Parameter, type]]
+_Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -44,10 +44,17 @@ def options_of(cls: Any) -> _Options:
     >>> owner.__name__
     'EMAAddon'
     """
-    options: _Options = {}
-    for klass in reversed(_initialized(cls)):
-        if isinstance(klass.__dict__.get("__init__"), FunctionType):
-            options = _outside_of(options, klass)
+    # What is found stays with the class, for as long as the same functions make its instances: it is asked for twice
+    # by each trainer that is made, and to look at every signature takes longer than to train for a dozen steps.
+    inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
+    known, options = cls.__dict__.get("__options__", (None, {}))
+    if known != inits:
+        found: _Options = {}
+        for klass in reversed(_initialized(cls)):
+            if isinstance(klass.__dict__.get("__init__"), FunctionType):
+                found = _outside_of(found, klass)
+        options = MappingProxyType(found)
+        cls.__options__ = inits, options
     return options
 
 
@@ -66,7 +73,7 @@ def _outside_of(inner: _Options, klass: type) -> _Options:
     takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in own)
     declared = {p.name for p in (*positional, *keyword)}
 
-    found: _Options = {p.name: (p, klass) for p in positional}
+    found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
     reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
     goes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
     if goes_on:
