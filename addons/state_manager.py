@@ -243,6 +243,7 @@ class StateManagerAddon(AddOnBase):
 
     def teardown(self) -> None:
         """Wait for the last save, and give folder and signals back."""
+        self._began_at = self._rested_at = -1
         try:
             self._settle_save()
         finally:
