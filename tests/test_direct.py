@@ -109,7 +109,7 @@ class CountedTask(Task):
     """Notes in which windows `zae.direct` was gone, and by whom a seam is called."""
 
     def train_step(self, batch):
-        self.seen = {"direct": self._is_direct}
+        self.seen = {"direct": self._own.window}
         for name in ("clip", "gradients", "zero_grad", "weigh", "backward"):
             self.seen[name] = getattr(self, name).__func__ is getattr(Trainer, name)
         return super().train_step(batch)
@@ -166,16 +166,62 @@ class CountingTargets:
         return {**super().train_step(batch), "num_targets": torch.tensor(3), "norm": batch.norm()}
 
 
-@pytest.mark.parametrize("mixin", [object, CountingTargets])
-def test_both_ways_give_the_same_to_the_last_bit(mixin):
-    names = [
-        type(base.__name__, (mixin, base) if mixin is not object else (base,), {}) for base in (Task, WindowedTask)
-    ]
-    direct, general = (make(cls, gradient_clip=0.1) for cls in names)
-    shown = [trainer.run(3, batches(), batches(2)) for trainer in (direct, general)]
-    assert (direct._is_direct, general._is_direct) == (True, False)
-    assert torch.equal(direct.model.weight, general.model.weight)
+class Poisoned:
+    """The third batch has no finite loss."""
+
+    def train_step(self, batch):
+        out = super().train_step(batch)
+        self.calls = getattr(self, "calls", 0) + 1
+        return {"loss": out["loss"] / 0.0} if self.calls == 3 else out
+
+
+def decaying(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("mixins", "options"),
+    [
+        ((), {}),
+        ((), {"gradient_clip": 0.1}),
+        ((CountingTargets,), {"gradient_clip": 0.1}),
+        ((), {"scheduler": decaying, "scheduler_step_on_batch": True}),
+        ((), {"scheduler": decaying}),
+        ((Poisoned,), {"on_nonfinite": "skip"}),
+        ((Poisoned,), {"on_nonfinite": "warn"}),
+    ],
+)
+def test_both_ways_give_the_same_to_the_last_bit(mixins, options):
+    ways, shown, ends = [], [], []
+    for base in (Task, WindowedTask):
+        trainer = make(type("Task", (*mixins, base), {}), **options)
+        trainer.on_epoch_end = lambda trainer=trainer: ways.append((trainer._own.window, trainer._own.step))
+        shown.append(repr(trainer.run(3, batches(), batches(2))))  # In text, for NaN is not equal to itself.
+        ends.append({**trainer.state_dict()["optimizer"], **trainer.model.state_dict()})
+        ends[-1]["log"] = repr(trainer.log_history)
+    assert ways == [(True, True)] * 3 + [(False, False)] * 3
     assert shown[0] == shown[1]
+    torch.testing.assert_close(ends[0].pop("weight"), ends[1].pop("weight"), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ends[0].pop("bias"), ends[1].pop("bias"), rtol=0, atol=0, equal_nan=True)
+    assert ends[0] == ends[1]
+
+
+def test_an_add_on_is_asked_again_in_each_epoch_and_around_each_evaluation():
+    class EveryOtherAddon(ScalingAddon):
+        """Halves the gradients of every other epoch, and has nothing to do with evaluation."""
+
+        asked = ()
+
+        def is_idle(self):
+            self.asked += ((self.mode, self.progress_checker.epoch),)
+            return self.mode == "test" or self.progress_checker.epoch % 2 == 0
+
+    trainer = make(Task.add_on(EveryOtherAddon), factor=0.5)
+    trainer.run(3, batches(), batches(2))
+    assert trainer.called == ["setup"] + ["clip"] * 4
+    modes = [*dict.fromkeys(trainer.asked)]
+    assert modes == [("train", 0), ("test", 1), ("train", 1), ("test", 2), ("train", 2), ("test", 3), ("train", 3)]
+    assert not {"clip", "_ways", "_idle"} & set(vars(trainer))
 
 
 @pytest.mark.parametrize("out", [None, {}, {"los": 1.0}, {"loss": "low"}, {"loss": torch.ones(2)}, {"loss": 1.0}])

@@ -17,8 +17,7 @@ from matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from oracle import Options
 
 import zae
-from zae import AddOnBase, Trainer, replaces
-from zae.device import to_device
+from zae import AddOnBase, Trainer, direct, replaces
 from zae.explain import LOOP, Line, lines_of, owners_of
 from zae.records import EpochLog
 from zae.seams import function_of, seams_of
@@ -51,8 +50,8 @@ class Trace:
                 self._codes[code] = (name, klass.__name__)
                 self._first.setdefault(name, code)
         self._begun: list[FrameType] = []
-        # An evaluation calls what the core's own seam would only hand its batch on to.
-        self._behind = {to_device.__code__: "to_device", EpochLog.record.__code__: "logging"}
+        # An evaluation calls what the core's own seam would only hand its numbers on to.
+        self._behind = {EpochLog.record.__code__: "logging"}
 
     def __enter__(self) -> Trace:
         sys.setprofile(self._event)
@@ -140,8 +139,15 @@ TRACED = [
 
 
 @pytest.mark.parametrize("chosen", TRACED, ids=lambda chosen: "+".join(chosen) or "none")
-def test_explain_is_what_a_real_run_does(chosen: tuple[str, ...], tmp_path: Path) -> None:
-    """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing."""
+def test_explain_is_what_a_real_run_does(
+    chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing.
+
+    What is passed by is called here too: that the direct way does the same is for tests/test_direct.py to show.
+    """
+    monkeypatch.setattr(direct, "_own", lambda trainer: direct.Own())
+    monkeypatch.setattr(direct, "idle_add_ons", lambda trainer: frozenset())
     options = matrix.without(CONFIGURATION_FOR_TRACES, set(matrix.PIECES) - set(chosen))
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)

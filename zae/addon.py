@@ -83,9 +83,11 @@ class AddOnBase(Trainer):
         return cast("type[AnyTrainer]", mix(cls, base_cls))
 
     def is_idle(self) -> bool:
-        """Tell whether this add-on has nothing to do in the steps of this run; asked once, after ``setup``.
+        """Tell whether this add-on has nothing to do in the steps to come: those of an epoch, or of an evaluation.
 
-        The step then calls none of its seams, as if it were not there; those around the step are called all the same.
+        It is asked after ``setup``, as each epoch of training begins, and around each evaluation, with ``self.mode``
+        as it is there. The step then calls none of its seams, as if it were not there; those around the step are
+        called all the same.
 
         Returns
         -------

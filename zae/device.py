@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from zae.errors import ConfigError, did_you_mean
 
-__all__ = ["leading_dimension", "parse_device", "to_device"]
+__all__ = ["leading_dimension", "parse_device", "samples_on_host", "to_device"]
 
 DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
 
@@ -162,6 +162,34 @@ def leading_dimension(batch: Any) -> int | None:
         if size is not None:
             return size
     return None
+
+
+def samples_on_host(batch: Any) -> int:
+    """Return the number of samples of a flat batch of tensors that are all on the host: both questions in one look.
+
+    Parameters
+    ----------
+    batch : Any
+        What a loader gave.
+
+    Returns
+    -------
+    int
+        What :func:`leading_dimension` returns; 0 for whatever needs a closer look.
+
+    Examples
+    --------
+    >>> samples_on_host([torch.zeros(8, 3), torch.zeros(8)]), samples_on_host({"x": torch.zeros(8, 3)})
+    (8, 0)
+    """
+    kind = type(batch)
+    if (kind is not tuple and kind is not list) or not batch:
+        return 0
+    for item in batch:
+        if type(item) is not torch.Tensor or not item.is_cpu:
+            return 0
+    first = batch[0]
+    return first.shape[0] if not first.is_nested and first.ndim else 0
 
 
 def _best_device() -> torch.device:

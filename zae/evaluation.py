@@ -11,7 +11,7 @@ from torch import nn
 
 from zae import checks, direct, rng, session
 from zae.contexts import NOTHING
-from zae.device import leading_dimension, to_device
+from zae.device import samples_on_host
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
 from zae.faults import explain_error
@@ -43,13 +43,15 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
     mode, root = trainer.mode, trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
     training = [module for module in root.modules() if module.training]
-    trainer.mode = "test"
-    root.eval()
     try:
+        trainer.mode = "test"
+        direct.bind(trainer)
+        root.eval()
         with torch.no_grad(), rng.isolated(*rng.generators_of(loader)), trainer.evaluation_context():
             yield
     finally:
         trainer.mode = mode
+        direct.bind(trainer)
         for module in training:
             module.training = True
 
@@ -72,24 +74,24 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
 
 def _record_all(trainer: Trainer, batches: Iterator[Any]) -> None:
     """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it."""
-    device = trainer.device if direct.is_plain(trainer, "to_device") else None
     context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
-    by_samples = direct.is_plain(trainer, "weight_of")
     record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
+    own, test_step = trainer._own, trainer.test_step
     for batch in batches:
         if batch is None:
             continue
-        batch = trainer.to_device(batch) if device is None else to_device(batch, device)
+        samples = samples_on_host(batch) if own.batch else 0
+        if not samples:
+            batch = trainer.to_device(batch)
         if context is None:
-            out: Any = trainer.test_step(batch)
+            out: Any = test_step(batch)
         else:
             with context():
-                out = trainer.test_step(batch)
+                out = test_step(batch)
         if type(out) is not dict and not isinstance(out, Mapping):
             _refuse(trainer, out, batch)
         targets = out.get("num_targets")
-        samples = leading_dimension(batch) if by_samples and targets is None else None
-        record(out, samples or trainer.weight_of(batch, targets))
+        record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
 
 
 def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:

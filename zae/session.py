@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from zae import checks, optim
+from zae import checks, direct, optim
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
@@ -71,6 +71,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     if not progress.epoch_batch:
         trainer.log_train.begin_epoch()
         trainer.log_test.clear()
+    direct.bind(trainer)
     trainer.zero_grad()  # A step that an exception cut short has left its gradients.
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
         trainer.model.train()

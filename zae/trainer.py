@@ -148,10 +148,9 @@ class Trainer(metaclass=TrainerMeta):
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        self._ready = self._seeded = self._is_direct = False
+        self._ready, self._seeded, self._own = False, False, direct.Own()
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
-        self._only_optimizer: Optimizer | None = None
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -312,6 +311,9 @@ class Trainer(metaclass=TrainerMeta):
         if self.mode == "test":
             evaluation.test(self, batch, record=True)
             return
+        if self._own.step:  # Nobody has a hand in what follows: the same in fewer calls.
+            direct.run_batch(self, batch)
+            return
         with self.batch_context():
             outputs = self.gradients(batch)
             self.unscale()
@@ -341,7 +343,7 @@ class Trainer(metaclass=TrainerMeta):
         list of (mapping, float)
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
-        if self._is_direct:  # No add-on has a hand in what follows: the same in fewer calls.
+        if self._own.window:
             return direct.gradients(self, batch)
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
@@ -453,8 +455,8 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        if self._only_optimizer is not None:  # Nobody overrides step_one, which would only do this.
-            self._only_optimizer.step()
+        if self._own.optimizer is not None:  # Nobody overrides step_one, which would only do this.
+            self._own.optimizer.step()
             return True
         return not [each for each in self._optimizers.values() if not self.step_one(each)]
 
@@ -707,6 +709,8 @@ class Trainer(metaclass=TrainerMeta):
         """
         self.mode = checks.check_mode(mode or ("test" if self.mode == "train" else "train"))
         self.model.train(self.mode == "train")
+        if self._ready:
+            direct.bind(self)
 
     # ------------------------------------------------------------------------------------- weights and state
 
