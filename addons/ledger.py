@@ -91,6 +91,7 @@ class LedgerAddon(AddOnBase):
         if self.ledger_every.steps is None:
             raise ConfigError(f"ledger_every={ledger_every!r}; a ledger goes by steps: write ledger_every=10")
         self._file: Any = None
+        self._writes = True  # Whether a step of the open epoch is to be written, as far as is known.
         self._stages: dict[str, dict[str, Any]] = {}  # Of the open step, when it is to be written.
         self._loaders: tuple[Any, Any] = (None, None)  # The user's loader, and the copy of it that notes samples.
 
@@ -99,15 +100,24 @@ class LedgerAddon(AddOnBase):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
         return {**state, "_file": None, "_loaders": (None, None)}
 
+    def setup(self) -> None:
+        """Know nothing of an epoch yet: a step may come without one."""
+        super().setup()
+        self._writes = True
+
+    def is_idle(self) -> bool:
+        """Tell whether no step of the epoch is to be written, by this rank."""
+        return self.mode == "test" or not (self._writes and self.is_main)
+
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note which samples the sampler of training gives, in an epoch of which a step is to be written."""
         loader = super().wrap_loader(loader, training)
-        if not training or type(loader) is not DataLoader or loader.batch_sampler is None:
+        if not training:
             return loader
         begin = self.progress_checker.step - self.progress_checker.epoch_step
         every, batches = self.ledger_every.steps or 1, length_of(loader) or sys.maxsize
-        last = (begin + batches) // every * every
-        if not loader.num_workers and last <= max(begin, self.ledger_every.after):
+        self._writes = (begin + batches) // every * every > max(begin, self.ledger_every.after)
+        if type(loader) is not DataLoader or loader.batch_sampler is None or not (loader.num_workers or self._writes):
             return loader  # As it is, for the sake of the exact data path; two copies would have workers each.
         if self._loaders[0] is not loader:
             noting = copy.copy(loader)
