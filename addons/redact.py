@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 __all__ = ["HIDDEN", "redact", "secrets_in"]
@@ -17,12 +18,10 @@ _WORD = (
 )
 _KEY = re.compile(rf"(?i)(?:^|[^a-z]){_WORD}(?:$|[^a-z])")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_TEXT = (
-    (re.compile(r"(?<=://)[^\s/@]+@"), HIDDEN + "@"),
-    (re.compile(rf"(?i)\b({_WORD}[\"']?\s*[:=]\s*[\"']?)[^\s\"',;)}}]+"), rf"\g<1>{HIDDEN}"),
-    (re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}"), rf"\g<1>{HIDDEN}"),
-    (re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|xox[abp]-|wandb_v1_)[\w-]{8,}"), HIDDEN),
-)
+_OF_URL = re.compile(r"(?<=://)[^\s/@]+@")
+_NAMED = re.compile(rf"(?i)\b({_WORD}[\"']?\s*[:=]\s*[\"']?)[^\s\"',;)}}]+")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|xox[abp]-|wandb_v1_)[\w-]{8,}")
 _SHORT = 6  # A shorter value is no secret worth the name, and would blank out parts of ordinary words.
 
 
@@ -85,9 +84,7 @@ def _redact(value: Any, known: list[str]) -> Any:
     if isinstance(value, str):
         for secret in known:
             value = value.replace(secret, HIDDEN)
-        for pattern, instead in _TEXT:
-            value = pattern.sub(instead, value)
-        return value
+        return _without_patterns(value)
     if isinstance(value, Mapping):
         return {
             _redact(key, known): HIDDEN if _is_secret(key) and any(_texts(item)) else _redact(item, known)
@@ -98,8 +95,22 @@ def _redact(value: Any, known: list[str]) -> Any:
     return value
 
 
+def _without_patterns(text: str) -> str:
+    """Hide what looks like a secret; most texts are names of options, and hold none of the signs that one needs."""
+    if ":" in text or "=" in text:
+        text = _NAMED.sub(rf"\g<1>{HIDDEN}", _OF_URL.sub(f"{HIDDEN}@", text))
+    if "bearer" in text.lower():
+        text = _BEARER.sub(rf"\g<1>{HIDDEN}", text)
+    return _TOKEN.sub(HIDDEN, text) if "_" in text or "-" in text else text
+
+
 def _is_secret(key: Any) -> bool:
-    return isinstance(key, str) and _KEY.search(_CAMEL.sub("_", key)) is not None
+    return isinstance(key, str) and _is_name_of_secret(key)
+
+
+@lru_cache(maxsize=1024)  # The names of the environment and of the options are asked for again and again.
+def _is_name_of_secret(name: str) -> bool:
+    return _KEY.search(_CAMEL.sub("_", name)) is not None
 
 
 def _texts(value: Any) -> Iterator[str]:
