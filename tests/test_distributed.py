@@ -53,10 +53,10 @@ def wait_for(condition, seconds=60.0):
         time.sleep(0.05)
 
 
-def still_there():
+def still_there(count=2):
     """The ranks that have left their number in the folder and that are not gone."""
     pids = [path.read_text() for path in Path().glob("rank-*")]
-    assert len(pids) == 2
+    assert len(pids) == count
     return [pid for pid in pids if Path("/proc", pid).exists() and ") Z " not in Path("/proc", pid, "stat").read_text()]
 
 
@@ -93,8 +93,8 @@ def add_up(number):
     )
 
 
-def misbehave(how, who):
-    assert dist.get_world_size() == 2
+def misbehave(how, who, world=2):
+    assert dist.get_world_size() == world
     Path(f"rank-{dist.get_rank()}").write_text(str(os.getpid()))
     if dist.get_rank() == who:
         if how == "kill":
@@ -103,7 +103,15 @@ def misbehave(how, who):
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "exit":
             os._exit(0)
+    elif how == "stop" and dist.get_rank() == world - 1 > 1:
+        wait_for_nothing()
     dist.all_reduce(torch.zeros(1))
+
+
+def wait_for_nothing():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 
 class Own(Exception):
@@ -201,12 +209,19 @@ def test_d5_a_killed_rank_is_named(who):
 
 
 def test_d6_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
-    """F-D6: a rank that does not go on ends with `timeout`, by its name; a rank that ends early is named too."""
+    """F-D6: a rank that does not go on ends with `timeout`, by its name; a rank that ends early is named too.
+
+    One that waits says where; one that is stopped cannot.
+    """
     monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
-    stopped = r"rank 1 \(process \d+\) of 2 did not answer within timeout=3 s"
-    with forks(), pytest.raises(DistributedError, match=stopped):
-        spawn(misbehave, {"how": "stop", "who": 1}, CPUS, timeout=3)
-    assert still_there() == []
+    stopped = r"rank 1 \(process \d+\) and rank 2 \(process \d+\) of 3 did not answer within timeout=3 s"
+    with forks(), pytest.raises(DistributedError, match=stopped) as caught:
+        spawn(misbehave, {"how": "stop", "who": 1, "world": 3}, [torch.device("cpu")] * 3, timeout=3)
+    assert still_there(3) == []
+    assert re.search(r"\n  rank 2 was, the latest call first, in\n    File \S+ line \d+ in wait_for_nothing\n    File "
+                     r"\S+ line \d+ in misbehave\n", str(caught.value))  # fmt: skip
+    assert "rank 1 was" not in str(caught.value)
+    Path("rank-2").unlink()
     ended = r"rank 0 of 2 \(process \d+\) ended with exit code 0 in the middle"
     with forks(), pytest.raises(DistributedError, match=ended):
         spawn(misbehave, {"how": "exit", "who": 0}, CPUS)

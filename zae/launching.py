@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from zae import travel
 from zae.errors import ConfigError, DistributedError
-from zae.ranks import Report, Task, main_of_rank
+from zae.ranks import WHERE, Report, Task, main_of_rank
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
@@ -37,6 +37,11 @@ GRACE = 5.0
 
 UNWIND = 9.0
 """Seconds that a rank has from its error to its end; it may be saving."""
+
+ANSWER = 0.3
+"""Seconds that a rank which is about to be ended has to say where it stands."""
+
+_CALLS = 20
 
 _joins = itertools.count()
 
@@ -231,6 +236,7 @@ class _Ranks:
         self._reports: dict[int, Report] = {}
         self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
         self._ended_here: set[int] = set()
+        self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
         self._deadline: float | None = None
 
     def __enter__(self) -> _Ranks:
@@ -274,6 +280,7 @@ class _Ranks:
         while sentinels := [process.sentinel for process in self._processes if process.is_alive()]:
             left = None if self._deadline is None else self._deadline - time.monotonic()
             if left is not None and left <= 0:
+                self._ask_where()
                 return
             for ready in wait([*open_ends, *sentinels], left):
                 if ready in open_ends and not self._receive(ready):
@@ -307,6 +314,19 @@ class _Ranks:
         latest = time.monotonic() + seconds
         self._deadline = latest if self._deadline is None else min(self._deadline, latest)
 
+    def _ask_where(self) -> None:
+        """Let the ranks that are about to be ended say where they stand."""
+        if WHERE is None:
+            return
+        self._signal(WHERE, self._reports)
+        time.sleep(ANSWER)
+        for task in self._tasks:
+            with suppress(OSError):
+                lines = task.where.read_text(errors="replace").splitlines()
+                calls = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+                own = itertools.takewhile(lambda call: not call.endswith("in main_of_rank"), calls)
+                self._stood[task.rank] = list(own)[:_CALLS]
+
     def _kill(self) -> None:
         """End what is still there; a stopped process too."""
         for rank, process in enumerate(self._processes):
@@ -316,9 +336,9 @@ class _Ranks:
         for process in self._processes:
             process.join()
 
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            if process.is_alive() and process.pid:
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.is_alive() and process.pid and (ranks is None or rank in ranks):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
@@ -365,15 +385,17 @@ class _Ranks:
         if missing and failed:
             names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
             raise DistributedError(
-                f"{names} of {world} did not answer within timeout={self._tasks[0].timeout:g} s, and was ended; look "
+                f"{names} of {world} did not answer within timeout={self._tasks[0].timeout:g} s, and "
+                f"{'were' if missing[1:] else 'was'} ended; look "
                 "for what only that rank does: an endless loop, a read that does not return, a collective that the "
-                "others do not call. A longer timeout=... waits longer" + self._described(failed)
+                "others do not call. A longer timeout=... waits longer" + self._where(missing) + self._described(failed)
             )
         if failed:
             rank = min(failed, key=lambda each: failed[each].when)
             raise failed[rank].rebuild(rank, world)
         if missing:
-            raise DistributedError(f"rank {missing[0]} of {world} did not end when the others had, and was ended")
+            text = f"rank {missing[0]} of {world} did not end when the others had, and was ended"
+            raise DistributedError(text + self._where(missing))
 
     def _describe_death(self, rank: int, code: int | None) -> str:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
@@ -387,6 +409,11 @@ class _Ranks:
                 'on several devices begins its run under: if __name__ == "__main__":'
             )
         return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
+
+    def _where(self, missing: Sequence[int]) -> str:
+        """Where the ranks stood that were ended; one that was stopped has not said."""
+        stood = {rank: "\n    ".join(self._stood.get(rank, [])) for rank in missing}
+        return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
 
     @staticmethod
     def _described(failed: dict[int, Report]) -> str:

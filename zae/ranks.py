@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -27,10 +28,13 @@ import torch.distributed as dist
 from zae import rng, travel
 from zae.errors import DistributedError
 
-__all__ = ["Report", "Task", "main_of_rank", "note_failure", "random_state_of", "tell_failures_early"]
+__all__ = ["WHERE", "Report", "Task", "main_of_rank", "note_failure", "random_state_of", "tell_failures_early"]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
+
+WHERE: Any = getattr(signal, "SIGUSR2", None)
+"""The signal by which a rank is asked where it stands; Windows has none."""
 
 
 def _settings() -> dict[str, Any]:
@@ -79,6 +83,11 @@ class Task:
     @property
     def world(self) -> int:
         return len(self.devices)
+
+    @property
+    def where(self) -> Path:
+        """The file that it answers in, when it is asked where it stands."""
+        return Path(self.folder, f"where-{self.rank}")
 
 
 @dataclass
@@ -210,6 +219,7 @@ def main_of_rank(task: Task, connection: Connection) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the parent only, which passes it on once.
     _interrupt_once()
+    _answer_where(task.where)
     line = _line = _Line(connection)
     line.send(Report("began"))
     try:
@@ -270,6 +280,12 @@ def _interrupt_once() -> None:
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
+
+
+def _answer_where(path: Path) -> None:
+    """Let the parent ask where this rank stands: one that waits for ever, for a lock say, answers too."""
+    if WHERE is not None and signal.getsignal(WHERE) == signal.SIG_DFL:  # Else it is the script's own.
+        faulthandler.register(WHERE, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
 
 
 def _die_with(parent: int) -> None:
