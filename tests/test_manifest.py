@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -45,3 +47,10 @@ def test_another_order_or_spacing_is_a_change() -> None:
     for changed in (text.replace(b"\n ", b"\n  ", 1), text + b"\n", b" " + text):
         with pytest.raises(CheckpointDamaged, match="changed since it was written"):
             parse(changed, "manifest.json")
+
+
+def test_the_seal_is_the_hash_of_the_text_without_it() -> None:
+    for content in ({}, {"step": 3}, {"sha256": "of another text", "info": {"a": "}\n}", "b": "%s"}}, dict(full())):
+        body = {key: value for key, value in content.items() if key != "sha256"}
+        digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
+        assert seal(content) == json.dumps({**body, "sha256": digest}, indent=1).encode() + b"\n"

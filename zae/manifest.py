@@ -146,8 +146,10 @@ def seal(content: Mapping[str, Any]) -> bytes:
     b'{\\n "step": 12,\\n "sha256": "eb2162379243bdb9fefe4e9a691721c6f'
     """
     body = {key: value for key, value in content.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, indent=1, allow_nan=False).encode()).hexdigest()
-    text = json.dumps({**body, "sha256": digest}, indent=1, allow_nan=False).encode() + b"\n"
+    plain = json.dumps(body, indent=1, allow_nan=False).encode()
+    # The hash is the last entry of the same text: it is put in before the bracket that ends it.
+    last = b',\n "sha256": "%s"\n}\n' if body else b'{\n "sha256": "%s"\n}\n'
+    text = plain[: -len("\n}")] + last % hashlib.sha256(plain).hexdigest().encode()
     if len(text) > MANIFEST_LIMIT:
         raise CheckpointError(f"the manifest takes {len(text)} bytes, the limit is {MANIFEST_LIMIT}; shorten its info")
     return text
