@@ -408,3 +408,12 @@ def test_numbers_of_the_host_and_of_a_device_keep_their_order_and_weights() -> N
         mean = sum(map(float.__mul__, expected, map(float, weights))) / sum(weights)
         assert log.means()["aux"] == pytest.approx(mean, rel=1e-12)
         assert log["aux"] == expected
+
+
+def test_a_buffer_of_a_device_is_recorded_as_it_was() -> None:
+    """A step may return a sum that it goes on adding to; on an accelerator it is read late."""
+    log, total = EpochLog(), torch.tensor(0.0).as_subclass(Away)
+    for _ in range(3):
+        total += 1
+        log.record({"total": total})
+    assert log["total"] == [1.0, 2.0, 3.0]

@@ -162,7 +162,8 @@ class EpochLog(Mapping[str, list[Any]]):
             if value.is_cpu:
                 series.add(value.item(), weight)
             else:
-                series.wait(value.detach(), weight)
+                # Read late, a buffer that the step goes on using would be as it is then; what has a graph is no buffer.
+                series.wait(value.detach().clone() if value.grad_fn is None else value.detach(), weight)
         elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
             self._series.setdefault(key, _Series()).add(float(value), weight)
         elif isinstance(value, Mapping):
