@@ -188,8 +188,11 @@ def samples_on_host(batch: Any) -> int:
     for item in batch:
         if type(item) is not torch.Tensor or not item.is_cpu:
             return 0
-    first = batch[0]
-    return first.shape[0] if not first.is_nested and first.ndim else 0
+    try:
+        samples: int = batch[0].shape[0]
+    except (IndexError, RuntimeError):  # It has no dimension, or, nested, no shape.
+        return 0
+    return samples
 
 
 def _best_device() -> torch.device:
