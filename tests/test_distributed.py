@@ -139,7 +139,8 @@ def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
-    before = dict(os.environ)
+    with forks():  # What it imports sets a variable.
+        before = dict(os.environ)
     results, parents = {}, []
     names = ("first", "second")
 
@@ -147,8 +148,12 @@ def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
         results[name] = spawn(add_up, {"number": 1}, CPUS, timeout=30)
 
     threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    wait_for(lambda: len(multiprocessing.active_children()) == 2)
+    with forks():  # They are there before the first two have imported torch.
+        threads[1].start()
+        wait_for(lambda: len(multiprocessing.active_children()) == 4)
+    assert results == {}
     while any(thread.is_alive() for thread in threads):
         parents += listening()
         time.sleep(0.05)
@@ -182,7 +187,9 @@ def test_p46_a_port_in_use_is_said_before_anything_starts():
 def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
     """P-38: what is typed into an interpreter cannot be imported elsewhere; a script needs its guard."""
     head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom rank_tasks import *\nfrom zae.addons import *\n"
-    body = "class Mine(Task):\n    pass\nbuild(Mine, (MultiGPUAddon,), ['cpu', 'cpu']).run(1, loader(4, 2))\n"
+    # A factory: the first optimizer of a process imports as much as torch itself.
+    make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
+    body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
     Path("bare.py").write_text(head + body)
     typed = subprocess.run([sys.executable, "-"], input=head + body, capture_output=True, text=True, timeout=60)
     bare = subprocess.run([sys.executable, "bare.py"], capture_output=True, text=True, timeout=60)
