@@ -228,6 +228,36 @@ def test_many_small_and_some_large_tensors(tmp_path: Path) -> None:
         assert all(torch.equal(made[name], tensor) for name, tensor in model.items())
 
 
+@pytest.mark.parametrize("how", ["as ever", "refused", "not on this system"])
+def test_the_disk_is_told_of_large_pieces_while_the_next_are_prepared(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hint that shortens the wait at the end: what is written, and that it is waited for, does not hang on it."""
+    told: list[tuple[int, int]] = []
+    advise = getattr(os, "posix_fadvise", None)
+
+    def note(handle: int, start: int, size: int, advice: int) -> None:
+        told.append((start, size))
+        if how == "refused":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if advise is not None:
+            advise(handle, start, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", note, raising=False)
+    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
+    if how == "not on this system":
+        monkeypatch.delattr(os, "posix_fadvise")
+    small, large = b"s" * 1000, os.urandom((1 << 20) + 5)
+    handle = files.filesystem.create(tmp_path / "file")
+    for piece in (small, large, small, large):
+        files.filesystem.write(handle, memoryview(piece))
+    files.filesystem.fsync(handle)
+    files.filesystem.close(handle)
+    assert (tmp_path / "file").read_bytes() == small + large + small + large
+    expected = [(1000, len(large)), (2000 + len(large), len(large))]
+    assert told == ([] if how == "not on this system" else expected)
+
+
 def test_map_location_moves_the_model_and_keeps_its_ties(tmp_path: Path) -> None:
     _, model, rest = load_checkpoint(save(tmp_path, 1), map_location="meta")
     assert {tensor.device.type for tensor in model.values()} == {"meta"}
