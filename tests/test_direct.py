@@ -1,4 +1,4 @@
-"""The direct way through a step: idle add-ons are passed by, a window of one batch takes fewer calls; nothing else."""
+"""The direct way through a step: idle add-ons are passed by, and the rest takes fewer calls; nothing else."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def test_of_two_add_ons_of_one_base_the_busy_one_is_called():
 
 
 class CountedTask(Task):
-    """Notes in which windows `zae.direct` was gone, and by whom a seam is called."""
+    """Notes in which steps the direct way was gone, and by whom a seam is called."""
 
     def train_step(self, batch):
-        self.seen = {"direct": self._own.window}
+        self.seen = {"direct": self._own.micro_batch}
         for name in ("clip", "gradients", "zero_grad", "weigh", "backward"):
             self.seen[name] = getattr(self, name).__func__ is getattr(Trainer, name)
         return super().train_step(batch)
@@ -129,24 +129,24 @@ def test_a_step_of_idle_add_ons_is_the_plain_one():
         ((AMPAddon,), {"precision": "fp32"}, True),
         ((AMPAddon,), {"precision": "bf16"}, False),
         ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 1}, True),
-        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}, False),
+        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}, True),
     ],
 )
-def test_the_direct_way_is_taken_where_nobody_looks_into_windows(add_ons, options, direct):
+def test_the_direct_way_is_taken_where_nobody_encloses_a_micro_batch(add_ons, options, direct):
     trainer = make(CountedTask.add_on(*add_ons), **options)
     trainer.run(1, batches())
     assert trainer.seen["direct"] is direct
 
 
 class WindowedTask(Task):
-    """Overrides a seam of windows, to no effect: the step takes the general way."""
+    """Overrides what encloses a micro-batch, to no effect: the step takes the general way."""
 
     def sync_context(self, last):
         return super().sync_context(last)
 
 
 @pytest.mark.parametrize("name", ["micro_step", "sync_context", "weigh"])
-def test_an_override_of_what_a_window_is_made_of_is_called(name):
+def test_an_override_of_what_a_micro_batch_is_made_of_is_called(name):
     seen = []
 
     def override(self, *args):
@@ -189,17 +189,21 @@ def decaying(optimizer):
         ((), {"scheduler": decaying}),
         ((Poisoned,), {"on_nonfinite": "skip"}),
         ((Poisoned,), {"on_nonfinite": "warn"}),
+        ((), {"gradient_accumulation_steps": 3}),
+        ((CountingTargets,), {"gradient_accumulation_steps": 3, "gradient_clip": 0.1}),
     ],
 )
 def test_both_ways_give_the_same_to_the_last_bit(mixins, options):
     ways, shown, ends = [], [], []
     for base in (Task, WindowedTask):
-        trainer = make(type("Task", (*mixins, base), {}), **options)
-        trainer.on_epoch_end = lambda trainer=trainer: ways.append((trainer._own.window, trainer._own.step))
+        cls = type("Task", (*mixins, base), {})
+        accumulates = "gradient_accumulation_steps" in options
+        trainer = make(cls.add_on(GradientAccumulationAddon) if accumulates else cls, **options)
+        trainer.on_epoch_end = lambda trainer=trainer: ways.append((trainer._own.micro_batch, trainer._own.step))
         shown.append(repr(trainer.run(3, batches(), batches(2))))  # In text, for NaN is not equal to itself.
         ends.append({**trainer.state_dict()["optimizer"], **trainer.model.state_dict()})
         ends[-1]["log"] = repr(trainer.log_history)
-    assert ways == [(True, True)] * 3 + [(False, False)] * 3
+    assert ways == [(True, not accumulates)] * 3 + [(False, False)] * 3
     assert shown[0] == shown[1]
     torch.testing.assert_close(ends[0].pop("weight"), ends[1].pop("weight"), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(ends[0].pop("bias"), ends[1].pop("bias"), rtol=0, atol=0, equal_nan=True)

@@ -1,7 +1,7 @@
 """The direct way through a step: what has nothing to do is not called.
 
 A call that does nothing costs as much as one that does something. As an epoch begins, the seams of its steps are bound
-past the add-ons that say that they are idle; where nobody overrides what deals with windows and contexts,
+past the add-ons that say that they are idle; where nobody overrides what encloses a micro-batch,
 `gradients` does what ``Trainer.gradients`` does in fewer calls, and where nobody overrides anything of the step,
 `run_batch` does so with all of it. Whatever anybody overrides is called as ever.
 """
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Own", "bind", "gradients", "idle_add_ons", "is_plain", "release", "run_batch"]
 
-_OF_A_WINDOW = ("micro_batches", "sync_context", "micro_step", "forward_context", "weigh", "normalize")
+_OF_A_MICRO_BATCH = ("sync_context", "micro_step", "forward_context", "weigh")
 _OF_A_STEP = (
-    "batch_context", "gradients", "unscale", "clip", "optimizer_step", "scheduler_step", "zero_grad", "logging",
+    "batch_context", "gradients", "micro_batches", "normalize", "unscale", "clip", "optimizer_step", "scheduler_step",
+    "zero_grad", "logging",
 )  # fmt: skip
-_BOUND = (*_OF_A_WINDOW, *_OF_A_STEP, "batches", "to_device", "backward", "weight_of", "step_one", "checkpoint")
+_BOUND = (*_OF_A_MICRO_BATCH, *_OF_A_STEP, "batches", "to_device", "backward", "weight_of", "step_one", "checkpoint")
 
 
 class Own(NamedTuple):
@@ -37,7 +38,7 @@ class Own(NamedTuple):
 
     batch: bool = False  # Moving and weighing a batch, on the host.
     backward: bool = False
-    window: bool = False  # What a window of one batch is made of: `gradients` may take the direct way.
+    micro_batch: bool = False  # All around its forward and backward: `gradients` may take the direct way.
     step: bool = False  # All of the step besides: `run_batch` may.
     optimizer: Optimizer | None = None  # The only one, where stepping it is the core's own.
 
@@ -101,12 +102,12 @@ def _own(trainer: Trainer) -> Own:
     """What is the core's own, with the seams as they are bound."""
     alone = len(trainer._optimizers) == 1 and is_plain(trainer, "step_one")
     optimizer = next(iter(trainer._optimizers.values())) if alone else None
-    window = trainer.world_size == 1 and _are_plain(trainer, _OF_A_WINDOW)
+    micro_batch = trainer.world_size == 1 and _are_plain(trainer, _OF_A_MICRO_BATCH)
     return Own(
         batch=trainer.device.type == "cpu" and _are_plain(trainer, ("to_device", "weight_of")),
         backward=is_plain(trainer, "backward"),
-        window=window,
-        step=window and optimizer is not None and _are_plain(trainer, _OF_A_STEP),
+        micro_batch=micro_batch,
+        step=micro_batch and optimizer is not None and _are_plain(trainer, _OF_A_STEP),
         optimizer=optimizer,
     )
 
@@ -136,12 +137,16 @@ def _are_plain(trainer: Trainer, names: Iterable[str]) -> bool:
 
 
 def gradients(trainer: Trainer, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-    """``Trainer.gradients`` of a window that is one batch, and whole, without the calls that would do nothing."""
-    return [_gradient(trainer, batch)]
+    """``Trainer.gradients`` without the calls that would do nothing."""
+    micro_batches = trainer.micro_batches(batch)
+    count = len(micro_batches)
+    outputs = [_gradient(trainer, micro_batch, count) for micro_batch in micro_batches]
+    trainer.normalize([out.get("num_targets") for out, _ in outputs])
+    return outputs
 
 
-def _gradient(trainer: Trainer, batch: Any) -> tuple[Mapping[str, Any], float]:
-    """What the batch's step returned, and its weight."""
+def _gradient(trainer: Trainer, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+    """``Trainer.micro_step`` of one of ``count`` batches, from the loader's hands."""
     own = trainer._own
     samples = samples_on_host(batch) if own.batch else 0
     if not samples:
@@ -149,6 +154,8 @@ def _gradient(trainer: Trainer, batch: Any) -> tuple[Mapping[str, Any], float]:
     out = trainer.train_step(batch)
     try:
         loss, num_targets = out["loss"], out.get("num_targets")
+        if count > 1:
+            loss = trainer.weigh(loss, num_targets, count)
         if own.backward and type(loss) is Tensor:
             loss.backward()
         else:
@@ -161,7 +168,7 @@ def _gradient(trainer: Trainer, batch: Any) -> tuple[Mapping[str, Any], float]:
 
 def run_batch(trainer: Trainer, batch: Any) -> None:
     """``Trainer.run_batch`` where all of it is the core's own; a loss on the host is read once, by guard and log."""
-    out, weight = both = _gradient(trainer, batch)
+    out, weight = both = _gradient(trainer, batch, 1)
     loss = out["loss"]
     value = loss.item() if type(loss) is Tensor and loss.is_cpu else math.nan
     if trainer.gradient_clip:

@@ -343,7 +343,7 @@ class Trainer(metaclass=TrainerMeta):
         list of (mapping, float)
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
-        if self._own.window:
+        if self._own.micro_batch:
             return direct.gradients(self, batch)
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
