@@ -1,11 +1,11 @@
-"""Compiled training steps: the model, or forward, loss and backward as one graph, where that is faster."""
+"""Compiled training steps: the model, forward and backward, or the whole step as one graph, where that is faster."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,18 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from zae import optim
 from zae.addon import AddOnBase, replaces
-from zae.addons import graphs
+from zae.addons import fused, graphs
+from zae.addons.trial import Trial
 from zae.device import leading_dimension
 from zae.errors import ConfigError, did_you_mean
-from zae.explain import owners_of
-from zae.seams import slots_of
 
 __all__ = ["CompileAddon"]
 
 _log = logging.getLogger("zae")
 _MODES = ("auto", "graph", "fused", "model")
 _REMEDY = "write compile_mode='model', which can"
-_SCALED = f"a float16 loss scale; {_REMEDY}"
 
 
 class CompileAddon(AddOnBase):
@@ -43,11 +41,18 @@ class CompileAddon(AddOnBase):
     ----------
     compile_mode : {"auto", "graph", "fused", "model"}
         "graph" compiles ``train_step`` and its gradient as one graph, and on the CPU steps SGD, Adam and AdamW with
-        their fused kernels, unless they were made with ``fused`` or ``foreach``. "fused" is "graph" that refuses an
-        optimizer without a fused kernel: clip and step stay seams of the loop, for other add-ons act there, and are
-        not in the graph. "model" compiles what the model computes, whatever the loop does around it: it takes several
-        ranks and several optimizers, and is seldom faster on a CPU. "auto" times "graph" against the eager step, one
-        by one in turn, and keeps the faster.
+        their fused kernels, unless they were made with ``fused`` or ``foreach``.
+
+        "fused" compiles the whole step, on a CPU: forward, loss, backward, clip, the look for NaN, and the update of
+        SGD, Adam or AdamW, which changes nothing where ``on_nonfinite`` does not let it. There is no ``.grad`` then:
+        who would look at it between the gradient and the step is refused by name. An optimizer's first step is eager,
+        for it makes the optimizer's state.
+
+        "model" compiles what the model computes, whatever the loop does around it: it takes several ranks and several
+        optimizers, and is seldom faster on a CPU.
+
+        "auto" times the eager step, "graph" and, where it holds the step, "fused", one by one in turn, and keeps the
+        fastest; a tie keeps the eager one.
     compile_backend : str or callable
         A backend of ``torch.compile``; "aot_eager" compiles nothing and is for finding faults.
     fallback_random : bool
@@ -56,16 +61,18 @@ class CompileAddon(AddOnBase):
     Attributes
     ----------
     compile_report : dict
-        "kept" ("compiled" or "eager"), "reason" where the compiler refused, "compile_seconds", "graphs",
-        "eager_batches" (of another shape) and, after a trial, the seconds of a "compiled" and an "eager" step and
-        "pays_after" so many steps (None: never).
+        "kept" ("eager", "graph", "fused", "model", or "auto" while it is being timed), "reason" where the step was
+        refused, "compile_seconds", "graphs", "eager_batches" (of another shape, or where somebody waits for a hook);
+        with "auto", "not_fused" (why it is without "fused"), the "seconds" of a step each way, and "pays_after" so
+        many steps (None: never).
 
     Raises
     ------
     ConfigError
-        The mode or the backend is unknown, torch is too old for a graph, or at ``setup`` the graph cannot hold what
-        is asked for: several ranks, several optimizers, a float16 loss scale, hooks of gradients, a ``backward`` of
-        your own. With "auto" such a run is eager, and a warning says why.
+        The mode or the backend is unknown, or torch is too old for a graph; and before the first step, where the graph
+        cannot hold what is asked for: several ranks, several optimizers, a float16 loss scale, hooks of gradients, a
+        ``backward`` of your own; with "fused" BatchNorm's statistics, windows of several batches, another optimizer,
+        hooks of its step, and whatever else acts on gradients. With "auto" such a run is eager, and a warning says why.
 
     Examples
     --------
@@ -81,7 +88,7 @@ class CompileAddon(AddOnBase):
     >>> trainer = Task.add_on(CompileAddon)(
     ...     model, "cpu", optimizer=optimizer, compile_mode="graph", compile_backend="aot_eager")
     >>> trainer.run(1, [torch.ones(4, 2)] * 3)["step"], trainer.compile_report["kept"]
-    (3, 'compiled')
+    (3, 'graph')
     """
 
     layer = "model"
@@ -99,54 +106,56 @@ class CompileAddon(AddOnBase):
         if compile_mode not in _MODES:
             raise ConfigError(f"compile_mode={compile_mode!r}; it must be one of {', '.join(map(repr, _MODES))}"
                               f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
-        backends = torch._dynamo.list_backends(())
-        if isinstance(compile_backend, str) and compile_backend not in backends:
-            raise ConfigError(
-                f"compile_backend={compile_backend!r} is no backend of torch.compile"
-                f"{did_you_mean(compile_backend, backends)}; there are {', '.join(backends)}"
-            )
-        if compile_mode != "model" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-            raise ConfigError(
-                f"compile_mode={compile_mode!r} needs a torch that traces torch.autograd.grad, and torch "
-                f"{torch.__version__} does not; update torch, or write compile_mode='model'"
-            )
+        graphs.check_compiler(compile_mode, compile_backend)
         self.compile_mode, self.compile_backend, self.fallback_random = compile_mode, compile_backend, fallback_random
         self.compile_report: dict[str, Any] = {}
-        self._compiled, self._tracing = None, False
+        self._compiled: dict[str, Any] = {}
+        self._tracing = False
         self._full: int | None = None  # Samples of a full batch, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None
         self._aliased: set[int] = set()  # Parameters whose gradient comes in memory that is not its own.
-        self._trial: dict[str, list[float]] = {}
+        self._not_fused: str | None = ""  # Why a trial is without the whole step.
+        self._trial = Trial(())
         self._to_fuse: list[Optimizer] = []
-        self._kind, self._began = "", 0.0  # How this window's batches are computed, and since when.
+        self._update: fused.Update | None = None  # Of the optimizer, where the whole step may be one graph.
+        self._looked = False
+        self._made: Any = None  # What the graph of the whole step leaves behind, until the loop has gone through it.
+        self._way, self._began = "", 0.0  # How this window's batches are computed, and since when.
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled: it travels to no other process."""
         state = cast("dict[str, Any]", super().__getstate__())
-        return {**state, "_compiled": None, "_aliased": set(), "_tracing": False}
+        return {**state, "_compiled": {}, "_aliased": set(), "_tracing": False, "_update": None, "_made": None}
 
     def setup(self) -> None:
         """Refuse what the graph cannot hold; it is compiled with the first full batch."""
         super().setup()
-        self._shapes = None
-        if self._reported is None:
+        self._shapes, self._made, self._update, self._looked = None, None, None, False
+        if not self.compile_report:
             self._begin_report()
         alone = self.compile_mode == "model"
         self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
-        reason = None if alone else self._not_in_a_graph()
+        reason = None if alone else graphs.why_not(self, CompileAddon)
         if reason is not None:
-            self._refuse(reason)
+            self._refuse(f"{reason}; {_REMEDY}")
         elif not alone:
             self._tracing = True
             graphs.trace_gradients(1)
 
+    def is_idle(self) -> bool:
+        """Tell whether a graph was refused, so that all is eager."""
+        return self.compile_report.get("kept") == "eager" and not self._tracing
+
     def teardown(self) -> None:
         """Leave the compiler's settings as they were."""
+        self._stop_tracing()
+        super().teardown()
+
+    def _stop_tracing(self) -> None:
         if self._tracing:
             graphs.trace_gradients(-1)
         self._tracing = False
-        super().teardown()
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Suggest no fused kernel where the step takes it as it is."""
@@ -154,29 +163,6 @@ class CompileAddon(AddOnBase):
         if graphed and [each.type for each in self.devices] == ["cpu"] and len(optim.named(self.optimizer)) == 1:
             plan.kernels = {name: text for name, text in plan.kernels.items() if name not in graphs.WITH_KERNEL}
         return super().plan_lines(plan)
-
-    def _not_in_a_graph(self) -> str | None:
-        """Name what a graph of the step would leave out, with the remedy."""
-        hooked = [name for name, p in self._module.named_parameters() if graphs.has_hooks(p)]
-        inside = type(self).__mro__[type(self).__mro__.index(CompileAddon) + 1 :]
-        owners = [("backward", owner) for owner in owners_of(type(self), "backward")]
-        owners += [("micro_step", owner) for owner in owners_of(type(self), "micro_step") if owner in inside]
-        own = [f"{name}() of {each.__name__}" for name, each in owners if not each.__module__.startswith("zae.")]
-        parallel = getattr(slots_of(type(self)).get("parallel"), "__name__", None)
-        reasons: dict[str, Any] = {
-            f"several ranks ({parallel}); {_REMEDY}": self.world_size > 1,
-            f"{len(self._optimizers)} optimizers; {_REMEDY}": len(self._optimizers) > 1,
-            _SCALED: getattr(self, "precision", None) == "fp16",
-            f"hooks of the gradient of {', '.join(hooked)}; {_REMEDY}": hooked,
-            f"{' and '.join(own)}; {_REMEDY}": own,
-        }
-        for name, optimizer in self._optimizers.items() if self.compile_mode == "fused" else ():
-            remedy = "write compile_mode='graph', or give torch.optim.AdamW, Adam or SGD"
-            remedy += "" if self.device.type == "cpu" else " with fused=True"
-            reasons[f"the step of optimizer {name}, a {type(optimizer).__name__} without a fused kernel; {remedy}"] = (
-                not all(group.get("fused") for group in optimizer.param_groups) and not graphs.is_fusible(optimizer)
-            )
-        return next((reason for reason, holds in reasons.items() if holds), None)
 
     # -------------------------------------------------------------------------------------- gradients, in two ways
 
@@ -189,25 +175,50 @@ class CompileAddon(AddOnBase):
         return super().wrap_loader(loader, training)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Choose how the batches of this window are computed."""
+        """Choose how the batches of this window are computed: eagerly, by a graph, or the whole step in one."""
+        if not self._looked:
+            self._look()
         self._begin_window()
         return super().gradients(batch)
 
+    def _look(self) -> None:
+        """Find out, when everybody is set up, what a graph cannot hold of what they do."""
+        self._looked = True
+        if self.compile_mode == "model" or not self._tracing:
+            return
+        if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.
+            self._refuse(f"a float16 loss scale; {_REMEDY}")
+            return
+        reason = fused.why_not(self) if self.compile_mode in ("auto", "fused") else ""
+        if reason is None:
+            self._update = fused.Update(next(iter(self._optimizers.values())))
+        elif self.compile_mode == "fused":
+            self._refuse(f"{reason}; write compile_mode='graph', which can")
+        if reason != self._not_fused:
+            self._not_fused = reason
+            self._begin_report()
+
     @replaces
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Compute loss and gradient in one graph, where a batch is of the shape that was compiled."""
-        if self._is_due(batch, count):
-            if self.compile_mode == "model":
-                with self._model_compiled():
-                    return super().micro_step(batch, count)
-            out = self._in_graph(batch, count)
-            if out is not None:
-                return out, self.weight_of(batch, out.get("num_targets"))
-        return super().micro_step(batch, count)
+        """Compute a batch in a graph, of the gradient or of the whole step, where it is of the compiled shape."""
+        if not self._is_due(batch, count):
+            return super().micro_step(batch, count)
+        if self.compile_mode == "model":
+            with graphs.called_by(self._module, partial(self._timed, "model")):
+                return super().micro_step(batch, count)
+        held = self._clipped[0] if self._way == "fused" else self.parameters
+        parameters = [p for p in held if p.requires_grad]
+        out = self._in_graph(batch, count, parameters)
+        if out is not None:
+            return out, self.weight_of(batch, out.get("num_targets"))
+        eager = super().micro_step(batch, count)
+        if self._update is not None:
+            self._update.note(parameters)
+        return eager
 
     def _is_due(self, batch: Any, count: int) -> bool:
         """Whether a micro-batch is computed by what was compiled."""
-        if self.compile_report["kept"] == "eager":
+        if self.compile_report["kept"] == "eager" and (self._shapes is not None or not self._tracing):
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
@@ -217,11 +228,11 @@ class CompileAddon(AddOnBase):
                 self._settle_on(shapes)
         if shapes != self._shapes:
             self._pass_over()
-        return self._kind == "compiled" and self.compile_report["kept"] == "compiled"
+        return self._way not in ("", "eager") and self.compile_report["kept"] != "eager"
 
     def _pass_over(self) -> None:
         """Count a batch that has to be eager; a window with one is not timed."""
-        self._kind = ""
+        self._way = ""
         self.compile_report["eager_batches"] += 1
 
     def _settle_on(self, shapes: Any) -> None:
@@ -230,47 +241,56 @@ class CompileAddon(AddOnBase):
         if self._reported not in (None, shapes):
             self._begin_report()
         self._reported = shapes
-        if self.compile_mode != "model" and getattr(self, "scaler", None) is not None:
-            self._refuse(_SCALED)  # Which precision a device computes in is settled after our setup.
 
     def _begin_report(self) -> None:
-        self._trial = {"compiled": [], "eager": []}
-        self.compile_report = {"kept": "compiled", "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
+        self._trial = Trial(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
+        self.compile_report = {"kept": self.compile_mode, "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
+        if self._not_fused:
+            self.compile_report["not_fused"] = self._not_fused
 
-    @contextmanager
-    def _model_compiled(self) -> Iterator[None]:
-        """Have the module's call compiled, so that wrappers around it and its type stay what they are."""
-        state = self._module.__dict__
-        before = state.get("_compiled_call_impl")
-        state["_compiled_call_impl"] = self._timed
-        try:
-            yield
-        finally:
-            state["_compiled_call_impl"] = before
-
-    def _in_graph(self, batch: Any, count: int) -> dict[str, Any] | None:
-        """Compute a micro-batch by the compiled graph; None where it has to be eager."""
-        parameters = [p for p in self.parameters if p.requires_grad]
-        if any(map(graphs.has_hooks, parameters)):
+    def _in_graph(self, batch: Any, count: int, parameters: list[Tensor]) -> dict[str, Any] | None:
+        """Compute a micro-batch by a compiled graph; None where it has to be eager."""
+        whole = self._way == "fused"
+        if any(map(graphs.has_hooks, parameters)) or (whole and (count > 1 or self._is_awaited())):
             self._pass_over()
             return None
         before = self.compile_report["graphs"]
         try:
             with self.forward_context():
-                out, gradients = self._timed(batch, count, parameters)
+                if whole:
+                    return self._whole(batch, parameters)
+                out, gradients = self._timed("graph", batch, count, parameters)
         except graphs.refusals() as error:  # It is refused as a whole, before anything is computed.
             self._give_up(f"torch.compile refuses it: {str(error).strip()[:500]}")
             return None
         if self.compile_report["graphs"] != before:
             self._aliased |= graphs.sharing(parameters, gradients, tree_leaves((batch, out)))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if id(parameter) in self._aliased and gradient is not None:
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None:
-                parameter.grad += gradient
+        graphs.add_gradients(parameters, gradients, self._aliased)
         return cast("dict[str, Any]", out)
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for the optimizer's step."""
+        return any(map(fused.is_hooked, self._optimizers.values()))
+
+    def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
+        """Make the whole step in one graph; None where the optimizer has yet to make its state."""
+        assert self._update is not None
+        arguments = self._update.arguments(parameters)
+        if arguments is None:
+            self._pass_over()
+            return None
+        out, *self._made = self._timed("fused", batch, parameters, *arguments)
+        return cast("dict[str, Any]", out)
+
+    def _with_step(self, batch: Any, parameters: list[Tensor], settings: Tensor, states: Any) -> Any:
+        """What is compiled of a whole step: all of it, up to the weights, which stay where the loop would stop."""
+        assert self._update is not None
+        out, gradients = self._with_gradients(batch, 1, parameters)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            norm, gradients = fused.clipped(gradients, self.gradient_clip)
+            allowed = None if self.nonfinite.policy == "warn" else fused.is_finite(out["loss"], norm)
+            stepped = fused.update(self._update.layout, parameters, gradients, settings, states, allowed)
+        return out, norm, stepped
 
     def _with_gradients(self, batch: Any, count: int, parameters: list[Tensor]) -> tuple[dict[str, Any], Any]:
         """What is compiled: the step, and the gradient of its share of the window."""
@@ -286,9 +306,9 @@ class CompileAddon(AddOnBase):
         """What is compiled of a model alone; its own call would only lead back to here."""
         return self._module._call_impl(*args, **kwargs)
 
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+    def _timed(self, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is compiled, and note the graphs that were made for it."""
-        compiled = self._compiled = self._compiled or self._compile()
+        compiled = self._compiled.get(what) or self._compile(what)
         before, start = graphs.graphs_made(), time.perf_counter()
         result = compiled(*args, **kwargs)
         made = graphs.graphs_made() - before
@@ -297,51 +317,57 @@ class CompileAddon(AddOnBase):
             self.compile_report["compile_seconds"] += time.perf_counter() - start
         return result
 
-    def _compile(self) -> Any:
+    def _compile(self, what: str) -> Any:
+        function = {"model": self._call_module, "graph": self._with_gradients, "fused": self._with_step}[what]
         options = graphs.options_of(self.compile_backend, self.fallback_random)
-        if self.compile_mode == "model":
-            return torch.compile(self._call_module, **options)
-        return torch.compile(self._with_gradients, fullgraph=True, **options)
+        compiled = self._compiled[what] = torch.compile(function, fullgraph=what != "model", **options)
+        return compiled
 
     # ------------------------------------------------------------------------------------ the optimizer, and a trial
 
+    def clip(self) -> None:
+        """Clip, unless the graph has done so; it leaves the norm behind."""
+        if self._made is None:
+            super().clip()
+        elif self.gradient_clip:
+            self.grad_norm = self._made[0]
+
     def optimizer_step(self) -> bool:
-        """Step with the fused kernel, where there is one; it is no lasting setting of the optimizer."""
-        fused = self._kind != "eager" and self.compile_report["kept"] == "compiled"
-        groups = [g for o in self._to_fuse if fused and graphs.fits_kernel(o) for g in o.param_groups]
-        before = [(group["fused"], group["foreach"]) for group in groups]
-        for group in groups:
-            group["fused"], group["foreach"] = True, False
-        try:
-            stepped = super().optimizer_step()
-        finally:
-            for group, kept in zip(groups, before):
-                group["fused"], group["foreach"] = kept
-        if self._began and self._kind:
+        """Step, unless the graph has done so; beside a graph, with the fused kernel, where there is one."""
+        if self._made is not None and self._update is not None:
+            self._update.advance(self._made[1])
+            stepped = True
+        else:
+            graphed = self._way != "eager" and self.compile_report["kept"] != "eager"
+            with graphs.by_kernel(self._to_fuse if graphed else ()):
+                stepped = super().optimizer_step()
+        if self._began and self._way:
             graphs.wait_for(self.device)
-            self._trial[self._kind].append(time.perf_counter() - self._began)
-            graphs.judge(self._trial, self.compile_report)
+            self._trial.note(self._way, time.perf_counter() - self._began)
+            self._trial.judge(self.compile_report)
         return stepped
 
     def _begin_window(self) -> None:
         """Choose how a window is computed: in a trial, one way and the other in turn."""
-        self._kind, self._began = "compiled", 0.0
-        report = self.compile_report
-        if self.compile_mode != "auto" or report["kept"] == "eager" or "pays_after" in report or self._shapes is None:
-            return
-        compiled, eager = map(len, self._trial.values())
-        self._kind = "eager" if eager < compiled else "compiled"
-        graphs.wait_for(self.device)
-        self._began = time.perf_counter()
+        self._way, self._began, self._made = self.compile_report["kept"], 0.0, None
+        if self._way == "auto":
+            self._way = self._trial.turn
+            graphs.wait_for(self.device)
+            self._began = time.perf_counter()
 
     def _refuse(self, reason: str) -> None:
         """Say what a graph cannot hold; where nobody asked for a graph, run eagerly."""
         if self.compile_mode != "auto":
             raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
+        self._stop_tracing()
         self._give_up(f"a graph cannot hold {reason}")
 
     def _give_up(self, reason: str) -> None:
-        """Run eagerly from now on."""
+        """Run eagerly from now on; in a trial, without what was refused."""
+        if self._way == "fused" and self.compile_report["kept"] == "auto":
+            self._trial.leave_out("fused")
+            self.compile_report["not_fused"] = reason
+            return
         self.compile_report |= {"kept": "eager", "reason": reason}
         if self.is_main:
             _log.warning("the step runs eagerly, for %s", reason)

@@ -4,41 +4,88 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
-from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from zae.errors import ConfigError, did_you_mean
+from zae.explain import owners_of
 from zae.optim import leaves_kernel_open, parameters_of
+from zae.seams import slots_of
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
 
 __all__ = [
     "WITH_KERNEL",
+    "add_gradients",
+    "by_kernel",
+    "called_by",
+    "check_compiler",
     "detached",
     "fits_kernel",
     "graphs_made",
     "has_hooks",
     "is_fusible",
-    "judge",
     "options_of",
     "refusals",
     "shapes_of",
     "sharing",
     "trace_gradients",
     "wait_for",
+    "why_not",
 ]
 
-_log = logging.getLogger("zae")
-_TRIAL = 20  # Steps of each kind that are timed; the first half of a kind, which is slower, does not count.
 _FUSED = (SGD, Adam, AdamW)  # Whose fused kernels have been held against the loop by hand.
 WITH_KERNEL = tuple(kind.__name__ for kind in _FUSED)
 """The names of the optimizers that step by their fused kernel."""
 _tracers = 0
 _traced_before: Any = None
+
+
+def check_compiler(mode: str, backend: Any) -> None:
+    """Refuse a backend that is none, and a torch that makes no graph of a gradient.
+
+    Parameters
+    ----------
+    mode : str
+        "model" needs no gradient in the graph.
+    backend : str or callable
+        What ``torch.compile`` is to be given.
+
+    Raises
+    ------
+    ConfigError
+        With what there is.
+    """
+    backends = torch._dynamo.list_backends(())
+    if isinstance(backend, str) and backend not in backends:
+        raise ConfigError(
+            f"compile_backend={backend!r} is no backend of torch.compile{did_you_mean(backend, backends)}; there are "
+            f"{', '.join(backends)}"
+        )
+    if mode != "model" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        raise ConfigError(
+            f"compile_mode={mode!r} needs a torch that traces torch.autograd.grad, and torch {torch.__version__} does "
+            "not; update torch, or write compile_mode='model'"
+        )
+
+
+@contextmanager
+def called_by(module: nn.Module, function: Any) -> Iterator[None]:
+    """Have a module's calls go to a function, so that wrappers around it and its type stay what they are."""
+    state = module.__dict__
+    before = state.get("_compiled_call_impl")
+    state["_compiled_call_impl"] = function
+    try:
+        yield
+    finally:
+        state["_compiled_call_impl"] = before
 
 
 def shapes_of(batch: Any) -> Any:
@@ -90,6 +137,38 @@ def detached(value: Any) -> Any:
     return type(value)(map(detached, value)) if type(value) in (list, tuple) else value
 
 
+def why_not(trainer: Trainer, add_on: type) -> str | None:
+    """Name what a graph of forward and backward would leave out.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Set up.
+    add_on : type
+        The one that makes the graph: what is inside of it would not be called.
+
+    Returns
+    -------
+    str or None
+        None where it holds them.
+    """
+    cls = type(trainer)
+    hooked = [name for name, p in trainer.unwrap().named_parameters() if has_hooks(p)]
+    inside = cls.__mro__[cls.__mro__.index(add_on) + 1 :]
+    owners = [("backward", owner) for owner in owners_of(cls, "backward")]
+    owners += [("micro_step", owner) for owner in owners_of(cls, "micro_step") if owner in inside]
+    own = [f"{name}() of {each.__name__}" for name, each in owners if not each.__module__.startswith("zae.")]
+    parallel = getattr(slots_of(cls).get("parallel"), "__name__", None)
+    reasons: dict[str, Any] = {
+        f"several ranks ({parallel})": trainer.world_size > 1,
+        f"{len(trainer._optimizers)} optimizers": len(trainer._optimizers) > 1,
+        "a float16 loss scale": getattr(trainer, "precision", None) == "fp16",
+        f"hooks of the gradient of {', '.join(hooked)}": hooked,
+        " and ".join(own): own,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody waits for a parameter's gradient: a graph calls nobody.
 
@@ -137,6 +216,32 @@ def sharing(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], ot
     return found
 
 
+def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], aliased: set[int]) -> None:
+    """Add what a graph gave to each ``.grad``, as a backward does.
+
+    Parameters
+    ----------
+    parameters, gradients : sequence of Tensor
+        As many of both.
+    aliased : set of int
+        As `sharing` gives it.
+
+    Examples
+    --------
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> add_gradients([weight], [torch.ones(2)], set())
+    >>> weight.grad
+    tensor([1., 1.])
+    """
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if id(parameter) in aliased and gradient is not None:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad += gradient
+
+
 def _has_memory(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
 
@@ -171,6 +276,33 @@ def fits_kernel(optimizer: Optimizer) -> bool:
     if type(optimizer) is not SGD:
         return True
     return len({optimizer.state[parameter].get("momentum_buffer") is None for parameter, _ in held}) < 2
+
+
+@contextmanager
+def by_kernel(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Have optimizers step by their fused kernels for a while; it is no lasting setting of theirs.
+
+    Parameters
+    ----------
+    optimizers : iterable of Optimizer
+        Those that have one; where it does not take the gradients that there are, it is left alone.
+
+    Examples
+    --------
+    >>> optimizer = SGD([torch.nn.Parameter(torch.ones(1))])
+    >>> with by_kernel([optimizer]):
+    ...     print(optimizer.param_groups[0]["fused"])
+    True
+    """
+    groups = [group for each in optimizers if fits_kernel(each) for group in each.param_groups]
+    before = [(group["fused"], group["foreach"]) for group in groups]
+    for group in groups:
+        group["fused"], group["foreach"] = True, False
+    try:
+        yield
+    finally:
+        for group, kept in zip(groups, before):
+            group["fused"], group["foreach"] = kept
 
 
 def graphs_made() -> int:
@@ -254,32 +386,3 @@ def wait_for(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def judge(trial: Mapping[str, list[float]], report: dict[str, Any]) -> None:
-    """Keep the faster of two steps, once there are enough times of both, and say what was found.
-
-    Parameters
-    ----------
-    trial : mapping
-        Seconds of "compiled" and of "eager" steps.
-    report : dict
-        Has "compile_seconds" and "graphs", and is given the medians, "pays_after" and "kept".
-
-    Examples
-    --------
-    >>> report = {"kept": "compiled", "compile_seconds": 6.0, "graphs": 1}
-    >>> judge({"compiled": [1.0] * 20, "eager": [3.0] * 20}, report)
-    >>> report["kept"], report["pays_after"]
-    ('compiled', 4)
-    """
-    if min(map(len, trial.values())) < _TRIAL:
-        return
-    for kind, times in trial.items():
-        report[kind] = median(times[len(times) // 2 :])
-    gain = report["eager"] - report["compiled"]
-    report["pays_after"] = int(report["compile_seconds"] / gain) + 1 if gain > 0 else None
-    report["kept"] = "compiled" if gain > 0 else "eager"
-    _log.info("compile_mode='auto' keeps the %(kept)s step: %(compiled).3g s compiled, %(eager).3g s eager; "
-              "compiled in %(compile_seconds).1f s, %(graphs)d graphs, pays after %(pays_after)s steps",
-              report)  # fmt: skip

@@ -92,7 +92,7 @@ def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
 
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 _TRACED = {"compile_mode": "model", "compile_backend": "eager"}
-_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_kind", "_began", "compile_report", "_trial")
+_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_trial")
 
 TABLE = [
     Entry(
