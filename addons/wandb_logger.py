@@ -127,8 +127,9 @@ class WandBSink(Sink):
         """Start the run, or go on with the one of this id."""
         import wandb
 
-        # The client names its folder by the second: two calls of run within one would write to the same file.
-        if info.continued:
+        # The client names its folder by the second: two calls of run within one would write to the same file. One that
+        # is disabled has none.
+        if info.continued and _mode_and_host(self._entries)[0] != "disabled":
             time.sleep(max(0.0, WandBSink._last_second + 1 - time.time()))
         WandBSink._last_second = int(time.time())
         self._is_own = wandb.run is None
