@@ -122,6 +122,47 @@ def test_c6_every_state_comes_back_exactly(state: object) -> None:
     assert same(through_json(state), state)
 
 
+values = st.sampled_from([0.5, -0.0, math.nan, math.inf, 1e-310, 3, -1, 2**62, 2**63, True, False, None, "", "$tuple"])
+
+
+@few
+@given(
+    st.lists(st.lists(st.tuples(st.sampled_from("ab$c"), values), max_size=3), min_size=1, max_size=4),
+    st.integers(0, 9),
+)
+def test_c6_long_lists_of_records_come_back_exactly(rows: list[list[Any]], extra: int) -> None:
+    """F-C6: with every order of names, kind of record and mixture of types."""
+    state = {"rows": [dict(rows[number % len(rows)]) for number in range(255 + extra)]}
+    assert same(through_json(state), state)
+
+
+def test_f_b1_a_long_history_is_kept_as_columns() -> None:
+    """F-B1: what a run has logged is in every checkpoint, and must neither be large nor take long."""
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 5001):
+        rows.append({"step": step, "batch": 2 * step, "train/loss": 1 / step, "lr": 1 if step < 9 else 0.1})
+        if step % 10 == 0:
+            rows.append({"step": step, "batch": 2 * step, "valid/loss": math.nan if step % 20 else 3 / step})
+    structure, kept = encode({"log_history": rows})
+    mixed = [1] * 8 + [0.1] * 4992  # Of two types: such a column stays in the text.
+    (order, kinds) = structure["log_history"]["$rows"]
+    assert [[name for name, _ in kind] for kind in kinds] == [list(rows[0]), list(rows[10])]
+    assert kinds[0][-1] == ["lr", mixed]
+    assert {name: (tensor.dtype, len(tensor)) for name, tensor in kept.items()} == {
+        order: (torch.int64, 5500),
+        "log_history.step": (torch.int64, 5000),
+        "log_history.batch": (torch.int64, 5000),
+        "log_history.train_loss": (torch.float64, 5000),
+        "log_history.step.2": (torch.int64, 500),
+        "log_history.batch.2": (torch.int64, 500),
+        "log_history.valid_loss": (torch.float64, 500),
+    }
+    made = through_json({"log_history": rows})["log_history"]
+    assert same(made, rows)
+    assert [list(row) for row in made] == [list(row) for row in rows]
+    assert encode(rows[:9]) == (rows[:9], {})  # A short list is there to be read.
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype) -> None:
@@ -248,8 +289,25 @@ def test_whatever_is_encoded_can_be_read(wrap: Any) -> None:
     through_json(deepest)
 
 
+def test_records_that_lie_deep_can_be_read() -> None:
+    """As columns for as long as their leaves are not too deep, then one by one, then not at all."""
+    state: Any = [{"a": math.nan, "b": number or None} for number in range(256)]
+    forms = set()
+    for _ in range(180):
+        state = [state]
+    while True:
+        try:
+            structure, _ = encode(state)
+        except CheckpointError:
+            break
+        forms.add("$rows" in json.dumps(structure))
+        assert same(through_json(state), state)
+        state = [state]
+    assert forms == {True, False}
+
+
 TAGS = ["$tensor", "$raw", "$array", "$scalar", "$bytes", "$tuple", "$set", "$frozenset", "$size", "$dict", "$ordered"]
-TAGS += ["$counter", "$float", "$int", "$complex", "$dtype", "$device", "$code"]
+TAGS += ["$rows", "$counter", "$float", "$int", "$complex", "$dtype", "$device", "$code"]
 hostile = st.recursive(
     st.none()
     | st.booleans()
@@ -297,6 +355,21 @@ def test_c5_a_hostile_structure_is_damage_and_no_other_error(structure: object) 
         {"$device": "moon"},
         {"$size": [True]},
         {"$set": [{"$tuple": [[]]}]},
+        {"$rows": [None, []]},
+        {"$rows": [None, [[]]]},
+        {"$rows": [None, [{}]]},
+        {"$rows": [None, [[["a", "t"]]]]},
+        {"$rows": [None, [[["a", "f"], ["b", "f"]]]]},
+        {"$rows": [None, [[["a", "f"], ["a", [1, 2]]]]]},
+        {"$rows": [None, [[["a", "f"], ["b", [1]]]]]},
+        {"$rows": [None, [[[1, "f"]]]]},
+        {"$rows": [None, [[["a", "f"]], [["b", [1]]]]]},
+        {"$rows": [[0], [[["a", "f"]]]]},
+        {"$rows": [[0, -1], [[["a", "f"]]]]},
+        {"$rows": [[0, 1], [[["a", "f"]]]]},
+        {"$rows": [[0, 0, 0], [[["a", "f"]]]]},
+        {"$rows": ["f", [[["a", "f"]]]]},
+        [{"$rows": [None, [[["a", "f"]]]]}] * 2,
         pytest.param(object(), id="object"),
         {1: 2},
     ],
@@ -304,7 +377,7 @@ def test_c5_a_hostile_structure_is_damage_and_no_other_error(structure: object) 
 )
 def test_c5_malformed_structures(structure: object) -> None:
     with pytest.raises(CheckpointDamaged, match=r"^state\.json: "):
-        decode(structure, {"t": torch.ones(1, dtype=torch.uint8)})
+        decode(structure, {"t": torch.ones(1, dtype=torch.uint8), "f": torch.zeros(2, dtype=torch.float64)})
 
 
 def test_c5_deep_structures_are_refused_without_recursion() -> None:

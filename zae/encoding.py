@@ -14,6 +14,8 @@ What JSON has of its own stands there as itself; everything else is an object wi
     {"$float": "nan"}  {"$int": "-0x1f"}    a float that JSON has no word for; an integer beyond 64 bits
     {"$complex": [re, im]}                  a Python complex number
     {"$dtype": "float32"}  {"$device": ..}  a torch.dtype; a torch.device
+    {"$rows": [order, kinds]}               a long list of records, as columns (see zae.columns); a column is the name
+                                            of a tensor, or a list
 
 Nothing in it names a class or a function, so reading it runs no code.
 """
@@ -31,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.columns import Table, join, split
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.strict_json import DEPTH_LIMIT
 from zae.tensors import DTYPES, byte_view, dense, from_bytes, view_key
@@ -38,6 +41,7 @@ from zae.tensors import DTYPES, byte_view, dense, from_bytes, view_key
 __all__ = ["decode", "encode"]
 
 _ROOM = 3  # levels that the tag of a leaf may add below it
+_ROWS_ROOM = 9  # those of a list of records, down to a value in it
 _NAMES = {value: key for key, value in DTYPES.items()}
 _NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
 _NUMPY_KINDS = "biufcSUmM"
@@ -142,7 +146,7 @@ class _Encoder:
             float: lambda value, path, depth: value if math.isfinite(value) else {"$float": str(value)},
             complex: lambda value, path, depth: {"$complex": [self.value(value.real, path, depth + 2),
                                                               self.value(value.imag, path, depth + 2)]},
-            list: lambda value, path, depth: self._items(value, path, depth + 1),
+            list: self._list,
             tuple: lambda value, path, depth: {"$tuple": self._items(value, path, depth + 2)},
             set: lambda value, path, depth: {"$set": self._set(value, path, depth + 2)},
             frozenset: lambda value, path, depth: {"$frozenset": self._set(value, path, depth + 2)},
@@ -171,6 +175,21 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
         raise _refusal(value, path)
+
+    def _list(self, values: list[Any], path: _Path, depth: int) -> Any:
+        """Return the JSON form of a list: of long ones of records, their columns."""
+        table = split(values) if depth + _ROWS_ROOM + _ROOM <= DEPTH_LIMIT else None
+        if table is None:
+            return self._items(values, path, depth + 1)
+
+        def stored(name: str, column: Any) -> Any:
+            if isinstance(column, list):
+                return self._items(column, (path, name), depth + _ROWS_ROOM)
+            return self._keep(torch.from_numpy(column), (path, name))
+
+        order = None if table.order is None else stored("order", np.array(table.order, np.int64))
+        kinds = [[[name, stored(name, column)] for name, column in kind.items()] for kind in table.kinds]
+        return {"$rows": [order, kinds]}
 
     def _items(self, values: Any, path: _Path, depth: int) -> list[Any]:
         """Return the JSON form of each item of a list or a tuple."""
@@ -247,6 +266,7 @@ class _Decoder:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self._columns: set[str] = set()
         self._makers: dict[str, Callable[[Any, int], Any]] = {
             "$tensor": lambda given, depth: self._named(given),
             "$raw": self._raw,
@@ -263,6 +283,7 @@ class _Decoder:
             "$float": lambda given, depth: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[given],
             "$int": lambda given, depth: int(given, 16),
             "$complex": lambda given, depth: complex(*self._items(given, depth)),
+            "$rows": self._rows,
             "$dtype": lambda given, depth: _dtype(given),
             "$device": lambda given, depth: torch.device(_typed(given, str)),
         }
@@ -295,6 +316,25 @@ class _Decoder:
         if len(made) != len(pairs):
             raise _Malformed("holds a dict with one key twice")
         return made
+
+    def _rows(self, given: Any, depth: int) -> list[Any]:
+        """Return the records that columns hold."""
+        order, kinds = _typed(given, list)
+        kinds = [_typed(kind, list) for kind in _typed(kinds, list)]
+        tables = [{_typed(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
+        if [len(table) for table in tables] != [len(kind) or -1 for kind in kinds]:
+            raise _Malformed("holds records without a name, or with one twice")
+        return join(Table(tables, None if order is None else self._column(order, depth)))
+
+    def _column(self, given: Any, depth: int) -> list[Any]:
+        """Return the values of a column; each tensor is one column only, or a small file could fill the memory."""
+        if type(given) is not str:
+            return self._items(given, depth + _ROWS_ROOM)
+        tensor = self._named(given)
+        if given in self._columns or tensor.dtype not in (torch.float64, torch.int64) or tensor.dim() != 1:
+            raise _Malformed(f"names {given!r:.80} as a column, which it is not, or not of this list alone")
+        self._columns.add(given)
+        return list(tensor.tolist())
 
     def _named(self, name: Any) -> Tensor:
         """Return the tensor of this name."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Saver", "Snapshots", "job_of"]
 
 _log = logging.getLogger("zae")
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Job(NamedTuple):
@@ -195,6 +196,8 @@ class Snapshots:
     def _copy(self, value: Any, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value.detach(), spare, copies)
+        if type(value) is dict and _PLAIN.issuperset(map(type, value.values())):
+            return value.copy()  # A record: a long run has many of them, and nothing in them changes.
         if isinstance(value, dict):
             made = {key: self._copy(each, spare, copies) for key, each in value.items()}
             return made if type(value) is dict else _like(value, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -157,6 +158,22 @@ def test_f_b1_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_p
     before = names(tmp_path / "cut")
     assert again.run(3, loader(), valid())["step"] == 18
     assert names(tmp_path / "cut") == before
+
+
+def test_f_b1_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    """F-B1: hundreds of records of several kinds, kept as columns, are the same to the last bit and type."""
+    options = {"log_every": 1, "save_every": Every(epochs=2), "save_async": True, "seed": 5}
+    whole = build(tmp_path / "whole", **options)
+    whole.run(6, loader(240), valid(), valid_every=Every(steps=40))
+    build(tmp_path / "cut", **options).run(5, loader(240), valid(), valid_every=Every(steps=40))
+    resumed = build(tmp_path / "cut", resume=True, **options)
+    resumed.setup()
+    at = len(resumed.log_history)
+    assert at > 300
+    assert repr(resumed.log_history) == repr(whole.log_history[:at])
+    assert json.loads((resumed.last_path / "state.json").read_text())["records"]["log_history"].keys() == {"$rows"}
+    resumed.run(6, loader(240), valid(), valid_every=Every(steps=40))
+    assert repr(resumed.log_history) == repr(whole.log_history)
 
 
 def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
