@@ -93,6 +93,8 @@ def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 _TRACED = {"compile_mode": "model", "compile_backend": "eager"}
 _COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_trial")
+# Else the client warns of a GPU that is not there, which is an error here, and leaves behind the threads it has begun.
+_QUIET = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
 
 TABLE = [
     Entry(
@@ -136,7 +138,7 @@ TABLE = [
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),
     logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),
     logger(WandBLoggerAddon, fixed(web_logger={"wandb": {"project": "p", "mode": "disabled"}}), "wandb"),
-    logger(NeptuneLoggerAddon, fixed(web_logger={"neptune": {"project": "w/p", "mode": "debug"}}), "neptune"),
+    logger(NeptuneLoggerAddon, fixed(web_logger={"neptune": {"project": "w/p", "mode": "debug", **_QUIET}}), "neptune"),
 ]  # fmt: skip
 
 

@@ -37,6 +37,13 @@ def train(trainer: Any, valid: bool = True, **options: Any) -> Any:
     return trainer
 
 
+@pytest.fixture(autouse=True)
+def _no_sink_fails(caplog: Any) -> Any:
+    """A logger that has failed does nothing any more, and its rows would show nothing."""
+    yield
+    assert [text for record in caplog.get_records("call") if "failed" in (text := record.getMessage())] == []
+
+
 @pytest.fixture(scope="module")
 def plain() -> Any:
     """The run without any add-on, and without watching."""
