@@ -205,7 +205,7 @@ class StateManagerAddon(AddOnBase):
         if progress.epoch_batch:  # After a step: most often nothing is due.
             due = every.steps and not step % every.steps and every.due_at_step(step)
         else:
-            due = every.due_at_epoch(progress.epoch)
+            due = every.due_at_epoch(progress.epoch) or self._retention.lacks_score(self._path_at(step).name, self)
         best = self.keep_best and self.best.get("step") == step
         if due or (best and self._retention.ranked()[:1] != [self._path_at(step).name]):
             self.save_state()

@@ -52,6 +52,10 @@ class Retention:
         kept = set(names if self.last is None else names[-self.last :]) | set(self.ranked()[: self.best])
         return [name for name in names if name not in kept]
 
+    def lacks_score(self, name: str, trainer: Trainer) -> bool:
+        """Tell whether a checkpoint of the present step was saved before that was validated, and the score counts."""
+        return self.best > 0 and name in self.scores and self.scores[name] is None and present_score(trainer) is not None
+
 
 def present_score(trainer: Trainer) -> float | None:
     """Return the monitored metric, when it was measured on the present weights.

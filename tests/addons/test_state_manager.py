@@ -192,10 +192,16 @@ def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
 
 def test_p18_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> None:
     """P-18."""
-    trainer = build(tmp_path, save_every=6, keep_last=None)
+    trainer = build(tmp_path / "valid", save_every=6, keep_last=None, seed=5)
     metrics = trainer.run(3, loader(), valid())
     rows = {f"step-{row['step']:08d}": row["valid_loss"] for row in metrics["valid_metrics_history"]}
     assert trainer.state_dict()["StateManagerAddon"]["scores"] == rows
+    told = build(tmp_path / "told", [1.0] * 6 + [3.0] * 6 + [2.0] * 6, save_every=6, keep_last=1, keep_best=2)
+    told.run(3, loader(), valid())  # The last step of an epoch is saved, and validated afterwards.
+    assert told.state_dict()["StateManagerAddon"]["scores"] == {"step-00000006": 1.0, "step-00000018": 2.0}
+    assert load_checkpoint(told.last_path)[0]["info"]["score"] == 2.0
+    told.run(1, loader())
+    assert names(tmp_path / "told") == {"step-00000006", "step-00000018", "step-00000024"}
     watching = build(tmp_path / "train", monitor="train/loss", keep_last=None)
     watching.run(3, loader(), valid())
     scores = watching.state_dict()["StateManagerAddon"]["scores"]
