@@ -54,7 +54,8 @@ class Retention:
 
     def lacks_score(self, name: str, trainer: Trainer) -> bool:
         """Tell whether a checkpoint of the present step was saved before that was validated, and the score counts."""
-        return self.best > 0 and name in self.scores and self.scores[name] is None and present_score(trainer) is not None
+        is_without = name in self.scores and self.scores[name] is None
+        return self.best > 0 and is_without and present_score(trainer) is not None
 
 
 def present_score(trainer: Trainer) -> float | None:
