@@ -144,8 +144,9 @@ class CompileAddon(AddOnBase):
             graphs.trace_gradients(1)
 
     def is_idle(self) -> bool:
-        """Tell whether a graph was refused, so that all is eager."""
-        return self.compile_report.get("kept") == "eager" and not self._tracing
+        """Tell whether all is eager: a graph was refused, or is no faster for the batches of this run."""
+        decided = self._shapes is not None or not self._tracing
+        return self.compile_report.get("kept") == "eager" and decided
 
     def teardown(self) -> None:
         """Leave the compiler's settings as they were."""
@@ -172,6 +173,7 @@ class CompileAddon(AddOnBase):
             sampler = getattr(loader, "batch_sampler", None)
             size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
             self._full = size if isinstance(size, int) else None
+            self._looked = False  # Who is idle may have changed since the last epoch.
         return super().wrap_loader(loader, training)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
@@ -184,17 +186,19 @@ class CompileAddon(AddOnBase):
     def _look(self) -> None:
         """Find out, when everybody is set up, what a graph cannot hold of what they do."""
         self._looked = True
-        if self.compile_mode == "model" or not self._tracing:
+        if not self._tracing or self.compile_report["kept"] == "eager":
             return
         if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.
             self._refuse(f"a float16 loss scale; {_REMEDY}")
             return
         reason = fused.why_not(self) if self.compile_mode in ("auto", "fused") else ""
         if reason is None:
-            self._update = fused.Update(next(iter(self._optimizers.values())))
+            self._update = self._update or fused.Update(next(iter(self._optimizers.values())))
+        elif self.compile_mode == "fused" and self._update is not None:
+            self._give_up(f"a graph cannot hold {reason} any more")
         elif self.compile_mode == "fused":
             self._refuse(f"{reason}; write compile_mode='graph', which can")
-        if reason != self._not_fused:
+        if reason != self._not_fused and self.compile_report["kept"] != "eager":
             self._not_fused = reason
             self._begin_report()
 

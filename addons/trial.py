@@ -10,7 +10,9 @@ from typing import Any
 __all__ = ["Trial"]
 
 _log = logging.getLogger("zae")
-_EACH = 20  # Steps of each way that are timed; the first half, in which everything warms up, does not count.
+_WARM = 10  # Steps of each way that do not count: something is compiled, and caches fill.
+_COUNTED, _MOST = 10, 100  # At least and at most so many do, and so many seconds: short steps need more of them.
+_SECONDS = 0.1
 _LEAST = 0.02  # A smaller part of the eager step is no gain.
 
 
@@ -50,7 +52,8 @@ class Trial:
     def judge(self, report: dict[str, Any]) -> bool:
         """Decide, once there are enough times of each way, and say what was found.
 
-        What is no faster than the scatter of the times is a tie, and a tie keeps the eager step.
+        Each step is compared with the eager one of its turn, for a machine is not always equally busy. A gain within
+        the scatter of these differences is a tie, and a tie keeps the eager step.
 
         Parameters
         ----------
@@ -62,16 +65,15 @@ class Trial:
         bool
             Whether it is decided.
         """
-        if min(map(len, self._times.values())) < _EACH:
+        counted = {way: times[_WARM:] for way, times in self._times.items()}
+        count = min(map(len, counted.values()))
+        if count < _COUNTED or (count < _MOST and sum(counted["eager"]) < _SECONDS):
             return False
-        counted = {way: times[_EACH // 2 :] for way, times in self._times.items()}
         seconds = {way: median(times) for way, times in counted.items()}
-        eager = seconds["eager"]
-        best = min(seconds, key=lambda way: seconds[way])
-        gain = eager - seconds[best]
-        scatter = (_error(counted["eager"]) ** 2 + _error(counted[best]) ** 2) ** 0.5
-        slower = min(counted[best]) >= min(counted["eager"])
-        if slower or gain <= max(2 * scatter, _LEAST * eager):
+        gains = {way: [a - b for a, b in zip(counted["eager"], times)] for way, times in counted.items()}
+        best = max(gains, key=lambda way: median(gains[way]))
+        gain = median(gains[best])
+        if gain <= max(2 * _error(gains[best]), _LEAST * seconds["eager"]):
             best = "eager"
         pays = int(report["compile_seconds"] / gain) + 1 if best != "eager" else None
         report |= {"kept": best, "seconds": seconds, "pays_after": pays}
@@ -82,6 +84,6 @@ class Trial:
 
 
 def _error(times: list[float]) -> float:
-    """The standard error of a median, by the middle half of the times: single ones are off by far on a busy machine."""
+    """The standard error of a median, by the middle half: on a busy machine single times are off by far."""
     low, _, high = quantiles(times, n=4)
     return 0.93 * (high - low) / len(times) ** 0.5

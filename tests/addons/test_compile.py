@@ -125,7 +125,10 @@ def test_evaluation_is_never_stale(mode: str) -> None:
             model[0].weight.mul_(2)
 
 
-def test_auto_keeps_one_step_and_says_which_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_keeps_one_step_and_says_which_and_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
     with caplog.at_level(logging.INFO, logger="zae"):
         task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FAST)
     report = task.compile_report
@@ -136,6 +139,21 @@ def test_auto_keeps_one_step_and_says_which_and_why(caplog: pytest.LogCaptureFix
     assert report["compile_seconds"] > 0
     assert f"keeps the step {report['kept']!r}" in caplog.text
     assert furthest(trained(Task, epochs=10), task) < 1e-10
+
+
+def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the next epoch on the steps pass it by; batches of another shape, in another run, are tried again."""
+    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
+    monkeypatch.setattr("zae.addons.trial._LEAST", 1.0)  # Nothing gains as much as the whole of the eager step.
+    task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FASTEST)
+    assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
+    assert furthest(trained(Task, epochs=10), task) < 1e-10
+    eager_batches = task.compile_report["eager_batches"]
+    task.run(3, batches())
+    assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
+    assert task.compile_report["eager_batches"] == eager_batches
+    task.run(1, [(inputs[:2], targets[:2]) for inputs, targets in batches()])
+    assert (task.compile_report["kept"], task.is_idle()) == ("auto", False)
 
 
 @pytest.mark.parametrize(

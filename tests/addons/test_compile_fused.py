@@ -355,14 +355,31 @@ def test_an_idle_add_on_is_no_reason() -> None:
     assert furthest(trained(), whole) < 1e-10
 
 
-class HookedLater(Task):
-    """Counts the optimizer's steps from the second epoch on, by a hook."""
-
-    counted = 0
+class ClippingLater(Task):
+    """Has an add-on clip in its second epoch."""
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
-        if self.progress_checker.epoch == 1:
+        self.largest = 0.001 * (self.progress_checker.epoch == 1)
+
+
+def test_an_add_on_that_is_idle_no_longer_is_a_reason() -> None:
+    eager = trained(ClippingLater.add_on(ClippingAddon))
+    whole = trained(ClippingLater.add_on(CompileAddon, ClippingAddon), **FAST)
+    assert "clip() of ClippingAddon any more" in whole.compile_report["reason"]
+    auto = trained(ClippingLater.add_on(CompileAddon, ClippingAddon), compile_mode="auto", compile_backend="eager")
+    assert "not_fused" not in auto.compile_report  # In the third epoch it is idle again.
+    assert max(furthest(eager, whole), furthest(eager, auto)) < 1e-10
+
+
+class HookedLater(Task):
+    """Counts the optimizer's steps from the fourth on, by a hook."""
+
+    counted = 0
+
+    def checkpoint(self) -> None:
+        super().checkpoint()
+        if self.progress_checker.step == 3:
             self.optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -371,8 +388,9 @@ class HookedLater(Task):
 
 def test_a_hook_that_comes_later_is_called() -> None:
     whole = trained(HookedLater.add_on(CompileAddon), **FAST)
-    assert whole.counted == 12
-    assert whole.compile_report["eager_batches"] == 2 + 12
+    assert whole.counted == 15
+    assert whole.compile_report["eager_batches"] == 1 + 3  # In the first epoch; with the second it is given up.
+    assert "hooks of the step of optimizer 0 any more" in whole.compile_report["reason"]
     assert furthest(trained(), whole) < 1e-10
 
 
@@ -453,7 +471,8 @@ def test_a_setting_that_is_changed_by_hand_is_that_of_the_next_step() -> None:
     assert furthest(*ends) < 1e-12
 
 
-def test_auto_times_all_three_and_keeps_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_times_all_three_and_keeps_one(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
     with caplog.at_level(logging.INFO, logger="zae"):
         task = trained(Task.add_on(CompileAddon), epochs=14, compile_mode="auto", compile_backend="aot_eager")
     report = task.compile_report
