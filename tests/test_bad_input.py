@@ -787,8 +787,11 @@ def test_e15_what_cannot_travel_to_another_process():
     from zae.addons.mpu import MultiGPUAddon
 
     trainer = make(Task.add_on(MultiGPUAddon), device=["cpu", "cpu"])
-    trainer.settings = {"open": [open("notes.txt", "w")]}  # noqa: SIM115
-    with refused(trainer, ConfigError, r"settings\['open'\]\[0\] cannot travel to another process: it is an open file"):
+    is_open = refused(
+        trainer, ConfigError, r"settings\['open'\]\[0\] cannot travel to another process: it is an open file"
+    )
+    with open("notes.txt", "w") as notes, is_open:
+        trainer.settings = {"open": [notes]}
         trainer.run(1, loader())
     trainer.settings = {"augment": lambda batch: batch}
     with refused(

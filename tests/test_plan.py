@@ -368,6 +368,7 @@ def test_plan_is_quick_for_a_long_run() -> None:
 def test_plan_suggests_a_fused_optimizer_that_nobody_has_decided_on(optimizer: Any, kind: str | None, built: bool):
     model = torch.nn.Linear(2, 1)
     given = optimizer(model.parameters()) if built else optimizer
-    notes = [n for n in Task(model, "cpu", optimizer=given).plan(1, [torch.ones(4, 2)] * 2).notes if "fused" in n]
+    batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
+    notes = [n for n in Task(model, "cpu", optimizer=given).plan(1, batches).notes if "fused" in n]
     assert len(notes) == (kind is not None)
     assert all(f"{kind}(..., fused=True)" in note for note in notes)

@@ -124,10 +124,9 @@ def server(kind):
     kept = []
 
     def reply(connection):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), connection:
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            connection.close()
 
     def serve():
         with contextlib.suppress(OSError):
@@ -136,14 +135,18 @@ def server(kind):
                 if kind == "500":
                     threading.Thread(target=reply, args=(kept[-1],), daemon=True).start()
 
+    thread = threading.Thread(target=serve, daemon=True)
     if kind == "refuses":
         listener.close()
     else:
         listener.listen(50)
-        threading.Thread(target=serve, daemon=True).start()
+        thread.start()
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
+        if kind != "refuses":
+            listener.shutdown(socket.SHUT_RDWR)  # Else the thread accepts one more.
+            thread.join()
         listener.close()
         for connection in kept:
             connection.close()
