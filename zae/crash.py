@@ -81,8 +81,9 @@ def _is_of_a_step(trainer: Trainer, error: BaseException) -> bool:
             continue
         seen.add(id(each))
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            # By its name: a task may put something around it. A frame that was cleared does not say whose it was.
-            if frame.f_code.co_name == "run_batch" and frame.f_locals.get("self", trainer) is trainer:
+            if frame.f_code.co_name != "run_batch":  # By its name: a task may put something around the trainer's own.
+                continue
+            if not frame.f_locals or frame.f_locals.get("self") is trainer:  # One that was cleared does not say whose.
                 return True
         waiting += [more for more in (each.__cause__, each.__context__) if more is not None]
     return False

@@ -236,6 +236,13 @@ def test_fa7_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogC
     assert went_on.progress_checker.step == 3
 
 
+class Fails(Task):
+    """Fails in its first step."""
+
+    def train_step(self, batch: Any) -> Any:
+        raise KeyError("train_step")
+
+
 class FailsAt(Task):
     """Fails in a place, from the third step on; a trainer of its own fails in its loader, or in its step."""
 
@@ -288,6 +295,9 @@ class FailsAt(Task):
             self.fail("loader")
             if self.place == "loader that trains" and self.progress_checker.step == 2:
                 self.inner.run(1, loader)
+            if self.place == "loader that trains without add-ons" and self.progress_checker.step == 2:
+                model = network()
+                Fails(model, "cpu", optimizer=AdamW(model.parameters())).run(1, loader)
             yield batch
 
     def metric_on_epoch_end(self) -> Any:
@@ -311,6 +321,7 @@ class FailsAt(Task):
         ("checkpoint", True),
         ("train_step of another trainer", True),
         ("loader that trains", False),
+        ("loader that trains without add-ons", False),
         ("loader", False),
         ("metric_on_epoch_end", False),
         ("on_epoch_end", False),
