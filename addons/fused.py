@@ -27,10 +27,12 @@ __all__ = ["Update", "clipped", "is_finite", "is_hooked", "update", "why_not"]
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
-# Between the gradient and the next step, when there is no ".grad" to look at: none of these may be anybody's, or only
-# one of zae's own, which act on averages, on a loss scale that is not there, or on several ranks.
-_NOBODYS = ("clip",)
-_OURS = ("gradients", "micro_step", "sync_context", "normalize", "unscale", "optimizer_step", "step_one", "zero_grad")
+# The seams between a gradient and the next: there is no ".grad" to look at. zae's own overrides act on averages, on a
+# loss scale that is not there, on ranks that are one, or on the step as a whole; only what clips looks at gradients.
+_SEAMS = (
+    "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "optimizer_step", "step_one",
+    "zero_grad",
+)  # fmt: skip
 
 
 class Recipe(NamedTuple):
@@ -56,10 +58,23 @@ def why_not(trainer: Trainer) -> str | None:
     -------
     str or None
         None where it holds the step.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> trainer = Task(nn.BatchNorm1d(2), "cpu", optimizer=lambda parameters: SGD(parameters, lr=0.1))
+    >>> trainer.setup()
+    >>> why_not(trainer)
+    'running statistics of BatchNorm or the like (the model itself)'
     """
     name, optimizer = next(iter(trainer._optimizers.items()))
     kind = type(optimizer)
-    moving = [n for n, m in trainer._module.named_modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    layers = {n: m for n, m in trainer._module.named_modules() if isinstance(m, _NormBase)}
+    moving = [n or "the model itself" for n, m in layers.items() if m.track_running_stats]
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
     seams = [f"{seam}() of {owner.__name__}" for seam, owner in _acting(trainer)]
     reasons: dict[str, Any] = {
@@ -82,10 +97,10 @@ def why_not(trainer: Trainer) -> str | None:
 def _acting(trainer: Trainer) -> list[tuple[str, type]]:
     """The overrides of seams that would find no gradient."""
     idle, found = idle_add_ons(trainer), []
-    for seam in (*_NOBODYS, *_OURS):
+    for seam in _SEAMS:
         for owner in owners_of(type(trainer), seam):
-            ours = owner.__module__.startswith("zae.") and (seam in _OURS or owner.__name__ == "CompileAddon")
-            if owner not in idle and not ours:
+            harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")
+            if owner not in idle and not harmless:
                 found.append((seam, owner))
     return found
 
@@ -118,6 +133,17 @@ class Update:
     ----------
     optimizer : Optimizer
         SGD, Adam or AdamW.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> made = Update(SGD([weight], lr=0.5))
+    >>> settings, states = made.arguments([weight])
+    >>> with torch.no_grad():
+    ...     stepped = update(made.layout, [weight], [torch.ones(2)], settings, states, torch.tensor(True))
+    >>> made.advance(stepped)
+    >>> weight.tolist(), stepped
+    ([0.5, 0.5], [True])
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -129,7 +155,13 @@ class Update:
         self._counters: list[Tensor | None] = []
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """Note, after an eager backward, which parameters have no part in the loss: they get no state."""
+        """Note, after an eager backward, which parameters have no part in the loss: they get no state.
+
+        Parameters
+        ----------
+        parameters : sequence of Tensor
+            Those that the loss was differentiated by.
+        """
         self._without = {id(p) for p in parameters if p.grad is None}
 
     def arguments(self, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Any]] | None:
@@ -173,7 +205,13 @@ class Update:
         return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64), states
 
     def advance(self, stepped: Sequence[bool]) -> None:
-        """Count a step that the graph has made, as the optimizer's own ``step`` does."""
+        """Count a step that the graph has made, as the optimizer's own ``step`` does.
+
+        Parameters
+        ----------
+        stepped : sequence of bool
+            What `update` returned.
+        """
         counters = [each for each, took_part in zip(self._counters, stepped) if took_part and each is not None]
         if counters:
             torch._foreach_add_(counters, 1)
@@ -240,7 +278,7 @@ def update(
     states: Sequence[Any],
     allowed: Tensor | None,
 ) -> list[bool]:
-    """Step the parameters and their state, where that is allowed.
+    """Step the parameters and their state, where that is allowed; see `Update`.
 
     Parameters
     ----------

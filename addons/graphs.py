@@ -62,6 +62,10 @@ def check_compiler(mode: str, backend: Any) -> None:
     ------
     ConfigError
         With what there is.
+
+    Examples
+    --------
+    >>> check_compiler("graph", "inductor")
     """
     backends = torch._dynamo.list_backends(())
     if isinstance(backend, str) and backend not in backends:
@@ -78,7 +82,15 @@ def check_compiler(mode: str, backend: Any) -> None:
 
 @contextmanager
 def called_by(module: nn.Module, function: Any) -> Iterator[None]:
-    """Have a module's calls go to a function, so that wrappers around it and its type stay what they are."""
+    """Have a module's calls go to a function, so that wrappers around it and its type stay what they are.
+
+    Examples
+    --------
+    >>> layer = nn.Identity()
+    >>> with called_by(layer, lambda value: value + 1):
+    ...     layer(1)
+    2
+    """
     state = module.__dict__
     before = state.get("_compiled_call_impl")
     state["_compiled_call_impl"] = function
@@ -151,6 +163,21 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     -------
     str or None
         None where it holds them.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> from zae.addons import CompileAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    ...     def backward(self, loss):
+    ...         super().backward(2 * loss)
+    >>> trainer = Task.add_on(CompileAddon)(nn.Linear(2, 1), "cpu", optimizer=SGD, compile_mode="model")
+    >>> trainer.setup()
+    >>> why_not(trainer, CompileAddon)
+    'backward() of Task'
     """
     cls = type(trainer)
     hooked = [name for name, p in trainer.unwrap().named_parameters() if has_hooks(p)]
