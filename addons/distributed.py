@@ -185,9 +185,7 @@ class DistributedAddon(ShardingAddon):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to this process."""
-        state = super().__getstate__()
-        fresh = {"_outer_error": None, "_placed": False}
-        return {key: value for key, value in state.items() if key != "_bar"} | fresh
+        return {**super().__getstate__(), "_outer_error": None, "_placed": False}
 
     # -------------------------------------------------------------------------------------------------- the ranks
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import tempfile
+
 import pytest
 import torch
 
@@ -238,3 +242,19 @@ def test_both_ways_refuse_the_same_in_the_same_words(out):
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert "BadTask.train_step" in said[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
+    """It goes on by itself, to the same end, and has none of what the run has bound or opened."""
+    cls = Task.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon)
+    trainer, copies = make(cls, precision="fp32", gradient_accumulation_steps=2), []
+    trainer.run_epoch(batches())
+    trainer._bar._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
+    copies.append(copied(trainer))
+    assert "sync_context" in vars(trainer)
+    assert "sync_context" not in vars(copies[0])
+    assert not copies[0]._ready
+    ends = [each.run(1, batches()) for each in (trainer, *copies)]
+    assert ends[0] == ends[1]
+    assert torch.equal(trainer.model.weight, copies[0].model.weight)

@@ -23,7 +23,7 @@ from zae.seams import add_ons_of, is_add_on
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Own", "bind", "gradients", "idle_add_ons", "is_plain", "release", "run_batch"]
+__all__ = ["Own", "bind", "gradients", "idle_add_ons", "is_plain", "release", "run_batch", "unbound"]
 
 _OF_A_MICRO_BATCH = ("sync_context", "micro_step", "forward_context", "weigh")
 _OF_A_STEP = (
@@ -123,6 +123,13 @@ def release(trainer: Trainer) -> None:
         _unbind(trainer)
         del vars(trainer)["_ways"]
     trainer._own = Own()
+
+
+def unbound(trainer: Trainer) -> dict[str, Any]:
+    """The attributes of a trainer without what `bind` has bound."""
+    own = vars(trainer)
+    bound = own.get("_ways", {}).get(own.get("_idle"), [()])[0]
+    return {key: value for key, value in own.items() if key not in (*bound, "_ways", "_idle")} | {"_own": Own()}
 
 
 def is_plain(trainer: Trainer, name: str) -> bool:

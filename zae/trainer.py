@@ -862,6 +862,10 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the rest
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what this run has made: a copy sets itself up."""
+        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False)}
+
     def _set_up(self) -> None:
         if not self._ready:
             self.setup()
