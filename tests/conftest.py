@@ -27,8 +27,9 @@ torch.set_num_threads(1)
 # there would wait for them for ever, or abort.
 os.register_at_fork(after_in_child=gc.freeze)
 
-LONGEST = ("distributed", "table", "resume", "compile", "crash", "wandb_logger", "examples", "mpu", "testing",
-           "composition", "fast_data", "package", "fault", "loading", "neptune_logger", "readme")  # fmt: skip
+LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "fast_data",
+           "composition", "compile", "loading", "package", "fault", "readme", "performance",
+           "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""
 
 
