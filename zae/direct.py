@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -58,16 +57,20 @@ def idle_add_ons(trainer: Trainer) -> frozenset[Any]:
     return frozenset(idle - busy)
 
 
-@lru_cache(maxsize=256)
 def _answers(cls: type[Any]) -> list[tuple[Any, list[Any], list[Any]]]:
     """For each add-on of a class: who answers whether it is idle, for which classes that stands, and the others."""
+    if "__answers__" in cls.__dict__:
+        known: list[tuple[Any, list[Any], list[Any]]] = cls.__dict__["__answers__"]
+        return known
     found = []
     for add_on in add_ons_of(cls):
         kinds = [c for c in add_on.__mro__ if is_add_on(c) and not c.__dict__.get("_is_base")]
         answering = next((c for c in kinds if "is_idle" in c.__dict__), None)
         covered = [c for c in kinds if answering is None or c in answering.__mro__]
         found.append((answering, covered, [c for c in kinds if c not in covered]))
-    return found if any(answering is not None for answering, _, _ in found) else []
+    # Kept on the class, with which it goes; a cache of ours would keep every class alive.
+    cls.__answers__ = found if any(answering is not None for answering, _, _ in found) else []
+    return _answers(cls)
 
 
 def bind(trainer: Trainer) -> None:
@@ -146,8 +149,9 @@ def _are_plain(trainer: Trainer, names: Iterable[str]) -> bool:
 def gradients(trainer: Trainer, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
     """``Trainer.gradients`` without the calls that would do nothing."""
     micro_batches = trainer.micro_batches(batch)
-    count = len(micro_batches)
-    outputs = [_gradient(trainer, micro_batch, count) for micro_batch in micro_batches]
+    count, outputs = len(micro_batches), []
+    for micro_batch in micro_batches:  # What fails is told with it: `zae.faults` looks for it by this name.
+        outputs.append(_gradient(trainer, micro_batch, count))
     trainer.normalize([out.get("num_targets") for out, _ in outputs])
     return outputs
 

@@ -110,5 +110,6 @@ def _is(frame: FrameType, function: str, module: str) -> bool:
 
 
 def _local(frames: list[FrameType], function: str, name: str, default: Any) -> Any:
-    """A local variable of the outermost frame of one of the trainer's own methods."""
-    return next((f.f_locals[name] for f in frames if _is(f, function, "zae.trainer") and name in f.f_locals), default)
+    """A local variable of the outermost frame of one of the trainer's own methods, or of its direct way."""
+    found = [f for f in frames if _is(f, function, "zae.trainer") or _is(f, function, "zae.direct")]
+    return next((f.f_locals[name] for f in found if name in f.f_locals), default)
