@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -125,7 +125,7 @@ class CompileAddon(AddOnBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled: it travels to no other process."""
-        state = cast("dict[str, Any]", super().__getstate__())
+        state = super().__getstate__()
         return {**state, "_compiled": {}, "_aliased": set(), "_tracing": False, "_update": None, "_made": None}
 
     def setup(self) -> None:
@@ -322,9 +322,11 @@ class CompileAddon(AddOnBase):
         return result
 
     def _compile(self, what: str) -> Any:
-        function = {"model": self._call_module, "graph": self._with_gradients, "fused": self._with_step}[what]
+        functions: dict[str, Callable[..., Any]] = {
+            "model": self._call_module, "graph": self._with_gradients, "fused": self._with_step,
+        }  # fmt: skip
         options = graphs.options_of(self.compile_backend, self.fallback_random)
-        compiled = self._compiled[what] = torch.compile(function, fullgraph=what != "model", **options)
+        compiled = self._compiled[what] = torch.compile(functions[what], fullgraph=what != "model", **options)
         return compiled
 
     # ------------------------------------------------------------------------------------ the optimizer, and a trial

@@ -172,12 +172,12 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
     ...     test_step = train_step
-    ...     def backward(self, loss):
-    ...         super().backward(2 * loss)
-    >>> trainer = Task.add_on(CompileAddon)(nn.Linear(2, 1), "cpu", optimizer=SGD, compile_mode="model")
+    >>> model = nn.Linear(2, 1)
+    >>> _ = model.bias.register_hook(lambda gradient: 2 * gradient)
+    >>> trainer = Task.add_on(CompileAddon)(model, "cpu", optimizer=SGD, compile_mode="model")
     >>> trainer.setup()
     >>> why_not(trainer, CompileAddon)
-    'backward() of Task'
+    'hooks of the gradient of bias'
     """
     cls = type(trainer)
     hooked = [name for name, p in trainer.unwrap().named_parameters() if has_hooks(p)]

@@ -97,8 +97,7 @@ class LedgerAddon(AddOnBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the loader and the file behind: they belong to this process."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        return {**state, "_file": None, "_loaders": (None, None)}
+        return {**super().__getstate__(), "_file": None, "_loaders": (None, None)}
 
     def setup(self) -> None:
         """Know nothing of an epoch yet: a step may come without one."""

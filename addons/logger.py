@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -152,8 +152,7 @@ class LoggerAddon(AddOnBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the open sinks behind: they belong to this process."""
-        state = cast("dict[str, Any]", super().__getstate__())
-        return {**state, "_guards": [], "_opened": False}
+        return {**super().__getstate__(), "_guards": [], "_opened": False}
 
     def _open_sinks(self) -> None:
         """Open them all at once, and wait for them, but no longer than allowed."""

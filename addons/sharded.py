@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class ShardingAddon(AddOnBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the loaders of this process behind."""
-        return {**cast("dict[str, Any]", super().__getstate__()), "_shared": [], "_shares": None}
+        return {**super().__getstate__(), "_shared": [], "_shares": None}
 
     def _from_main(self, value: Any) -> Any:
         values = [value if self._rank == 0 else None]

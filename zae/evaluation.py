@@ -16,7 +16,7 @@ from zae.errors import LoaderError
 from zae.fast_data import batches_of
 from zae.faults import explain_error
 from zae.loading import check_loader, describe
-from zae.records import Metrics
+from zae.records import Metrics, in_turn, to_host
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -124,3 +124,12 @@ def evaluate(trainer: Trainer, loader: Any) -> dict[str, float]:
     metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
     common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
     return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
+
+
+def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
+    """List what ``test_step`` returns for each batch, on the host; those of all ranks in turn."""
+    check_loader(loader)
+    with session_of(trainer), testing(trainer, loader):
+        batches = batches_of(trainer.wrap_loader(loader, False), trainer.fast_data)
+        outputs = [to_host(test(trainer, batch, record=False)) for batch in batches if batch is not None]
+        return in_turn(trainer.gather(outputs))

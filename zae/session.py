@@ -163,6 +163,14 @@ def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
             scheduler.step(score)
 
 
+def is_better(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
+    """Whether the monitored metric is better than the best so far; NaN never is."""
+    value, best = trainer.score_of(metrics), trainer.best.get("score")
+    if value is None or value != value:
+        return False
+    return best is None or bool(value < best if trainer.monitor_mode == "min" else value > best)
+
+
 def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     trainer.test_metrics = Metrics(metrics)
     trainer.valid_history.append(row(trainer, "valid", metrics))

@@ -23,12 +23,11 @@ from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
 from zae.device import leading_dimension, parse_device, to_device
-from zae.fast_data import batches_of
 from zae.faults import explain_error, undisturbed
-from zae.loading import Position, check_loader, length_of
+from zae.loading import Position, length_of
 from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, in_turn, plain, to_host
+from zae.records import EpochLog, Metrics, MetricsDict, direction_of, plain
 from zae.schedulers import is_plateau
 from zae.states import Weights, load_core, load_weights, read_core
 
@@ -649,10 +648,7 @@ class Trainer(metaclass=TrainerMeta):
         bool
             NaN is never better.
         """
-        value, best = self.score_of(metrics), self.best.get("score")
-        if value is None or value != value:
-            return False
-        return best is None or (value < best if self.monitor_mode == "min" else value > best)
+        return session.is_better(self, metrics)
 
     # -------------------------------------------------------------------------------- evaluation and inference
 
@@ -686,11 +682,7 @@ class Trainer(metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
-        check_loader(loader)
-        with evaluation.session_of(self), evaluation.testing(self, loader):
-            batches = batches_of(self.wrap_loader(loader, False), self.fast_data)
-            outputs = [to_host(evaluation.test(self, b, record=False)) for b in batches if b is not None]
-            return in_turn(self.gather(outputs))
+        return evaluation.outputs_of(self, loader)
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
