@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LEAST", "Table", "join", "split"]
+__all__ = ["LEAST", "PLAIN", "Table", "join", "split"]
 
 LEAST = 256
 """A shorter list stays as it is, which is easier to read."""
 
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""The types of what a record may hold: nothing in it changes, or names anything else."""
+
 _MOST = 64  # kinds of records; with more of them nothing is gained
-_PLAIN = {type(None), bool, int, float, str}
 
 
 class Table(NamedTuple):
@@ -113,4 +115,4 @@ def _column(values: list[Any]) -> Any:
         return np.array(values, np.float64)
     if types == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return np.array(values, np.int64)
-    return values if types <= _PLAIN else None
+    return values if types <= PLAIN else None

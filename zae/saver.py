@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zae import files
+from zae.columns import PLAIN
 from zae.compose import add_ons_of
 from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Saver", "Snapshots", "job_of"]
 
 _log = logging.getLogger("zae")
-_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Job(NamedTuple):
@@ -196,7 +196,7 @@ class Snapshots:
     def _copy(self, value: Any, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value.detach(), spare, copies)
-        if type(value) is dict and _PLAIN.issuperset(map(type, value.values())):
+        if type(value) is dict and PLAIN.issuperset(map(type, value.values())):
             return value.copy()  # A record: a long run has many of them, and nothing in them changes.
         if isinstance(value, dict):
             made = {key: self._copy(each, spare, copies) for key, each in value.items()}
