@@ -203,7 +203,7 @@ class StateManagerAddon(AddOnBase):
             self._settle_save(wait=False)
         every, step = self.save_every, progress.step
         if progress.epoch_batch:  # After a step: most often nothing is due.
-            due = every.steps and not step % every.steps and every.due_at_step(step)
+            due = every.due_at_step(step)
         else:
             due = every.due_at_epoch(progress.epoch) or self._retention.lacks_score(self._path_at(step).name, self)
         best = self.keep_best and self.best.get("step") == step
