@@ -68,14 +68,16 @@ def test_rates_of_groups_and_of_several_optimizers() -> None:
 
 
 def test_what_is_clipped_together() -> None:
-    """One optimizer: everything that is trained, in the model's order; several: each its own; frozen parts not."""
+    """One optimizer: everything, in the model's order, frozen parts too, for they may thaw; several: each its own."""
     model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)])
     model[1].requires_grad_(False)
     outside = nn.Parameter(torch.zeros(1))
     one = SGD([*reversed(list(model[2].parameters())), *model[0].parameters(), outside])
     names = {id(p): name for name, p in [*model.named_parameters(), ("outside", outside)]}
     found = optim.parameters_to_clip({"0": one}, model)
-    assert [[names[id(p)] for p in each] for each in found] == [["0.weight", "0.bias", "2.weight", "2.bias", "outside"]]
+    assert [[names[id(p)] for p in each] for each in found] == [
+        [*(f"{n}.{kind}" for n in range(3) for kind in ("weight", "bias")), "outside"]
+    ]
     several = {"a": SGD(model[0].parameters()), "b": SGD([*model[2].parameters(), outside])}
     found = optim.parameters_to_clip(several, model)
     assert [[names[id(p)] for p in each] for each in found] == [

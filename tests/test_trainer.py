@@ -712,6 +712,49 @@ def test_odd_models(kind: Any, clip: float, tmp_path: Any) -> None:
     assert digest(trainer.model) == digest(twin)
 
 
+def thaw(model: Any, optimizer: Any) -> None:
+    model.body.requires_grad_(True)
+
+
+def thaw_and_add(model: Any, optimizer: Any) -> None:
+    model.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.3})
+
+
+def grow(model: Any, optimizer: Any) -> None:
+    model.head = nn.Sequential(model.head, nn.PReLU())
+    optimizer.add_param_group({"params": list(model.head[1].parameters())})
+
+
+@pytest.mark.parametrize("change", [thaw, thaw_and_add, grow])
+@pytest.mark.parametrize("clip", [0.0, 0.02])
+def test_p06_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(change: Any, clip: float) -> None:
+    """P-06: the parameters are those that the model and the optimizer have as an epoch begins, as by hand."""
+
+    class Changing(Regression):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1:
+                change(self.unwrap(), self.optimizer)
+
+    def trained(model: Any) -> Any:
+        return SGD((model if change is thaw else model.head).parameters(), lr=0.1, momentum=0.9)
+
+    model, by_hand, batches = Frozen(), Frozen(), pairs(4, 2)
+    Changing(model, "cpu", optimizer=trained(model), gradient_clip=clip).run(3, batches)
+    optimizer = trained(by_hand)
+    for epoch, (inputs, targets) in itertools.product(range(3), batches):
+        if epoch == 1 and inputs is batches[0][0]:
+            change(by_hand, optimizer)
+        nn.functional.mse_loss(by_hand(inputs), targets).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(by_hand.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert digest(model) == digest(by_hand)
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])
 def test_p10_averages_of_odd_models(kind: Any) -> None:
     """P-10: tied weights have one average, complex ones are averaged, and frozen ones stay."""

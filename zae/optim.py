@@ -24,9 +24,9 @@ __all__ = [
     "fused_hints",
     "learning_rates",
     "leaves_kernel_open",
+    "listed",
     "named",
     "normalize",
-    "order",
     "outside_of",
     "parameters_of",
     "parameters_to_clip",
@@ -126,9 +126,9 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     """List what is clipped together: all parameters for one optimizer, each optimizer's own for several.
 
     They stand in the model's order, as in ``clip_grad_norm_(model.parameters(), ...)``: the order of a sum of
-    squares decides its last bit.
+    squares decides its last bit. A frozen one has no gradient to clip, until it is thawed.
     """
-    ordered = [p for p in model.parameters() if p.requires_grad]
+    ordered = list(model.parameters())
     seen = {id(p) for p in ordered}
     if len(optimizers) == 1:
         return [ordered + [p for o in optimizers.values() for p in parameters_of(o) if id(p) not in seen]]
@@ -327,9 +327,11 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
-def order(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """List parameters once each."""
-    return list({id(p): p for p in parameters}.values())
+def listed(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """List what is clipped together, and the parameters of the model and of the optimizers, once each."""
+    held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
+    everything = {id(p): p for p in (*model.parameters(), *held)}
+    return parameters_to_clip(optimizers, model), list(everything.values())
 
 
 def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> Any:

@@ -285,6 +285,7 @@ class Trainer(metaclass=TrainerMeta):
         self._set_up()
         if self.mode == "test":
             return evaluation.test_epoch(self, loader)
+        self._clipped, self.parameters = optim.listed(self._optimizers, self._module)  # It may have grown.
         loader = self.wrap_loader(loader, True)
         session.open_epoch(self, loader)
         complete = True
@@ -503,9 +504,7 @@ class Trainer(metaclass=TrainerMeta):
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
-        self._clipped = optim.parameters_to_clip(self._optimizers, self._module)
-        held = (p for o in self._optimizers.values() for p in optim.parameters_of(o))
-        self.parameters = optim.order([*self._module.parameters(), *held])
+        self._clipped, self.parameters = optim.listed(self._optimizers, self._module)
         self._bar = Bar(self.log_bar and self.is_main)
 
     @seam
