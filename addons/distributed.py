@@ -25,8 +25,6 @@ from zae.travel import mark_stepped
 
 __all__ = ["DistributedAddon"]
 
-_STREAMS = ("torch", "numpy", "python")
-
 
 class DistributedAddon(ShardingAddon):
     """Run the loop on several ranks: the base of the add-ons that fill the slot ``parallel``.
@@ -105,7 +103,7 @@ class DistributedAddon(ShardingAddon):
         self._schedulers = optim.named(self.scheduler)
         vars(self).update(rest)
         present = state["position"]["present"]
-        rng.restore({key: value for key, value in present["random"].items() if key in _STREAMS})
+        rng.restore({key: value for key, value in present["random"].items() if key in rng.HOST})
         generators = rng.generators_of(loader)
         if present["generators"] is not None and len(generators) == len(present["generators"]):
             rng.restore_generators(loader, present["generators"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from zae import optim
+from zae import optim, rng
 from zae.addon import AddOnBase
 from zae.compose import add_ons_of
 from zae.errors import ConfigError
@@ -331,8 +331,8 @@ def random_state() -> str:
     state.update(
         repr((numbers[2:], hash(words), gauss)).encode()
     )  # The hash of whole numbers is no secret of a process.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for each in torch.cuda.get_rng_state_all():
+    for states in rng.of_devices().values():
+        for each in states:
             state.update(each.numpy().tobytes())
     return state.hexdigest()
 

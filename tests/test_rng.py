@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from zae import rng
+from zae import Trainer, rng
 from zae.errors import CheckpointMismatch, ConfigError
 
 
@@ -202,7 +202,8 @@ DAMAGES: list[tuple[Damage, str]] = [
     (without("torch"), "'torch' is absent"),
     (without("numpy"), "'numpy' is absent"),
     (without("python"), "'python' is absent"),
-    (other(jax=1), "'jax' is none that zae knows"),
+    (other(jax=1), "'jax' is a int, not a list of tensors"),
+    (other(xpu=[1]), r"'xpu' \(device 0\) is int, expected a torch.uint8 tensor"),
     (other(torch=[1, 2]), "'torch' is list, expected"),
     (other(torch=torch.zeros(5056)), "'torch' is torch.float32"),
     (other(torch=torch.zeros(2, 5, dtype=torch.uint8)), "'torch' is torch.uint8 of shape"),
@@ -230,10 +231,6 @@ DAMAGES: list[tuple[Damage, str]] = [
     (python_with(1, ["1"] * 625), "'python' has words that are not ints"),
     (python_with(2, "x"), "'python' has words that are not ints, or a next normal number"),
     (other(cuda={}), "'cuda' is a dict, not a list"),
-    (
-        lambda state: {**state, "cuda": [state["torch"]] * (torch.cuda.device_count() + 1)},
-        f"'cuda' is of {torch.cuda.device_count() + 1} CUDA devices, and {torch.cuda.device_count()} are visible here",
-    ),
 ]
 
 
@@ -323,6 +320,104 @@ def test_isolated_takes_generators_only() -> None:
     with pytest.raises(ConfigError, match=r"torch.Generator objects, found list; write isolated\(\*generators_of"):
         with rng.isolated([torch.Generator()]):  # type: ignore[arg-type]
             pass
+
+
+# --- the streams of accelerators --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, ...]:
+    """Two devices of a kind that is neither CUDA nor MPS: true generators, where torch would keep those of an XPU."""
+    generators = (torch.Generator().manual_seed(11), torch.Generator().manual_seed(12))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "default_generators": generators,
+        "get_rng_state": lambda index: generators[index].get_state(),
+        "set_rng_state": lambda state, index: generators[index].set_state(state),
+    }.items():
+        monkeypatch.setattr(torch.xpu, name, value)
+    return generators
+
+
+def test_the_streams_of_any_accelerator_are_captured_and_restored(accelerator: tuple[torch.Generator, ...]) -> None:
+    state = rng.capture()
+    expected = [torch.rand(3, generator=each) for each in accelerator]
+    assert len(state["xpu"]) == len(rng.of_devices()["xpu"]) == 2
+    with rng.isolated():
+        for each in accelerator:
+            each.manual_seed(99)
+        torch.rand(5, generator=accelerator[1])
+    rng.restore(state)
+    assert all(map(torch.equal, expected, [torch.rand(3, generator=each) for each in accelerator]))
+    before = rng.capture()
+    with pytest.raises(CheckpointMismatch, match=r"'xpu' \(device 1\) has 16 bytes, and one of here has 5056"):
+        rng.restore({**state, "xpu": [state["torch"], state["torch"][:16]]})
+    assert same(rng.capture(), before)
+
+
+def test_streams_that_begin_inside_are_taken_back_to_their_beginning(
+    accelerator: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(12))
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: False)
+    assert "xpu" not in rng.capture()
+    with rng.isolated():
+        monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+        torch.rand(9, generator=accelerator[1])
+    assert torch.equal(torch.rand(3, generator=accelerator[1]), expected)
+
+
+def test_a_run_goes_on_on_a_machine_with_fewer_devices_and_says_what_that_changes(
+    accelerator: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = rng.capture()
+    expected = torch.rand(3), torch.rand(3, generator=accelerator[0])
+    disturb()
+    untouched = rng.capture()["xpu"][1]
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    for _ in range(2):
+        rng.restore(state)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert torch.equal(torch.rand(3, generator=accelerator[0]), expected[1])
+    assert torch.equal(accelerator[1].get_state(), untouched)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    rng.restore(state)
+    assert torch.equal(torch.rand(3), expected[0])
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]  # Once for each machine, not each time.
+    assert said == [f"the saved random state is of 2 xpu devices, and {n} visible here" for n in ("1 is", "0 are")]
+
+
+def test_noise_in_an_evaluation_on_an_accelerator_leaves_training_alone_and_a_resume_is_exact(
+    accelerator: tuple[torch.Generator, ...],
+) -> None:
+    class Noisy(Trainer):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            noise = torch.rand(2, generator=accelerator[0])
+            return {"loss": (self.model.weight * (batch + noise)).square().mean()}
+
+        test_step = train_step
+
+    def trainer() -> Noisy:
+        accelerator[0].manual_seed(11)
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        return Noisy(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log_bar=False)
+
+    batches = [torch.randn(3, 2) for _ in range(4)]
+    straight = trainer()
+    straight.run(2, batches)
+    validated = trainer()
+    validated.run(2, batches, batches, valid_every=1)
+    assert torch.equal(validated.unwrap().weight, straight.unwrap().weight)
+    stopped = trainer()
+    stopped.run(2, batches, max_steps=5)
+    state, resumed = stopped.state_dict(), trainer()
+    resumed.load_state_dict(state)
+    resumed.run(1, batches)  # What is left of the second epoch.
+    assert torch.equal(resumed.unwrap().weight, straight.unwrap().weight)
 
 
 # --- the generators of a loader ---------------------------------------------------------------------------------------

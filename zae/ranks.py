@@ -63,7 +63,7 @@ def _apply(settings: dict[str, Any], world: int) -> None:
 
 
 def _random() -> dict[str, Any]:
-    return {key: value for key, value in rng.capture().items() if key in ("torch", "numpy", "python")}
+    return {key: value for key, value in rng.capture().items() if key in rng.HOST}
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
     with rng.isolated():
         rng.restore(state)
         rng.seed_everything(int(torch.randint(2**62, ())) + rank)
-        return {**rng.capture(), **{key: value for key, value in state.items() if key in ("cuda", "mps")}}
+        return {**rng.capture(), **{key: value for key, value in state.items() if key not in rng.HOST}}
 
 
 def main_of_rank(task: Task, connection: Connection) -> None:

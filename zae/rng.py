@@ -7,6 +7,8 @@ A loader may draw from generators of its own beside them.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +20,21 @@ import torch
 from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [
+    "HOST",
     "capture",
     "capture_generators",
     "generators_of",
     "isolated",
+    "of_devices",
     "restore",
     "restore_generators",
     "seed_everything",
 ]
+
+_log = logging.getLogger("zae")
+
+HOST = ("torch", "numpy", "python")
+"""The parts of a state that every process has; all others are of accelerators, by their kind."""
 
 _WORDS = 624  # of the Mersenne Twister, which is behind random, numpy.random and torch's CPU stream alike
 _NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
@@ -37,8 +46,7 @@ class _Streams(NamedTuple):
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     torch: torch.Tensor
-    cuda: list[torch.Tensor] | None  # None: CUDA was not in use
-    mps: torch.Tensor | None
+    devices: dict[str, list[torch.Tensor]]  # One for each device of each kind that is in use.
 
 
 def seed_everything(seed: int) -> None:
@@ -81,8 +89,8 @@ def capture() -> dict[str, Any]:
     dict[str, Any]
         ``"torch"``: uint8 tensor, the CPU's. ``"numpy"``: dict of ``key`` (int64 tensor of shape (624,)), ``pos``,
         ``has_gauss`` and ``cached_gaussian``. ``"python"``: what ``random.getstate()`` gives, in lists.
-        ``"cuda"``: list of uint8 tensors, one for each visible device, only if CUDA is in use.
-        ``"mps"``: uint8 tensor, only where there is MPS.
+        ``"cuda"``, or another kind of accelerator: list of uint8 tensors, one for each visible device, only if it is
+        in use. ``"mps"``: uint8 tensor, only where there is MPS.
 
     Raises
     ------
@@ -111,15 +119,13 @@ def capture() -> dict[str, Any]:
         },
         "python": [version, list(words), gauss_next],
     }
-    if streams.cuda is not None:
-        state["cuda"] = streams.cuda
-    if streams.mps is not None:
-        state["mps"] = streams.mps
-    return state
+    return state | {kind: found[0] if kind == "mps" else found for kind, found in streams.devices.items()}
 
 
 def restore(state: Mapping[str, Any]) -> None:
     """Put every random stream where it was when ``state`` was captured, whatever was drawn or seeded since.
+
+    The streams of devices that are not visible here are passed over, with a warning; those of others stay as they are.
 
     Parameters
     ----------
@@ -129,7 +135,7 @@ def restore(state: Mapping[str, Any]) -> None:
     Raises
     ------
     CheckpointMismatch
-        If a part is absent, unknown, damaged or of another machine. No stream has changed then.
+        If a part is absent, unknown or damaged. No stream has changed then.
     ConfigError
         If ``numpy.random`` was given another generator than its own MT19937.
 
@@ -192,8 +198,9 @@ def isolated(*generators: torch.Generator) -> Iterator[None]:
         yield
     finally:
         _write(streams)
-        if streams.cuda is None and _cuda_in_use():
-            _rewind_cuda()
+        for kind in _kinds_in_use():
+            if kind not in streams.devices:
+                _rewind(kind)
         for generator, saved in zip(generators, states, strict=True):
             generator.set_state(saved)
 
@@ -307,10 +314,50 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _cuda_in_use() -> bool:
-    """Tell whether this process has begun to use CUDA, without beginning it."""
-    initialized: Callable[[], bool] = torch.cuda.is_initialized  # torch leaves it unannotated
-    return initialized()
+def of_devices() -> dict[str, list[torch.Tensor]]:
+    """Return the states of the streams of accelerators that are in use, by their kind, without beginning to use one.
+
+    Returns
+    -------
+    dict of str to list of Tensor
+        For ``"cuda"``, ``"mps"``, ``"xpu"`` or whatever this process has begun to use, one uint8 tensor for each
+        visible device.
+
+    Examples
+    --------
+    >>> set(of_devices()) <= {"cuda", "mps", "xpu"}
+    True
+    """
+    return {kind: [_read_device(kind, index) for index in range(_devices(kind))] for kind in _kinds_in_use()}
+
+
+def _kinds_in_use() -> list[str]:
+    """The kinds of accelerator that this process has begun to use, without beginning to use one."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = dict.fromkeys(["cuda", "mps", *([] if accelerator is None else [accelerator.type])])
+    return [kind for kind in kinds if _devices(kind, begun=True)]
+
+
+def _devices(kind: str, begun: bool = False) -> int:
+    """How many devices of a kind have a stream here; with ``begun``, none before the kind is in use."""
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module: Any = getattr(torch, kind, None)
+    if not all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
+        return 0
+    is_there = getattr(module, "is_initialized", module.is_available) if begun else module.is_available
+    return int(module.device_count()) if is_there() else 0
+
+
+def _read_device(kind: str, index: int) -> torch.Tensor:
+    module: Any = getattr(torch, kind)
+    state: torch.Tensor = module.get_rng_state() if kind == "mps" else module.get_rng_state(index)
+    return state
+
+
+def _write_device(kind: str, index: int, state: torch.Tensor) -> None:
+    module: Any = getattr(torch, kind)
+    module.set_rng_state(state, *(() if kind == "mps" else (index,)))
 
 
 def _read() -> _Streams:
@@ -319,8 +366,7 @@ def _read() -> _Streams:
         python=random.getstate(),
         numpy=_numpy_now(),
         torch=torch.get_rng_state(),
-        cuda=torch.cuda.get_rng_state_all() if _cuda_in_use() else None,
-        mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+        devices=of_devices(),
     )
 
 
@@ -341,15 +387,14 @@ def _write(streams: _Streams) -> None:
     random.setstate(streams.python)
     np.random.set_state(streams.numpy)
     torch.set_rng_state(streams.torch)
-    if streams.cuda is not None:
-        torch.cuda.set_rng_state_all(streams.cuda)
-    if streams.mps is not None:
-        torch.mps.set_rng_state(streams.mps)
+    for kind, states in streams.devices.items():
+        for index, state in enumerate(states):
+            _write_device(kind, index, state)
 
 
-def _rewind_cuda() -> None:
+def _rewind(kind: str) -> None:
     """Put streams that did not exist on entry to where they begin: at their seed, with nothing drawn."""
-    for generator in torch.cuda.default_generators:
+    for generator in getattr(getattr(torch, kind), "default_generators", ()):
         generator.manual_seed(generator.initial_seed())
 
 
@@ -357,18 +402,14 @@ def _checked(state: object) -> _Streams:
     """Return the streams of a captured state; every part is tried on a stream that nobody uses."""
     if not isinstance(state, Mapping):
         raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")
-    for part in ("torch", "numpy", "python"):
+    for part in HOST:
         if part not in state:
             raise _unfit(repr(part), f"is absent, found {sorted(map(str, state))}")
-    unknown = sorted(str(part) for part in state if part not in ("torch", "numpy", "python", "cuda", "mps"))
-    if unknown:
-        raise _unfit(repr(unknown[0]), "is none that zae knows")
     return _Streams(
         python=_python_state(state["python"]),
         numpy=_numpy_state(state["numpy"]),
         torch=_generator_state(state["torch"], torch.device("cpu"), "'torch'"),
-        cuda=_cuda_states(state["cuda"]) if "cuda" in state else None,
-        mps=_mps_state(state["mps"]) if "mps" in state else None,
+        devices={kind: _device_states(kind, value) for kind, value in state.items() if kind not in HOST},
     )
 
 
@@ -426,31 +467,42 @@ def _numpy_state(value: object) -> dict[str, Any]:
 
 def _generator_state(value: object, device: torch.device, part: str) -> torch.Tensor:
     """Return the state of a torch generator on a device."""
+    saved = _bytes(value, part)
+    _try(part, torch.Generator(device=device).set_state, saved)
+    return saved
+
+
+def _bytes(value: object, part: str) -> torch.Tensor:
+    """Return a state as it is given to a generator, on the host."""
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
         found = (
             f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         )
         raise _unfit(part, f"is {found}, expected a torch.uint8 tensor of one dimension")
-    saved = value.cpu().contiguous()
-    _try(part, torch.Generator(device=device).set_state, saved)
-    return saved
+    return value.cpu().contiguous()
 
 
-def _cuda_states(value: object) -> list[torch.Tensor]:
-    """Return the states of all CUDA devices."""
-    if not isinstance(value, (list, tuple)):
-        raise _unfit("'cuda'", f"is a {type(value).__name__}, not a list of tensors")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(value) != count:
-        raise _unfit("'cuda'", f"is of {len(value)} CUDA devices, and {count} are visible here")
-    return [
-        _generator_state(saved, torch.device("cuda", index), f"'cuda' (device {index})")
-        for index, saved in enumerate(value)
-    ]
+def _device_states(kind: str, value: object) -> list[torch.Tensor]:
+    """Return the states of the devices of a kind that are visible here: a run may go on on another machine."""
+    states = [value] if isinstance(value, torch.Tensor) else value
+    if not isinstance(states, (list, tuple)):
+        raise _unfit(repr(kind), f"is a {type(value).__name__}, not a list of tensors")
+    saved = [_bytes(state, f"{kind!r} (device {index})") for index, state in enumerate(states)]
+    here = min(_devices(kind), len(saved))
+    for index in range(here):
+        size = _read_device(kind, index).numel()
+        if saved[index].numel() != size:
+            raise _unfit(f"{kind!r} (device {index})", f"has {saved[index].numel()} bytes, and one of here has {size}")
+    if here < len(saved):
+        _warn_of_lost(kind, len(saved), here)
+    return saved[:here]
 
 
-def _mps_state(value: object) -> torch.Tensor:
-    """Return the state of the MPS device."""
-    if not torch.backends.mps.is_available():
-        raise _unfit("'mps'", "is of an Apple GPU, and there is none here")
-    return _generator_state(value, torch.device("mps"), "'mps'")
+@functools.cache
+def _warn_of_lost(kind: str, saved: int, here: int) -> None:
+    """Say, once in a process, that some streams of a state have no device here."""
+    _log.warning(
+        "the saved random state is of %d %s device%s, and %d %s visible here: random numbers that the model draws on a "
+        "device, for dropout say, are others from here on than without the stop",
+        saved, kind, "" if saved == 1 else "s", here, "is" if here == 1 else "are",
+    )  # fmt: skip
