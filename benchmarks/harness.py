@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 CLIP, ACCUMULATE, PATIENCE = 0.01, 4, 1000
 """The clip is far below every gradient's norm; nothing stops early, but everybody has to look."""
+ROUNDS = 9
+"""Measurements in one process at most."""
 
 
 @dataclass
@@ -216,22 +219,36 @@ def steps_of(job: Job, workload: str) -> int:
     return job.epochs * len(job.valid if workload == "eval" else job.loader)
 
 
-def measure(contestant: Any, workload: str) -> dict[str, Any]:
-    """The loop by hand (half), the contestant, the loop by hand (the other half), in this process."""
+def measure(contestant: Any, workload: str, seconds: float) -> dict[str, Any]:
+    """Medians of as many measurements, one after another in this process, as fit into so many seconds of CPU time."""
     with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name) / each for each in ("warm", "by hand", "theirs")]
-        for folder in folders:
-            folder.mkdir()
         # What is imported, compiled or cached at first is the start's, which is measured apart.
-        warm = make(workload, folders[0])
+        warm = make(workload, Path(name))
         warm.epochs = 1
         other = Job(**{**vars(warm), "model": copy.deepcopy(warm.model)})
         other.optimizer = sgd(other.model)
         run, hand = (contestant.evaluate, evaluate_by_hand) if workload == "eval" else (contestant.train, by_hand)
         hand(other, 1)
         run(warm)
+    start = time.process_time()
+    rounds = [sandwich(run, hand, workload)]
+    taken = time.process_time() - start
+    while len(rounds) < ROUNDS and taken * (len(rounds) + 1) <= seconds:
+        rounds.append(sandwich(run, hand, workload))
+    return {
+        **{key: median(each[key] for each in rounds) for key in ("ratio", "extra_us", "hand_us")},
+        "same": all(each["same"] for each in rounds),
+        "difference": max(each["difference"] for each in rounds),
+    }
 
-        reference, job = make(workload, folders[1]), make(workload, folders[2])
+
+def sandwich(run: Callable[[Job], Any], hand: Callable[[Job, int], Any], workload: str) -> dict[str, Any]:
+    """The loop by hand (half), the contestant, the loop by hand (the other half)."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / each for each in ("by hand", "theirs")]
+        for folder in folders:
+            folder.mkdir()
+        reference, job = make(workload, folders[0]), make(workload, folders[1])
         first = cpu_time(lambda: hand(reference, reference.epochs // 2))
         theirs = cpu_time(lambda: run(job))
         second = cpu_time(lambda: hand(reference, reference.epochs - reference.epochs // 2))
@@ -299,7 +316,7 @@ def main(arguments: list[str]) -> None:
     """Make one measurement in this process and write it as JSON to the file descriptor that is named."""
     from importlib import import_module
 
-    name, workload, descriptor = arguments
+    name, workload, seconds, descriptor = arguments
     torch.set_num_threads(1)
     load = lambda: import_module(f"contestants.{name}")  # noqa: E731
     if workload == "start":
@@ -309,7 +326,7 @@ def main(arguments: list[str]) -> None:
     elif workload == "growth":
         result = growth(load())
     else:
-        result = measure(load(), workload)
+        result = measure(load(), workload, float(seconds))
     with os.fdopen(int(descriptor), "w") as file:
         json.dump(result, file)
 

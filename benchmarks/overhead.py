@@ -1,8 +1,9 @@
 """What a training step costs in zae and in its peers, against the loop by hand: python benchmarks/overhead.py.
 
-Every measurement is a fresh process: the loop by hand (half of the work), the contestant, the loop by hand (the other
-half), in CPU time; the ratio is the contestant's to the two halves. Contestants are interleaved and rotated, and the
-median of the repetitions is given with its least and greatest. A contestant is one small file in contestants/.
+Every repetition is a fresh process: the loop by hand (half of the work), the contestant, the loop by hand (the other
+half), in CPU time; the ratio is the contestant's to the two halves. Where that is short, the process does it again, and
+gives the median. Contestants are interleaved and rotated, and the median of the repetitions is given with its least and
+greatest. A contestant is one small file in contestants/.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tqdm import tqdm
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
 WORKLOADS = ("mlp", "free", "short", "cnn", "all", "eval")
 TITLES = ("tiny MLP", "free loader", "50 epochs", "CNN", "all features", "evaluation")
 ORDER = ("bare", "zae_fast_data", "zae_eight_fast_data", "zae_core", "zae_eight")
+SECONDS = 9.0  # Of CPU time, in which a process measures again while it can.
 QUICK = [("zae_core", "free"), ("zae_eight", "free"), ("zae_fast_data", "mlp")]
 # One thread; and the allocator keeps what it has: page faults are the system's cost, and vary from run to run.
 SETTINGS = {
@@ -57,10 +61,10 @@ def contestants() -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(contestant: str, workload: str, terminal: bool) -> dict[str, Any]:
-    """One measurement in a process of its own; what it draws on its terminal is read and dropped."""
+def measure(contestant: str, workload: str, terminal: bool, seconds: float = 0.0) -> dict[str, Any]:
+    """One repetition in a process of its own; what it draws on its terminal is read and dropped."""
     read, write = os.pipe()
-    command = [sys.executable, str(HERE / "harness.py"), contestant, workload, str(write)]
+    command = [sys.executable, str(HERE / "harness.py"), contestant, workload, str(seconds), str(write)]
     master, slave = os.openpty() if terminal else (-1, -1)
     errors = slave if terminal else subprocess.PIPE
     with subprocess.Popen(
@@ -95,16 +99,21 @@ def _drain(descriptor: int, into: list[bytes]) -> None:
         pass
 
 
-def run(pairs: list[tuple[str, str]], repeats: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def run(pairs: list[tuple[str, str]], repeats: int, seconds: float) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """All measurements of contestants and workloads, interleaved and rotated."""
     known = contestants()
     results: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name, _ in pairs}
-    for repeat in range(repeats):
-        turn = repeat % len(pairs)
-        for name, workload in pairs[turn:] + pairs[:turn]:
-            results[name].setdefault(workload, []).append(measure(name, workload, known[name]["terminal"]))
-        sys.stderr.write(f"repetition {repeat + 1} of {repeats}\n")
+    order = [pair for repeat in range(repeats) for pair in _rotated(pairs, repeat)]
+    with tqdm(order, unit="process", dynamic_ncols=True) as bar:
+        for name, workload in bar:
+            bar.set_postfix_str(f"{known[name]['name']}: {TITLES[WORKLOADS.index(workload)]}")
+            results[name].setdefault(workload, []).append(measure(name, workload, known[name]["terminal"], seconds))
     return results
+
+
+def _rotated(pairs: list[tuple[str, str]], turn: int) -> list[tuple[str, str]]:
+    turn %= len(pairs)
+    return pairs[turn:] + pairs[:turn]
 
 
 def cell(rows: list[dict[str, Any]], key: str = "ratio", digits: int = 2) -> str:
@@ -194,9 +203,10 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
     parts = [
         "# What a training step costs",
         "CPU time of the same work, as a ratio to a loop written by hand: median (least-greatest) of "
-        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
-        "An asterisk marks final weights that are not bitwise those of the loop by hand. How the "
-        "loop by hand scatters against itself, in the first row, is the noise of the machine.",
+        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process, "
+        f"which measures again while {SECONDS:.0f} seconds allow it and gives its own median. An asterisk "
+        "marks final weights that are not bitwise those of the loop by hand. How the loop by hand scatters against "
+        "itself, in the first row, is the noise of the machine.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
         "![Ratio to the loop by hand, tiny MLP with a DataLoader](performance.svg)",
@@ -248,7 +258,7 @@ def main() -> None:
     pairs = [(name, workload) for workload in arguments.workloads or WORKLOADS for name in names]
     pairs = QUICK if arguments.quick else pairs
     workloads = [workload for workload in WORKLOADS if workload in {each for _, each in pairs}]
-    results = run(pairs, arguments.repeats or (4 if arguments.quick else 5))
+    results = run(pairs, arguments.repeats or (4 if arguments.quick else 5), 0.0 if arguments.quick else SECONDS)
     sys.stdout.write(f"{table(results, workloads)}\n\n{verdicts(results)}\n")
     if arguments.quick or arguments.no_page or arguments.only or arguments.workloads:
         return
