@@ -32,16 +32,16 @@ class CompileAddon(AddOnBase):
 
     One shape is compiled: that of the first full batch. A batch of any other (the short one at an epoch's end) runs
     eagerly instead of being compiled again, and so does evaluation, a step while a parameter has a hook, and
-    everything once the compiler refuses the step (it cannot follow ``.item()``, ``print`` or an LSTM into a graph); a
-    warning says why. The module that was given stays as it is, and a checkpoint has its keys: a run goes on from it
-    with or without this add-on. Compiled and eager arithmetic differ in the last bits. Two runs in one of the fixed
-    modes agree bitwise; with "auto" the clock decides.
+    everything once the compiler refuses the step (it cannot follow a decision by ``.item()``, ``print`` or an LSTM
+    into a graph); a warning says why. The module that was given stays as it is, and a checkpoint has its keys: a run
+    goes on from it with or without this add-on. Compiled and eager arithmetic differ in the last bits. Two runs in one
+    of the fixed modes agree bitwise; with "auto" the clock decides.
 
     Parameters
     ----------
     compile_mode : {"auto", "graph", "fused", "model"}
         "graph" compiles ``train_step`` and its gradient as one graph, and on the CPU steps SGD, Adam and AdamW with
-        their fused kernels, unless they were made with ``fused`` or ``foreach``.
+        their fused kernels, unless they were made with ``fused`` or ``foreach``, or of weights in half precision.
 
         "fused" compiles the whole step, on a CPU: forward, loss, backward, clip, the look for NaN, and the update of
         SGD, Adam or AdamW, which changes nothing where ``on_nonfinite`` does not let it. There is no ``.grad`` then:
@@ -226,8 +226,9 @@ class CompileAddon(AddOnBase):
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
-            # The same on any way to this step: a resumed run may begin with the short batch.
-            full = self._full in (None, leading_dimension(batch))
+            # The same on any way to this step: a resumed run may begin with the short batch. A lazy layer takes its
+            # weights from the random stream, which the compiler puts back.
+            full = self._full in (None, leading_dimension(batch)) and not graphs.are_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
                 self._settle_on(shapes)
         if shapes != self._shapes:
@@ -265,7 +266,7 @@ class CompileAddon(AddOnBase):
                     return self._whole(batch, parameters)
                 out, gradients = self._timed("graph", batch, count, parameters)
         except graphs.refusals() as error:  # It is refused as a whole, before anything is computed.
-            self._give_up(f"torch.compile refuses it: {str(error).strip()[:500]}")
+            self._give_up(graphs.reason_of(error))
             return None
         if self.compile_report["graphs"] != before:
             self._aliased |= graphs.sharing(parameters, gradients, tree_leaves((batch, out)))

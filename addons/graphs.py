@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WITH_KERNEL",
     "add_gradients",
+    "are_lazy",
     "by_kernel",
     "called_by",
     "check_compiler",
@@ -33,6 +34,7 @@ __all__ = [
     "has_hooks",
     "is_fusible",
     "options_of",
+    "reason_of",
     "refusals",
     "shapes_of",
     "sharing",
@@ -196,6 +198,17 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def are_lazy(parameters: Iterable[Tensor]) -> bool:
+    """Whether some parameters have yet to be made, by the first step.
+
+    Examples
+    --------
+    >>> are_lazy(nn.LazyLinear(2).parameters()), are_lazy(nn.Linear(2, 2).parameters())
+    (True, False)
+    """
+    return any(map(nn.parameter.is_lazy, parameters))
+
+
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody waits for a parameter's gradient: a graph calls nobody.
 
@@ -283,8 +296,7 @@ def is_fusible(optimizer: Optimizer) -> bool:
     (True, False, False)
     """
     return type(optimizer) in _FUSED and all(
-        leaves_kernel_open(group)
-        and all(parameter.is_cpu and parameter.is_floating_point() for parameter in group["params"])
+        leaves_kernel_open(group) and all(parameter.is_cpu for parameter in group["params"])
         for group in optimizer.param_groups
     )
 
@@ -302,7 +314,8 @@ def fits_kernel(optimizer: Optimizer) -> bool:
         return False
     if type(optimizer) is not SGD:
         return True
-    return len({optimizer.state[parameter].get("momentum_buffer") is None for parameter, _ in held}) < 2
+    # Its state is a defaultdict: asked by an index, it would begin to hold what is asked for.
+    return len({optimizer.state.get(parameter, {}).get("momentum_buffer") is None for parameter, _ in held}) < 2
 
 
 @contextmanager
@@ -354,6 +367,27 @@ def refusals() -> tuple[type[Exception], ...]:
     errors = torch._dynamo.exc
     limit = getattr(errors, "FailOnRecompileLimitHit", None)  # No TorchDynamoException, for all its name.
     return (errors.TorchDynamoException, *([] if limit is None else [limit]))
+
+
+def reason_of(refusal: Exception) -> str:
+    """Say why the compiler makes no graph, in its words or, where it has none, in ours.
+
+    Parameters
+    ----------
+    refusal : Exception
+        One of `refusals`.
+
+    Examples
+    --------
+    >>> reason_of(torch._dynamo.exc.Unsupported("cannot follow print"))
+    'torch.compile refuses it: cannot follow print'
+    """
+    if type(refusal).__name__ == "FailOnRecompileLimitHit":
+        return (
+            "torch.compile had to make a new graph of it again and again: it reads a Python value that changes from "
+            "step to step, a counter for instance (TORCH_LOGS=recompiles tells which)"
+        )
+    return f"torch.compile refuses it: {str(refusal).strip()[:500]}"
 
 
 def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:

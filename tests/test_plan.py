@@ -372,3 +372,12 @@ def test_plan_suggests_a_fused_optimizer_that_nobody_has_decided_on(optimizer: A
     notes = [n for n in Task(model, "cpu", optimizer=given).plan(1, batches).notes if "fused" in n]
     assert len(notes) == (kind is not None)
     assert all(f"{kind}(..., fused=True)" in note for note in notes)
+
+
+def test_plan_suggests_no_kernel_for_half_precision_on_the_cpu() -> None:
+    """Torch 2.13's fused SGD leaves most such weights as they were."""
+    model = nn.Linear(2, 1).bfloat16()
+    batches = [(torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.bfloat16))] * 2
+    plan = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)).plan(1, batches)
+    assert plan.steps == 2
+    assert not [note for note in plan.notes if "fused" in note]

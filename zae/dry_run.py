@@ -57,12 +57,13 @@ def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same groups and settings, and one number in each in place of the parameters."""
+    """An optimizer with the same groups and settings, and one number in place of the parameters of each type."""
     twin = SGD([torch.zeros(1)], lr=0.0)
     twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
-        {**{key: copy.copy(value) for key, value in group.items()}, "params": [torch.zeros(1)]}
+        {**{key: copy.copy(value) for key, value in group.items()}, "params": [torch.zeros(1, dtype=d) for d in types]}
         for group in optimizer.param_groups
+        for types in [{p.dtype for p in group["params"]}]
     ]
     return twin
 

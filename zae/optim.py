@@ -284,7 +284,7 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
 
 
 def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Whether a group's optimizer has a fused kernel, and nobody has said by which kernel it is to step.
+    """Whether a group's optimizer has a fused kernel that can be trusted, and nobody has said by which it is to step.
 
     Parameters
     ----------
@@ -300,7 +300,9 @@ def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
     [True, False]
     """
     unset = group.get("fused", False) is None and group.get("foreach") is None
-    return unset and not (group.get("capturable") or group.get("differentiable"))
+    # On the CPU, torch 2.13's fused SGD leaves most weights in half precision as they were.
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in group["params"] if p.is_cpu)
+    return unset and exact and not (group.get("capturable") or group.get("differentiable"))
 
 
 def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
