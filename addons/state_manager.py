@@ -42,7 +42,8 @@ class StateManagerAddon(AddOnBase):
     ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written beside its place and
     renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` says so, when a validation was
     the best so far, and at the end of a run. At SIGTERM, SIGUSR1 or Ctrl-C the step is finished, the state saved, and
-    the process ends with status 143 or 130. After an exception the state goes to ``crash-00000012``, which is never
+    the process ends with status 143 or 130; a validation is given up between two batches, and is the first that the
+    resumed run does. After an exception the state goes to ``crash-00000012``, which is never
     resumed from by itself; of several ranks the one that fails first saves it, without the others' random streams.
 
     Parameters
@@ -149,7 +150,7 @@ class StateManagerAddon(AddOnBase):
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
         self._passed_over: set[str] = set()
         self._to_replace: list[Path] = []
-        self._saved_at: tuple[int, int] | None = None
+        self._saved_at: tuple[int, int, str] | None = None
         self._undo_save: tuple[dict[str, float | None], list[Path]] = ({}, [])
 
     @property
@@ -190,7 +191,7 @@ class StateManagerAddon(AddOnBase):
             known = self._retention.scores.keys() | self._passed_over
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite)
         if self.save_on_signal:
-            self._stop_signals.install()
+            self._signals = self._stop_signals.install()
 
     def checkpoint(self) -> None:
         """Save when it is due, or when the validation of this moment was the best; end after a signal."""
@@ -215,7 +216,7 @@ class StateManagerAddon(AddOnBase):
         super().on_run_end()
         progress = self.progress_checker
         signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
-        if self._saved_at != (progress.epoch, progress.step):
+        if self._saved_at != (progress.epoch, progress.step, self._due):
             self.save_state()
         if signal is not None:
             self._settle_save()
@@ -290,7 +291,7 @@ class StateManagerAddon(AddOnBase):
         try:
             self._hand_over(target, replaces if path is None else [])
             if path is None:
-                self._saved_at, self._to_replace = (progress.epoch, progress.step), []
+                self._saved_at, self._to_replace = (progress.epoch, progress.step, self._due), []
                 for name in doomed:
                     del self._retention.scores[name]
         except BaseException as error:
@@ -365,7 +366,7 @@ class StateManagerAddon(AddOnBase):
         self.run_id = manifest["run_id"]
         if found in files.list_checkpoints(self.save_path):
             self._retention.scores.setdefault(found.name, None)  # It itself was not yet in its own list.
-        self._saved_at = (self.progress_checker.epoch, self.progress_checker.step)
+        self._saved_at = (self.progress_checker.epoch, self.progress_checker.step, self._due)
         _log.info("loaded %s (step %d)", found, self.progress_checker.step)
 
     def restore_best(self) -> Path:

@@ -67,6 +67,8 @@ def was_in_step(trainer: Trainer, error: BaseException, began_at: int, rested_at
     ...     was_in_step(trainer, error, 0, -1), was_in_step(trainer, ValueError("of another place"), 0, -1)
     (True, None)
     """
+    if trainer._due and trainer._signals:
+        return False  # The validation would have been given up: the state is that of before it.
     last = began_at if rested_at < 0 else rested_at
     in_step = trainer.progress_checker.batch != last or _is_of_a_step(trainer, error)
     return None if last < 0 or (rested_at < 0 and not in_step) else in_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from zae.fast_data import batches_of
 from zae.faults import explain_error
 from zae.loading import check_loader, describe
 from zae.records import Metrics, in_turn, to_host
+from zae.sharding import shares_of
+from zae.signals import Agreed, GivenUp
+from zae.workers import part_from_workers
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -56,13 +59,24 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
             module.training = True
 
 
-def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
-    """Evaluate one loader."""
+def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
+    """Evaluate one loader, or give it up between two batches, where signals that ask for the end are looked at."""
     trainer.log_test.clear()
     with testing(trainer, loader):
-        _record_all(trainer, batches_of(trainer.wrap_loader(loader, False), trainer.fast_data))
-        trainer.log_test = session.whole_log(trainer, trainer.log_test)
-        metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
+        own = trainer.wrap_loader(loader, False)
+        batches = batches_of(own, trainer.fast_data)
+        if signals is None or trainer.world_size == 1:
+            is_whole = _record_all(trainer, batches, signals)
+        else:
+            agreed = Agreed(trainer, signals, len(shares_of(own) or ()))
+            is_whole = _record_all(trainer, agreed.walk(batches), agreed.signals) and not agreed.signals
+        if is_whole:
+            trainer.log_test = session.whole_log(trainer, trainer.log_test)
+            metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
+    if not is_whole:  # Raised here, where every context has been left as after any evaluation.
+        trainer.log_test.clear()
+        part_from_workers(batches)
+        raise GivenUp
     if not len(trainer.log_test):
         once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
         raise LoaderError(
@@ -72,12 +86,17 @@ def test_epoch(trainer: Trainer, loader: Any) -> Metrics:
     return metrics
 
 
-def _record_all(trainer: Trainer, batches: Iterator[Any]) -> None:
-    """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it."""
+def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None) -> bool:
+    """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it.
+
+    It says whether it came to the end.
+    """
     context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
     record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
     own, test_step = trainer._own, trainer.test_step
     for batch in batches:
+        if signals:
+            return False
         if batch is None:
             continue
         samples = samples_on_host(batch) if own.batch else 0
@@ -92,6 +111,7 @@ def _record_all(trainer: Trainer, batches: Iterator[Any]) -> None:
             _refuse(trainer, out, batch)
         targets = out.get("num_targets")
         record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
+    return True
 
 
 def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:
@@ -113,14 +133,14 @@ def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
     return out
 
 
-def evaluate(trainer: Trainer, loader: Any) -> dict[str, float]:
+def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:
     """Evaluate one loader, or each of several and their mean."""
     if not isinstance(loader, Mapping):
         check_loader(loader)
-        return dict(test_epoch(trainer, loader))
+        return dict(test_epoch(trainer, loader, signals))
     for name, each in loader.items():
         check_loader(each, f"loader[{name!r}]")
-    rows = {name: test_epoch(trainer, each) for name, each in loader.items()}
+    rows = {name: test_epoch(trainer, each, signals) for name, each in loader.items()}
     metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
     common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
     return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}

@@ -101,7 +101,7 @@ def _dead(frames: list[FrameType]) -> str:
 def _asks_for_data(frames: list[FrameType], frame: FrameType) -> bool:
     """Whether what a frame called, and what failed there, was a loader."""
     called = frames[frames.index(frame) + 1 :][:1]
-    modules = ("torch.utils.data.", "torchdata.", "zae.fast_data")
+    modules = ("torch.utils.data.", "torchdata.", "zae.fast_data", "zae.signals")
     return any(str(each.f_globals.get("__name__")).startswith(modules) for each in called)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -15,6 +16,7 @@ from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
 from zae.records import EpochLog, Metrics, MetricsDict, merge_logs, merge_sums, split_prefix
 from zae.schedulers import is_plateau
+from zae.signals import GivenUp
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -71,6 +73,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     if not progress.epoch_batch:
         trainer.log_train.begin_epoch()
         trainer.log_test.clear()
+    trainer._due = ""
     direct.bind(trainer)
     trainer.zero_grad()  # A step that an exception cut short has left its gradients.
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
@@ -86,7 +89,7 @@ def after_step(trainer: Trainer) -> bool:
         log_training(trainer)
     loader, every = trainer._valid
     if every.steps and loader is not None and every.due_at_step(step):
-        trainer.validate()
+        _validate(trainer, "step")
     trainer.checkpoint()
     if trainer._bar.shown and trainer._bar.due():
         trainer._bar.update(progress.epoch_batch, lambda: shown(trainer))
@@ -96,6 +99,8 @@ def after_step(trainer: Trainer) -> bool:
 def is_complete(trainer: Trainer, loader: Any, batches: Iterator[Any]) -> bool:
     """Whether the step that ends the loop over the batches is the last of the epoch."""
     progress = trainer.progress_checker
+    if trainer._due:  # First of all comes its validation, when it is resumed.
+        return False
     if progress.epoch_step == trainer._epoch_steps:
         return True
     # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
@@ -129,11 +134,39 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
     return trainer.train_metrics
 
 
-def judge_epoch(trainer: Trainer) -> None:
-    """Validate where it is due, or judge the epoch by its training metrics where nothing is validated."""
+def make_up(trainer: Trainer) -> None:
+    """Make the validation that the state of this run has begun, and what comes after it."""
+    if trainer._calls != len(trainer.progress_checker.run_starts):
+        return  # It is of a later call of ``run``.
+    if trainer._due == "epoch":
+        end_epoch(trainer)
+    elif trainer._due:
+        _validate(trainer, "step")
+        trainer.checkpoint()
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """Judge the epoch that has just been closed, tell of its end, and save."""
     loader, every = trainer._valid
-    if loader is not None and every.due_at_epoch(trainer.progress_checker.epoch):
-        trainer.validate()
+    if trainer._due or (loader is not None and every.due_at_epoch(trainer.progress_checker.epoch)):
+        _validate(trainer, "epoch")
+    if not trainer._due:
+        _judge_epoch(trainer, loader)
+        trainer.on_epoch_end()
+    trainer.checkpoint()
+
+
+def _validate(trainer: Trainer, moment: str) -> None:
+    """Validate; where a signal asks for the end meanwhile, it stays due: the state is as before it."""
+    trainer._due = moment if trainer._valid[0] is not None else ""
+    if trainer._due:
+        with suppress(GivenUp):
+            trainer.validate()
+            trainer._due = ""
+
+
+def _judge_epoch(trainer: Trainer, loader: Any) -> None:
+    """Judge the epoch by its training metrics where nothing is validated, and show it."""
     if loader is None or _watches_training(trainer):
         judge(trainer, "train", trainer.train_metrics)
     step, shown = trainer.progress_checker.step, dict(trainer.train_history[-1])
@@ -172,6 +205,7 @@ def is_better(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
 
 
 def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    trainer._due = ""
     trainer.test_metrics = Metrics(metrics)
     trainer.valid_history.append(row(trainer, "valid", metrics))
     trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)

@@ -73,7 +73,7 @@ class Shares(Protocol):
 
 
 def shares_of(loader: Any) -> Shares | None:
-    """Find the shares of a training loader that `shard` returned; None for a stream, whose shares nobody knows."""
+    """Find the shares of a loader that `shard` returned; None for a stream, whose shares nobody knows."""
     for each in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(each, (SampleShards, BatchShards, ListShards)):
             return each

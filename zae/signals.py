@@ -1,18 +1,30 @@
-"""Signals that ask a run to end: the step is finished and saved first."""
+"""Signals that ask a run to end: the step is finished and saved first, a validation is given up."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from zae.workers import mute_workers, unmute_workers
 
-__all__ = ["StopSignals"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Agreed", "GivenUp", "StopSignals"]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+_SECONDS = 2.0  # How often several ranks ask one another in a validation, about.
+
+
+class GivenUp(BaseException):
+    """A validation that was left between two batches, for a signal asks for the end; only the session meets it."""
 
 
 class StopSignals:
@@ -24,42 +36,57 @@ class StopSignals:
 
     Attributes
     ----------
+    noted : list of int
+        The first signal that came; empty until then. It is always the same list, which a loop may look at each time.
     received : int or None
-        The first signal that came.
+        The same as a value.
 
     Examples
     --------
     >>> signals = StopSignals()
-    >>> signals.install()
+    >>> noted = signals.install()
     >>> signal.raise_signal(signal.SIGTERM)
-    >>> signals.received == signal.SIGTERM
+    >>> noted == [signals.received] == [signal.SIGTERM]
     True
     >>> signals.restore()
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self.noted: list[int] = []
         self._pid = 0
         self._before: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": {}, "received": None}  # Handlers belong to a process.
+        return {**self.__dict__, "_before": {}, "noted": []}  # Handlers belong to a process.
 
-    def install(self) -> None:
-        """Begin to note."""
+    @property
+    def received(self) -> int | None:
+        """The first signal that came."""
+        return self.noted[0] if self.noted else None
+
+    def install(self) -> list[int]:
+        """Begin to note.
+
+        Returns
+        -------
+        list of int
+            What it notes in: ``noted``.
+        """
         if self._before or threading.current_thread() is not threading.main_thread():
-            return
-        self.received, self._pid = None, os.getpid()
+            return self.noted
+        self.noted.clear()
+        self._pid = os.getpid()
         for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
             before = signal.getsignal(number)
             if before is not None and before != signal.SIG_IGN:  # None: a handler that Python cannot put back.
                 self._before[number] = before
                 signal.signal(number, self._note)
+        return self.noted
 
     def restore(self) -> None:
         """Put the handlers that were there before back, but not over one that was installed meanwhile."""
         before, self._before = self._before, {}
-        if self.received is not None:
+        if self.noted:
             unmute_workers()
         for number, handler in before.items():
             if signal.getsignal(number) in (self._note, signal.SIG_DFL):
@@ -82,7 +109,7 @@ class StopSignals:
         """
         before = self._before.get(number)
         self.restore()
-        self.received = None
+        self.noted.clear()
         if callable(before) and before is not signal.default_int_handler:
             before(number, None)
         if number == signal.SIGINT:
@@ -96,8 +123,8 @@ class StopSignals:
         # What cannot be interrupted at once in Python, a long call of C, can be by the system.
         for each in {number, int(signal.SIGINT)} & self._before.keys():
             signal.signal(each, signal.SIG_DFL)
-        if self.received is None:
-            self.received = number
+        if not self.noted:
+            self.noted.append(number)
             mute_workers(expected=True)  # The signal may have gone to them too.
 
     def _pass_on(self, number: int) -> None:
@@ -105,3 +132,54 @@ class StopSignals:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+class Agreed:
+    """What several ranks agree on while each walks its share of a validation: whether a signal has come to any of them.
+
+    They ask one another before the first batch, and then about every two seconds: before batches whose numbers follow
+    from times that all of them know, and that every rank has. A rank with more batches than another waits for nobody.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        One of the ranks.
+    signals : sequence of int
+        Those that have come to this rank, at any moment.
+    batches : int
+        How many batches this rank has; 0 where it does not know.
+
+    Attributes
+    ----------
+    signals : list of int
+        Empty until the ranks have agreed on the end.
+    """
+
+    def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
+        self._trainer, self._own = trainer, signals
+        found = trainer.gather((list(signals), batches))
+        self.signals = [number for numbers, _ in found for number in numbers]
+        self._least = min(count for _, count in found)
+
+    def walk(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the batches, and look up between them.
+
+        Parameters
+        ----------
+        batches : iterator
+            Those of this rank.
+
+        Returns
+        -------
+        iterator
+            The same.
+        """
+        ask_at, began = 1, time.monotonic()
+        for index, batch in enumerate(batches):
+            if index == ask_at and index < self._least:
+                told = torch.tensor([len(self._own), (time.monotonic() - began) / index], dtype=torch.float64)
+                signals, seconds = self._trainer.reduce(told).tolist()
+                self.signals += [0] * bool(signals)
+                # The mean of a few batches may be anything: at most twice as many lie before the next time.
+                ask_at += int(min(index, max(1.0, _SECONDS * self._trainer.world_size / max(seconds, 1e-9))))
+            yield batch

@@ -39,7 +39,8 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         "scheduler": {name: each.state_dict() for name, each in _schedulers(trainer).items()},
         "progress": trainer.progress_checker.state_dict(),
         "records": {
-            "log_train": trainer.log_train.state_dict(bool(trainer.progress_checker.epoch_batch)),
+            # A validation that is due may take a metric of what was trained in the epoch that has just been closed.
+            "log_train": trainer.log_train.state_dict(bool(trainer.progress_checker.epoch_batch or trainer._due)),
             "train_metrics": dict(trainer.train_metrics),
             "test_metrics": dict(trainer.test_metrics),
             "train_history": [dict(row) for row in trainer.train_history],
@@ -49,13 +50,14 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
             "grad_norm": trainer.grad_norm,
         },
         "position": trainer._position.state_dict(),
+        **({"validation": trainer._due} if trainer._due else {}),
     }
 
 
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Check the whole state first, and only then take it over."""
     missing = [key for key in _KEYS if key not in state]
-    leftover = [str(key) for key in state if key not in _KEYS]
+    leftover = [str(key) for key in state if key not in (*_KEYS, "validation")]
     if missing:
         raise _incomplete(missing, state)
     if leftover:
@@ -76,7 +78,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     for name, optimizer in optimizers.items():
         optim.check_groups(name, optimizer, state["optimizer"][name])
     outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
-    progress, log = ProgressChecker(), EpochLog("log_train")
+    progress, log, due = ProgressChecker(), EpochLog("log_train"), _due_of(state)
     progress.load_state_dict(state["progress"])
     log.load_state_dict(state["records"]["log_train"])
 
@@ -90,9 +92,17 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
     trainer.progress_checker, trainer.log_train = progress, log
-    trainer._calls = len(progress.run_starts)
+    trainer._due, trainer._calls = due, len(progress.run_starts)
     trainer._position.load_state_dict(state["position"])
     _load_records(trainer, state["records"])
+
+
+def _due_of(state: Mapping[str, Any]) -> str:
+    """The moment whose validation is due; a state names it only where there is one, and an older zae refuses that."""
+    due = state.get("validation", "")
+    if due not in ("", "step", "epoch"):
+        raise CheckpointMismatch(f"the state says of its validation {due!r:.80}, which is not 'step' or 'epoch'")
+    return str(due)
 
 
 def _outside(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:

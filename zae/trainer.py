@@ -149,6 +149,8 @@ class Trainer(metaclass=TrainerMeta):
         self._position, self._bar = Position(self.fast_data), Bar(False)
         self._ready, self._seeded, self._own = False, False, direct.Own()
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
+        self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
+        self._signals: list[int] = []  # What asks for the end.
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -253,13 +255,12 @@ class Trainer(metaclass=TrainerMeta):
             self._valid = (valid_loader, plan.valid_every)
             last_epoch = session.begin_run(self, loader, plan)
             self.on_run_begin()
+            session.make_up(self)
             while self.progress_checker.epoch < last_epoch and not session.finished(self):
                 self.on_epoch_begin()
                 self.run_epoch(loader)
                 if not self.progress_checker.epoch_batch:  # Else the run ends in the middle of the epoch.
-                    session.judge_epoch(self)
-                    self.on_epoch_end()
-                    self.checkpoint()
+                    session.end_epoch(self)
             self.on_run_end()
         except BaseException as error:
             with undisturbed():
@@ -284,7 +285,7 @@ class Trainer(metaclass=TrainerMeta):
         """
         self._set_up()
         if self.mode == "test":
-            return evaluation.test_epoch(self, loader)
+            return evaluation.test_epoch(self, loader, None)
         self._clipped, self.parameters = optim.listed(self._optimizers, self._module)  # It may have grown.
         loader = self.wrap_loader(loader, True)
         session.open_epoch(self, loader)
@@ -685,7 +686,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
-        metrics = evaluation.evaluate(self, self._valid[0])
+        metrics = evaluation.evaluate(self, self._valid[0], self._signals if self._due else None)
         session.note_validation(self, metrics)
         session.judge(self, "valid", metrics)
         return metrics
@@ -721,7 +722,8 @@ class Trainer(metaclass=TrainerMeta):
         Returns
         -------
         dict
-            "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on.
+            "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on;
+            "validation" where that of this moment is still to be made.
         """
         return read_core(self)
 
