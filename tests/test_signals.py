@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,6 +290,37 @@ def test_fb4_where_nothing_can_be_validated_and_where_the_epoch_begins_again(fol
     lines = [json.loads(line) for line in ended["lines"].splitlines()]
     assert [line["step"] for line in lines if "valid/loss" in line] == [4, 8, 12, 16]
     assert ended["ends"] == [1, 2]
+
+
+@pytest.mark.parametrize("place", ["train", "valid"])
+def test_fd3_workers_that_persist_and_a_process_that_goes_on(folder: Path, place: str) -> None:
+    """F-D3: in a notebook Ctrl-C ends a run, and the next one asks the same loader, whose workers were told to end."""
+
+    class Interrupted(Watched):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            if place == "train" and self.progress_checker.step == 2 and self.at:
+                self.at = os.kill(os.getpid(), INT)
+            return super().train_step(batch)
+
+    def notebook() -> Any:
+        ignored: list[Any] = []
+        sys.unraisablehook = ignored.append
+        model = faults.classifier()
+        trainer = Interrupted.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), notes=folder / "notes",
+            at=(6, 1), number=INT, save_path=folder / "run", log_bar=False,
+        )  # fmt: skip
+        loader, valid = (hand.loader(size, 4, num_workers=1, persistent_workers=True) for size in (22, 20))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(2, loader, valid)
+        interrupted = trainer.progress_checker.step
+        trainer.at = None
+        metrics = trainer.run(2, loader, valid)
+        assert not ignored
+        return interrupted, metrics["step"], [row["step"] for row in metrics["valid_metrics_history"]]
+
+    expected = (3, 12, [6, 12]) if place == "train" else (6, 18, [6, 12, 18])
+    assert answer(notebook) == expected
 
 
 class OfTwo(faults.Task):

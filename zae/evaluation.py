@@ -75,7 +75,7 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
             metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
     if not is_whole:  # Raised here, where every context has been left as after any evaluation.
         trainer.log_test.clear()
-        part_from_workers(batches)
+        part_from_workers(batches, own)
         raise GivenUp
     if not len(trainer.log_test):
         once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"

@@ -332,7 +332,7 @@ class Position:
             raise
         finally:
             if deaths_expected():
-                part_from_workers(iterator)
+                part_from_workers(iterator, self.loader)
         absent = len(self._absent)
         if absent > given:
             raise LoaderError(

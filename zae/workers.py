@@ -49,7 +49,7 @@ def deaths_expected() -> bool:
     return _expected
 
 
-def part_from_workers(iterator: Any) -> None:
+def part_from_workers(iterator: Any, loader: Any = None) -> None:
     """Tell the workers of a torch iterator to end, without waiting for a lock that a killed one holds for ever.
 
     torch does so itself when the iterator is freed; there it waits for the lock of the event without an end. The
@@ -59,6 +59,9 @@ def part_from_workers(iterator: Any) -> None:
     ----------
     iterator : object
         What ``iter(loader)`` returned; anything but an iterator of torch with workers is left alone.
+    loader : object, optional
+        Whose iterator it is: with ``persistent_workers=True`` it would ask the workers that are told to end here for
+        its next epoch, and wait for ever.
     """
     event = getattr(iterator, "_workers_done_event", None)
     lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
@@ -69,6 +72,8 @@ def part_from_workers(iterator: Any) -> None:
         flag.release()
         lock.release()
     iterator._workers_done_event = _Told()
+    if getattr(loader, "_iterator", None) is iterator:
+        loader._iterator = None
 
 
 class _Told:
@@ -76,3 +81,7 @@ class _Told:
 
     def set(self) -> None:
         """Do nothing."""
+
+    def is_set(self) -> bool:
+        """Say so."""
+        return True
