@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -24,7 +25,10 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch.utils.data._utils import collate as collates
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from zae import Trainer
 from zae.fast_data import batches_of, why_not
@@ -195,7 +199,7 @@ def test_the_dataset_is_not_asked_for_samples(
     asked: list[Any] = []
     original = TensorDataset.__getitem__
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: asked.append(index) or original(self, index))
-    assert batches.__name__ == walk
+    assert batches.gi_frame.f_locals["pieces"].__name__ == walk
     assert len(list(batches)) > 0
     assert not asked
     assert len(list(loader)) > 0
@@ -233,16 +237,71 @@ def test_weights_for_rows_that_are_not_there_are_refused_as_the_plain_loader_ref
             list(batches_of(loader, fast))
 
 
-def test_new_tensors_of_a_dataset_are_seen_at_the_next_batch() -> None:
-    def seen(fast: bool) -> list[list[float]]:
-        dataset = TensorDataset(torch.arange(6.0))
-        rows = []
-        for (batch,) in batches_of(DataLoader(dataset, batch_size=2), fast):
-            rows.append(batch.tolist())
-            dataset.tensors = (dataset.tensors[0] * 10,)
-        return rows
+def double(loader: Any) -> None:
+    loader.dataset.tensors = tuple(tensor * 2 for tensor in loader.dataset.tensors)
 
-    assert seen(True) == seen(False) == [[0.0, 1.0], [20.0, 30.0], [400.0, 500.0]]
+
+def shorten(loader: Any) -> None:
+    loader.dataset.tensors = tuple(tensor[:5] for tensor in loader.dataset.tensors)
+
+
+def transpose(loader: Any) -> None:
+    inputs, targets = loader.dataset.tensors
+    loader.dataset.tensors = (inputs.transpose(1, 2).contiguous().transpose(1, 2), targets)
+
+
+def turn_round(loader: Any) -> None:
+    loader.dataset.indices = loader.dataset.indices[::-1]
+
+
+def leave_out(loader: Any) -> None:
+    loader.dataset.indices = loader.dataset.indices[:-3]
+
+
+def take_another(loader: Any) -> None:
+    loader.dataset.dataset = TensorDataset(*(tensor * 3 for tensor in loader.dataset.dataset.tensors))
+
+
+def take_samples(loader: Any) -> None:
+    loader.dataset.dataset = [(torch.ones(1), index) for index in range(20)]
+
+
+def take_more(loader: Any) -> None:
+    loader.batch_sampler.batch_size += 1
+
+
+def drop(loader: Any) -> None:
+    loader.batch_sampler.drop_last = True
+
+
+@pytest.mark.parametrize("sampler", ["in order", "shuffled, a generator", "WeightedRandomSampler", "rank 0 of 2"])
+@pytest.mark.parametrize(
+    ("change", "subset"),
+    [(double, False), (shorten, False), (transpose, False), (take_more, False), (drop, False)]
+    + [(each, True) for each in (turn_round, leave_out, take_another, take_samples, take_more)],
+)
+def test_what_a_step_changes_is_seen_at_the_next_batch(
+    change: Callable[[Any], None], subset: bool, sampler: str
+) -> None:
+    """Other tensors, indices, datasets and batch sizes: batches, random states and errors are the plain loader's."""
+
+    def seen(fast: bool) -> list[Any]:
+        data = TensorDataset(*tensors(9)[:2])
+        made = SAMPLERS[sampler](
+            Subset(data, [8, 1, 5, 0, -2, 3, 3]) if subset else data, batch_size=2, drop_last=False
+        )
+        torch.manual_seed(3)
+        found: list[Any] = []
+        try:
+            for batch in batches_of(made, fast):
+                found += [described(batch), states(made)]
+                change(made)
+        except Exception as error:
+            found.append((type(error), str(error)))
+        return [*found, states(made)]
+
+    assert len(seen(True)) > 3
+    assert seen(True) == seen(False)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +341,22 @@ class Longer(TensorDataset):
         return 2
 
 
+class Drawing(TensorDataset):
+    """Gives other tensors each time that it is asked for them."""
+
+    tensors = property(lambda self: (torch.rand(4),), lambda self, tensors: None)  # type: ignore[assignment]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream with a method that its loader never calls."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(5))
+
+    def __getitems__(self, indices: Any) -> Any:
+        raise AssertionError("asked for rows")
+
+
 class Loader(DataLoader[Any]):
     """A loader of another kind."""
 
@@ -306,6 +381,8 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "samples": (lambda: DataLoader([1, 2, 3]), "a list, is no TensorDataset"),
     "__getitem__": (lambda: DataLoader(Doubled(X)), "a Doubled, is no TensorDataset"),
     "__len__": (lambda: DataLoader(Longer(X)), "a Longer, is no TensorDataset"),
+    "property": (lambda: DataLoader(Drawing(X)), "a Drawing, is no TensorDataset"),
+    "stream": (lambda: DataLoader(Stream(), batch_size=2), "is an IterableDataset"),
     "transposed": (lambda: of(torch.ones(3, 4).t()), "tensor 0 of its dataset is empty or not contiguous"),
     "memory format": (
         lambda: of(X, torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last)),
@@ -340,6 +417,36 @@ def test_a_changed_collate_or_default_device_takes_the_plain_loader(monkeypatch:
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: "mine")
     assert "default collate" in str(why_not(loader))
     assert list(batches_of(loader)) == ["mine", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"), (TensorDataset, "__getitem__"), (Subset, "__len__")]
+    + [(sampler, "__iter__") for sampler in (BatchSampler, SequentialSampler, RandomSampler, WeightedRandomSampler)],
+)
+def test_what_somebody_has_put_in_place_of_a_method_of_torch_is_called(
+    kind: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = getattr(kind, name), []
+    monkeypatch.setattr(kind, name, lambda *args: calls.append(name) or original(*args))
+    loader = SAMPLERS[{WeightedRandomSampler: kind.__name__, RandomSampler: "shuffled"}.get(kind, "in order")](
+        Subset(TensorDataset(X), range(4)), batch_size=2
+    )
+    assert why_not(loader) == f"{kind.__name__}.{name} was replaced"
+    assert len([*batches_of(loader)]) in (2, 6)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["default_collate", "collate_tensor_fn"])
+def test_a_collate_function_of_torch_that_was_replaced_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(batch: Any, **options: Any) -> Any:
+        return "mine"
+
+    monkeypatch.setattr(collates, name, mine)
+    monkeypatch.setitem(default_collate_fn_map, Tensor, mine)
+    loader = of(X)
+    assert "collate" in str(why_not(loader))
+    assert "mine" in next(iter(batches_of(loader)))
 
 
 def test_strides_of_one_channel_are_why_contiguous_is_not_enough() -> None:
@@ -414,19 +521,17 @@ def test_the_weights_are_those_of_the_loop_by_hand() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_evaluation_and_inference_take_the_path_that_was_asked_for(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    original = TensorDataset.__getitem__
+    asked: list[Any] = []
+    original = _MapDatasetFetcher.fetch
     loader = hand.loader(shuffle=False)
 
-    def note(self: TensorDataset, index: int) -> Any:
-        asked.append(index)
-        return original(self, index)
+    def note(self: Any, entry: Any) -> Any:
+        asked.append(entry)
+        return original(self, entry)
 
     task = trainer(fast)
     expected = task.evaluate(list(loader))
-    monkeypatch.setattr(TensorDataset, "__getitem__", note)
-    # The dataset's own method was changed for everybody: what is compared is who was asked.
-    monkeypatch.setattr("zae.fast_data._is_of_tensors", lambda dataset: True)
+    monkeypatch.setattr(_MapDatasetFetcher, "fetch", note)
     assert task.evaluate(loader) == expected
     assert len(task.inference(loader)) == len(loader)
-    assert len(asked) == (0 if fast else 2 * 22)
+    assert len(asked) == (0 if fast else 2 * len(loader))

@@ -4,12 +4,14 @@ A ``DataLoader`` without workers asks its dataset for one sample after another a
 that is most of a small model's step, and one ``index_select`` gives the same batch. What is walked here is the
 loader's own batch sampler, and from the loader's generators is drawn what the DataLoader's iterator draws, at the same
 moments: the batches, their order and every random state are bitwise those of the plain loader. Whatever is not
-recognised takes the plain loader; `why_not` says what that is.
+recognised takes the plain loader; `why_not` says what that is. What a step changes in the dataset, its next batch
+has, as ever; only indices of a ``Subset`` that are changed in place are read as an epoch begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -24,6 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data._utils import collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = ["batches_of", "why_not"]
 
@@ -31,6 +35,19 @@ _CUT = 256  # Pieces that are cut at once: their views are all alive.
 # Types that index_select and stack treat alike: both copy the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _COPIED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
+# What this path does in the place of: where somebody has put something else there, that is what is called.
+_COLLATE, _STACK = collate.default_collate, collate.collate_tensor_fn
+_NAMES: dict[type, tuple[str, ...]] = {
+    DataLoader: ("__iter__", "_get_iterator"),
+    _BaseDataLoaderIter: ("__next__",),
+    BatchSampler: ("__iter__",),
+    SequentialSampler: ("__iter__",),
+    RandomSampler: ("__iter__",),
+    WeightedRandomSampler: ("__iter__",),
+    TensorDataset: ("__getitem__", "__len__"),
+    Subset: ("__getitem__", "__getitems__", "__len__"),
+}
+_METHODS = {(kind, name): getattr(kind, name) for kind, names in _NAMES.items() for name in names}
 
 
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
@@ -58,21 +75,21 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     """
     if not fast or why_not(loader) is not None:
         return iter(loader)
-    batches, source = loader.batch_sampler, _source_of(loader.dataset)
+    batches, dataset = loader.batch_sampler, loader.dataset
     # First the sampler begins, then DataLoader draws the seed of its workers, also where there are none.
     entries = iter(batches)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    if source is None:
-        return _gotten(loader, entries)
+    if not _is_of_tensors(_innermost(dataset)):
+        return (_asked(loader, entry) for entry in entries)
     kind = type(batches.sampler) if type(batches) is BatchSampler else None
-    if kind is SequentialSampler and batches.sampler.data_source is loader.dataset:
-        return _in_order(batches, *source)
-    if kind is RandomSampler and batches.sampler.data_source is loader.dataset and _permutes(batches.sampler):
-        return _shuffled(batches, *source)
+    if kind is SequentialSampler and batches.sampler.data_source is dataset:
+        return _gathered(loader, _in_order(batches))
+    if kind is RandomSampler and batches.sampler.data_source is dataset and _permutes(batches.sampler):
+        return _gathered(loader, _shuffled(batches))
     # It knows no data; one with weights for rows that are not there is left to the dataset, and so is its error.
-    if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(loader.dataset):
-        return _weighted(batches, *source)
-    return _sampled(loader, entries, *source)
+    if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(dataset):
+        return _gathered(loader, _weighted(batches))
+    return _gathered(loader, _sampled(entries, len(dataset)))
 
 
 def why_not(loader: Any) -> str | None:
@@ -102,19 +119,20 @@ def why_not(loader: Any) -> str | None:
         "it has a worker_init_fn": loader.worker_init_fn,
         f"it has timeout={loader.timeout}": loader.timeout,
         "it has batch_size=None": loader.batch_sampler is None,
-        "it has a collate_fn of its own": loader.collate_fn is not collate.default_collate,
+        "it has a collate_fn of its own": loader.collate_fn is not _COLLATE,
         "the default collate was given other functions": not _collates_as_usual(),
         "its _get_iterator was replaced": "_get_iterator" in vars(loader),
         f"torch's default device is {torch.get_default_device()}": torch.get_default_device().type != "cpu",
+        "its dataset is an IterableDataset": isinstance(loader.dataset, IterableDataset),
     }
+    for (kind, name), method in _METHODS.items():
+        reasons[f"{kind.__name__}.{name} was replaced"] = getattr(kind, name) is not method
     return next((reason for reason, holds in reasons.items() if holds), None) or _why_not_over(loader.dataset)
 
 
 def _why_not_over(dataset: Any) -> str | None:
     """Why the samples of a dataset cannot be gathered."""
-    source = dataset
-    while _is_subset(source):
-        source = source.dataset
+    source = _innermost(dataset)
     if not _is_of_tensors(source):
         if getattr(dataset, "__getitems__", None):
             return None
@@ -149,8 +167,15 @@ def _why_not_tensor(tensor: Any) -> str | None:
 def _collates_as_usual() -> bool:
     """Whether tuples of tensors are stacked: ``default_collate_fn_map`` is open to everybody."""
     functions = collate.default_collate_fn_map
-    stacks = functions.get(Tensor) is collate.collate_tensor_fn
+    stacks = functions.get(Tensor) is _STACK
     return stacks and not any(isinstance((), kind) for kind in functions)
+
+
+def _innermost(dataset: Any) -> Any:
+    """What a Subset is of, at any depth; any other dataset is that itself."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def _is_of_tensors(dataset: Any) -> bool:
@@ -159,16 +184,9 @@ def _is_of_tensors(dataset: Any) -> bool:
         isinstance(dataset, TensorDataset)
         and type(dataset).__getitem__ is TensorDataset.__getitem__
         and type(dataset).__len__ is TensorDataset.__len__
+        and not hasattr(type(dataset), "tensors")  # A property may give others each time.
         and not hasattr(dataset, "__getitems__")
     )
-
-
-def _is_subset(dataset: Any) -> bool:
-    """Whether a dataset is a Subset, itself, whose indices are plain whole numbers."""
-    if type(dataset) is not Subset:
-        return False
-    indices = dataset.indices
-    return isinstance(indices, range) or (isinstance(indices, (list, tuple)) and set(map(type, indices)) == {int})
 
 
 def _permutes(sampler: RandomSampler) -> bool:
@@ -176,80 +194,115 @@ def _permutes(sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _source_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
-    """The TensorDataset that a dataset is or is a part of, and which of its rows; None is all of them."""
-    if not _is_subset(dataset):
-        return (dataset, None) if _is_of_tensors(dataset) else None
-    inner = _source_of(dataset.dataset)
-    if inner is None:
+def _in_order(batches: Any) -> Iterator[slice]:
+    """The rows of a SequentialSampler."""
+    length, size, drops, start = len(batches.sampler), batches.batch_size, batches.drop_last, 0
+    while start < length - (size - 1 if drops else 0):
+        yield slice(start, start + size)
+        start += size
+        size = size if drops else batches.batch_size
+
+
+def _shuffled(batches: Any) -> Iterator[Tensor]:
+    """The rows of a RandomSampler without replacement."""
+    length, generator = len(batches.sampler), batches.sampler.generator
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    # Asked for more than there are, the sampler draws another order, of which it takes nothing.
+    yield from _cut(
+        torch.randperm(length, generator=generator), batches, lambda: torch.randperm(length, generator=generator)
+    )
+
+
+def _weighted(batches: Any) -> Iterator[Tensor]:
+    """The rows of a WeightedRandomSampler, which draws all of them at once."""
+    sampler = batches.sampler
+    yield from _cut(
+        torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator),
+        batches,
+    )
+
+
+def _cut(order: Tensor, batches: Any, at_end: Callable[[], Any] = lambda: None) -> Iterator[Tensor]:
+    """An order in pieces: many are cut at a time, which takes a third of the time of a slice for each.
+
+    A BatchSampler that does not drop the last batch asks for its batch size anew each time.
+    """
+    size, drops, start = batches.batch_size, batches.drop_last, 0
+    while whole := min((len(order) - start) // size, _CUT):
+        for piece in order[start : start + whole * size].split(size):
+            yield piece
+            start += size
+            if not drops and batches.batch_size != size:
+                size = batches.batch_size
+                break
+    at_end()
+    if start < len(order) and not drops:
+        yield order[start:]
+
+
+def _sampled(entries: Iterable[Any], length: int) -> Iterator[Any]:
+    """The rows of any other sampler; in a tuple, an entry of anything else that may index."""
+    for entry in entries:
+        is_plain = type(entry) is list and set(map(type, entry)) == {int} and min(entry) >= 0 and max(entry) < length
+        yield torch.tensor(entry) if is_plain else (entry,)
+
+
+def _gathered(loader: Any, pieces: Iterable[Any]) -> Iterator[Any]:
+    """Batches of these rows. A step may give the dataset other tensors or indices, and they are looked at anew."""
+    dataset, length = loader.dataset, len(loader.dataset)
+    parts: list[Any] = []
+    tensors: Any = None
+    for rows in pieces:
+        if type(dataset) is Subset or dataset.tensors is not tensors:
+            now = _parts(dataset)
+            if len(now) != len(parts) or not all(map(is_, now, parts)):
+                parts, tensors, source = now, now[-1], _source_of(dataset, length)
+        if type(rows) is tuple:
+            yield _asked(loader, rows[0])
+        elif source is not None:
+            yield _taken(*source, rows)
+        else:
+            yield _asked(loader, [*range(length)[rows]] if type(rows) is slice else rows.tolist())
+
+
+def _taken(tensors: tuple[Tensor, ...], among: Tensor | None, rows: Tensor | slice) -> list[Tensor]:
+    """Copies of some rows of tensors, or of some among their rows."""
+    if among is not None:
+        rows = among[rows] if isinstance(rows, slice) else among.index_select(0, rows)
+    if isinstance(rows, slice):
+        return [tensor[rows].clone() for tensor in tensors]
+    return [tensor.index_select(0, rows) for tensor in tensors]
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """What a batch is taken from: the indices of each Subset, and the tensors."""
+    parts: list[Any] = []
+    while type(dataset) is Subset:
+        parts.append(dataset.indices)
+        dataset = dataset.dataset
+    return [*parts, getattr(dataset, "tensors", dataset)]
+
+
+def _source_of(dataset: Any, length: int = 0) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """The tensors of a dataset, and which of their rows it is, None for all; None for what is left to the dataset."""
+    if type(dataset) is not Subset:
+        fits = _is_of_tensors(dataset) and len(dataset) >= length and _why_not_over(dataset) is None
+        return (dataset.tensors, None) if fits else None
+    outer: Any = dataset.dataset
+    inner, indices = _source_of(outer), dataset.indices
+    is_plain = isinstance(indices, range) or (isinstance(indices, (list, tuple)) and set(map(type, indices)) == {int})
+    if inner is None or not is_plain or len(indices) < length:
         return None
-    length = len(dataset.dataset)
-    rows = torch.tensor(list(dataset.indices), dtype=torch.int64)
-    if bool(((rows < -length) | (rows >= length)).any()):
+    within, rows = len(outer), torch.tensor(list(indices), dtype=torch.int64)
+    if bool(((rows < -within) | (rows >= within)).any()):
         return None  # The dataset says so itself, when such a row is asked for.
-    rows = torch.where(rows < 0, rows + length, rows)
+    rows = torch.where(rows < 0, rows + within, rows)
     return inner[0], rows if inner[1] is None else inner[1][rows]
 
 
-def _in_order(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
-    """Batches of a SequentialSampler: slices, copied, so that a step may change its batch."""
-    length, size = len(batches.sampler), batches.batch_size
-    end = length // size * size if batches.drop_last else length
-    if rows is None:
-        for start in range(0, end, size):
-            yield [tensor[start : start + size].clone() for tensor in dataset.tensors]
-        return
-    for chosen in _pieces(rows[:end], size):
-        yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
-
-
-def _shuffled(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
-    """Batches of a RandomSampler without replacement."""
-    length, size, generator = len(batches.sampler), batches.batch_size, batches.sampler.generator
-    if generator is None:
-        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = torch.randperm(length, generator=generator)
-    order = order if rows is None else rows[order]
-    whole = length // size * size
-    for chosen in _pieces(order[:whole], size):
-        yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
-    # Asked for more than there are, the sampler draws another order, of which it takes nothing.
-    torch.randperm(length, generator=generator)
-    if whole < length and not batches.drop_last:
-        yield [tensor.index_select(0, order[whole:]) for tensor in dataset.tensors]
-
-
-def _weighted(batches: Any, dataset: TensorDataset, rows: Tensor | None) -> Iterator[list[Tensor]]:
-    """Batches of a WeightedRandomSampler, which draws all its rows at once."""
-    sampler, size = batches.sampler, batches.batch_size
-    count = sampler.num_samples
-    order = torch.multinomial(sampler.weights, count, sampler.replacement, generator=sampler.generator)
-    order = order if rows is None else rows[order]
-    for chosen in _pieces(order[: count // size * size] if batches.drop_last else order, size):
-        yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
-
-
-def _pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """A tensor in pieces of so many rows: cut many at a time, which takes a third of the time of a slice for each."""
-    for start in range(0, len(tensor), _CUT * size):
-        yield from tensor[start : start + _CUT * size].split(size)
-
-
-def _sampled(loader: Any, entries: Iterator[Any], dataset: TensorDataset, rows: Tensor | None) -> Iterator[Any]:
-    """Batches of any other sampler of row numbers."""
-    length = len(loader.dataset)
-    for entry in entries:
-        # An entry may be anything that indexes: what is no list of rows is left to the dataset, and so are its errors.
-        if type(entry) is list and set(map(type, entry)) == {int} and min(entry) >= 0 and max(entry) < length:
-            chosen = torch.tensor(entry) if rows is None else rows[entry]
-            yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
-        elif getattr(loader.dataset, "__getitems__", None):
-            yield loader.collate_fn(loader.dataset.__getitems__(entry))
-        else:
-            yield loader.collate_fn([loader.dataset[index] for index in entry])
-
-
-def _gotten(loader: Any, entries: Iterator[Any]) -> Iterator[Any]:
-    """Batches of a dataset that gives several samples at once."""
-    for entry in entries:
-        yield loader.collate_fn(loader.dataset.__getitems__(entry))
+def _asked(loader: Any, entry: Any) -> Any:
+    """A batch as the dataset gives it, and its errors."""
+    if getattr(loader.dataset, "__getitems__", None):
+        return loader.collate_fn(loader.dataset.__getitems__(entry))
+    return loader.collate_fn([loader.dataset[index] for index in entry])
