@@ -150,6 +150,35 @@ def test_several_loaders_by_name() -> None:
         trainer.evaluate({"a": valid(), "b": 3})
 
 
+def test_a_step_may_leave_everything_to_the_metrics_of_the_epoch() -> None:
+    """It returns nothing to record: there were batches all the same, and without any it is an error all the same."""
+
+    class Counting(Task):
+        right, seen = 0.0, 0
+
+        def test_step(self, batch: Any) -> Any:
+            self.right += float((self.model(batch[0]).argmax(1) == batch[1]).sum())
+            self.seen += len(batch[0])
+            return {}
+
+        def metric_on_epoch_end(self) -> Any:
+            return {"share": self.right / self.seen} if self.seen else {}
+
+    trainer = build(task=Counting)
+    assert trainer.evaluate(valid()) == {"share": trainer.right / 10}
+    trainer.right, trainer.seen = 0.0, 0
+    with pytest.raises(LoaderError, match="gave 0 batches"):
+        trainer.evaluate(iter([]))
+
+
+def test_no_loader_at_all_is_refused_as_run_refuses_it() -> None:
+    """And nothing is told of a training batch that nobody asked for."""
+    for loader_ in ({}, {"a": []}, hand.data()):
+        with pytest.raises(LoaderError, match=r"empty dict|has 0 batches|is a dataset") as caught:
+            build().evaluate(loader_)
+        assert not getattr(caught.value, "__notes__", [])
+
+
 def test_an_error_in_an_evaluation_leaves_the_model_as_it_was() -> None:
     """F-D4: modes, weights, averages and random streams."""
 

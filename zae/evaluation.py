@@ -66,18 +66,20 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
         own = trainer.wrap_loader(loader, False)
         batches = batches_of(own, trainer.fast_data)
         if signals is None or trainer.world_size == 1:
-            is_whole = _record_all(trainer, batches, signals)
+            count = _record_all(trainer, batches, signals)
         else:
             agreed = Agreed(trainer, signals, len(shares_of(own) or ()))
-            is_whole = _record_all(trainer, agreed.walk(batches), agreed.signals) and not agreed.signals
-        if is_whole:
+            count = _record_all(trainer, agreed.walk(batches), agreed.signals)
+            count = None if agreed.signals else count
+        if count is not None:
             trainer.log_test = session.whole_log(trainer, trainer.log_test)
             metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
-    if not is_whole:  # Raised here, where every context has been left as after any evaluation.
+    if count is None:  # Raised here, where every context has been left as after any evaluation.
         trainer.log_test.clear()
         part_from_workers(batches, own)
         raise GivenUp
-    if not len(trainer.log_test):
+    # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
+    if not len(trainer.log_test) and not any(trainer.gather(count)):
         once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
         raise LoaderError(
             f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate"
@@ -93,10 +95,10 @@ def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int]
     """
     context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
     record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
-    own, test_step = trainer._own, trainer.test_step
+    own, test_step, count = trainer._own, trainer.test_step, 0
     for batch in batches:
         if signals:
-            return False
+            return None
         if batch is None:
             continue
         samples = samples_on_host(batch) if own.batch else 0
@@ -111,7 +113,8 @@ def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int]
             _refuse(trainer, out, batch)
         targets = out.get("num_targets")
         record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
-    return True
+        count += 1
+    return count
 
 
 def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:
@@ -138,6 +141,8 @@ def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None
     if not isinstance(loader, Mapping):
         check_loader(loader)
         return dict(test_epoch(trainer, loader, signals))
+    if not loader:
+        raise LoaderError("loader is an empty dict; give loaders by name")
     for name, each in loader.items():
         check_loader(each, f"loader[{name!r}]")
     rows = {name: test_epoch(trainer, each, signals) for name, each in loader.items()}

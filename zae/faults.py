@@ -53,16 +53,16 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
     note = ""
     tested = [frame for frame in frames if any(_is(frame, name, "zae.evaluation") for name in ("test", "_record_all"))]
+    walked = _walked(trainer, frames, error)
     if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
         batch = describe_batch(tested[0].f_locals["batch"])
         note = f"in an evaluation after step {progress.step}, on {trainer.device}; the batch was {batch}"
     elif any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
         batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
         note = f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
-    if any(frame.f_globals.get("__name__") == "zae.loading" for frame in frames) or "DataLoader worker" in str(error):
-        loader = trainer._position.loader
+    if walked is not None:
+        asked, loader = walked
         workers = getattr(loader, "num_workers", 0)
-        asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
         note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
     if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
         error.add_note(f"zae: {note}")
@@ -103,6 +103,21 @@ def _asks_for_data(frames: list[FrameType], frame: FrameType) -> bool:
     called = frames[frames.index(frame) + 1 :][:1]
     modules = ("torch.utils.data.", "torchdata.", "zae.fast_data", "zae.signals")
     return any(str(each.f_globals.get("__name__")).startswith(modules) for each in called)
+
+
+def _walked(trainer: Trainer, frames: list[FrameType], error: Exception) -> tuple[str, Any] | None:
+    """When a loader was asked for a batch, and which: that of the evaluation, or that of the epoch."""
+    progress = trainer.progress_checker
+    tests = [f for f in frames if _is(f, "test_epoch", "zae.evaluation") or _is(f, "outputs_of", "zae.evaluation")]
+    below = frames[frames.index(tests[-1]) :] if tests else []
+    inside = [f for f in below if f.f_globals.get("__name__") != "zae.evaluation"]
+    if inside and _asks_for_data([tests[-1], *inside], tests[-1]):
+        return f"while a batch was asked for in an evaluation after step {progress.step}", tests[-1].f_locals["loader"]
+    walks = [f for f in frames if f.f_globals.get("__name__") == "zae.loading" and f.f_code.co_name != "check_loader"]
+    if walks or "DataLoader worker" in str(error):
+        batch = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+        return batch, trainer._position.loader
+    return None
 
 
 def _is(frame: FrameType, function: str, module: str) -> bool:
