@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zae.addons.logger import LoggerAddon, WebLoggerAddon
     from zae.addons.mpu import MultiGPUAddon
     from zae.addons.neptune_logger import NeptuneLoggerAddon
+    from zae.addons.prefetch import PrefetchAddon
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
@@ -29,6 +30,7 @@ __all__ = [
     "LoggerAddon",
     "MultiGPUAddon",
     "NeptuneLoggerAddon",
+    "PrefetchAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "WandBLoggerAddon",
@@ -46,6 +48,7 @@ _HOMES = {
     "LoggerAddon": "logger",
     "MultiGPUAddon": "mpu",
     "NeptuneLoggerAddon": "neptune_logger",
+    "PrefetchAddon": "prefetch",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "WandBLoggerAddon": "wandb_logger",

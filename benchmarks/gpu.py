@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
-from zae.addons import AMPAddon, CompileAddon, GradientAccumulationAddon
+from zae.addons import AMPAddon, CompileAddon, GradientAccumulationAddon, PrefetchAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
 
 STEPS, REPEATS = 200, 5
@@ -103,35 +103,22 @@ def pictures() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 1))
 
 
-def copied(loader: Any, way: str) -> Iterator[Any]:
-    """Batches on the GPU: copied as it is asked for, without waiting, or ahead on a stream of its own."""
-    if way != "side stream":
-        for batch in loader:
-            yield [tensor.to("cuda", non_blocking=way == "not waited for") for tensor in batch]
-        return
-    side, ahead = torch.cuda.Stream(), None
+def copied(loader: Any, is_waited_for: bool) -> Iterator[Any]:
+    """Batches on the GPU, copied as they are asked for."""
     for batch in loader:
-        with torch.cuda.stream(side):
-            following = [tensor.to("cuda", non_blocking=True) for tensor in batch]
-        if ahead is not None:
-            yield ahead
-        torch.cuda.current_stream().wait_stream(side)
-        for tensor in following:
-            tensor.record_stream(torch.cuda.current_stream())
-        ahead = following
-    if ahead is not None:
-        yield ahead
+        yield [tensor.to("cuda", non_blocking=not is_waited_for) for tensor in batch]
 
 
 def compare_copies() -> dict[str, float]:
     """Steps a second over a loader with workers and pinned memory; zae copies without waiting."""
     loader, found, contestants = pinned(), dict[str, list[float]](), dict[str, Callable[[], Any]]()
-    for way in ("waited for", "not waited for", "side stream"):
+    for name, is_waited_for in (("waited for", True), ("not waited for", False)):
         model = pictures().cuda()
         parts = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-        contestants[f"by hand, {way}"] = lambda parts=parts, way=way: by_hand(*parts, copied(loader, way))
-    trainer = make(Task.add_on(AMPAddon), pictures(), fast_data=False)
-    contestants["zae"] = lambda: trainer.run(1, loader)
+        contestants[f"by hand, {name}"] = lambda parts=parts, how=is_waited_for: by_hand(*parts, copied(loader, how))
+    for name, cls in (("zae", Task.add_on(AMPAddon)), ("zae, PrefetchAddon", Task.add_on(AMPAddon, PrefetchAddon))):
+        trainer = make(cls, pictures(), fast_data=False)
+        contestants[name] = lambda trainer=trainer: trainer.run(1, loader)
     for _ in range(REPEATS + 1):
         for name, run in contestants.items():
             found.setdefault(name, []).append(len(loader) / seconds(run))

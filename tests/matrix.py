@@ -56,6 +56,7 @@ PIECES: dict[str, Piece] = {
     "JSONLLoggerAddon": Piece(_nothing, lambda _, folder: {"jsonl_path": folder / "log.jsonl"}),
     "TensorBoardLoggerAddon": Piece(_nothing, lambda _, folder: {"log_dir": folder / "board"}),
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
+    "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
 

@@ -25,6 +25,7 @@ from zae.addons import (
     LedgerAddon,
     MultiGPUAddon,
     NeptuneLoggerAddon,
+    PrefetchAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
     WandBLoggerAddon,
@@ -135,6 +136,8 @@ TABLE = [
     Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),
     # On one device it changes nothing; what it does on several is in tests/addons/test_mpu.py.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
+    # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
+    Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),
     logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),
     logger(WandBLoggerAddon, fixed(web_logger={"wandb": {"project": "p", "mode": "disabled"}}), "wandb"),

@@ -383,11 +383,23 @@ def test_p54_only_batches_pinned_by_workers_are_copied_without_waiting(monkeypat
             self.to_device(Parcel())
             return super().train_step(batch)
 
+        test_step = train_step
+
     monkeypatch.setattr(Parcel, "asked", [])
+    # As in a torch that is built for CUDA, on a machine without a GPU.
+    built_for = {False: torch.device("cuda"), True: None}
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: built_for[check_available]
+    )
     model = network()
     trainer = Moving(model, "cpu", optimizer=AdamW(model.parameters()))
-    trainer.run(1, pinned, others[0])
+    trainer.run(1, pinned)
     assert Parcel.asked == [True, False] * 2
     assert not trainer._position.pinned
     trainer.run(1, DataLoader(data, batch_size=4, num_workers=1))
     assert Parcel.asked[4:] == [False] * 4
+    # A validation between two steps goes by its own loader.
+    trainer.run(1, pinned, DataLoader(data, batch_size=8), valid_every=1)
+    assert Parcel.asked[8:] == [True, False, False, False] * 2
+    trainer.evaluate(pinned)
+    assert Parcel.asked[16:] == [True, False] * 2

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from zae.errors import ConfigError, did_you_mean
 
-__all__ = ["leading_dimension", "parse_device", "samples_on_host", "to_device"]
+__all__ = ["copies_by_itself", "leading_dimension", "parse_device", "plain_tensors", "samples_on_host", "to_device"]
 
 DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
 
@@ -111,6 +111,70 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         if type(item) is not torch.Tensor or not (item.is_cpu if on_host else item.device == device):
             return _move(batch, device, non_blocking)
     return batch
+
+
+def copies_by_itself(device: torch.device) -> bool:
+    """Tell whether a copy between pinned memory and a device goes on while the host, and the device, do other things.
+
+    Parameters
+    ----------
+    device : torch.device
+        A device from :func:`parse_device`.
+
+    Returns
+    -------
+    bool
+        True for the accelerator that torch drives by streams; the CPU has none, and MPS shows none.
+
+    Examples
+    --------
+    >>> copies_by_itself(torch.device("cpu"))
+    False
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type != "mps"
+
+
+def plain_tensors(batch: Any) -> list[torch.Tensor] | None:
+    """List the tensors that :func:`to_device` moves, where it is torch that moves each of them.
+
+    Parameters
+    ----------
+    batch : Any
+        What a loader gave.
+
+    Returns
+    -------
+    list[torch.Tensor] or None
+        In their order; None where something moves itself: an object with a method ``to``, or a tensor of a class or a
+        layout of its own.
+
+    Examples
+    --------
+    >>> import torch
+    >>> [tuple(each.shape) for each in plain_tensors({"x": torch.zeros(2, 3), "names": ["a"], "y": (torch.ones(2),)})]
+    [(2, 3), (2,)]
+    >>> plain_tensors([torch.zeros(2).to_sparse()]) is None
+    True
+    """
+    if type(batch) is torch.Tensor:
+        return [batch] if batch.layout is torch.strided and not batch.is_nested else None
+    if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
+        return None
+    children: Iterable[Any] = ()
+    if isinstance(batch, (tuple, list)):
+        children = batch
+    elif isinstance(batch, Mapping):
+        children = batch.values()
+    elif _is_dataclass(batch):
+        children = _fields(batch).values()
+    found: list[torch.Tensor] = []
+    for child in children:
+        tensors = plain_tensors(child)
+        if tensors is None:
+            return None
+        found += tensors
+    return found
 
 
 def leading_dimension(batch: Any) -> int | None:

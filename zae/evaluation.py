@@ -15,7 +15,7 @@ from zae.device import samples_on_host
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
 from zae.faults import explain_error
-from zae.loading import check_loader, describe
+from zae.loading import check_loader, describe, gives_pinned
 from zae.records import Metrics, in_turn, to_host
 from zae.sharding import shares_of
 from zae.signals import Agreed, GivenUp
@@ -46,14 +46,15 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
     mode, root = trainer.mode, trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
     training = [module for module in root.modules() if module.training]
+    position, pinned = trainer._position, trainer._position.pinned
     try:
-        trainer.mode = "test"
+        trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
         direct.bind(trainer)
         root.eval()
         with torch.no_grad(), rng.isolated(*rng.generators_of(loader)), trainer.evaluation_context():
             yield
     finally:
-        trainer.mode = mode
+        trainer.mode, position.pinned = mode, pinned
         direct.bind(trainer)
         for module in training:
             module.training = True

@@ -22,7 +22,7 @@ from zae import checks, direct, evaluation, explain, files, optim, plan, rng, se
 from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
-from zae.device import leading_dimension, parse_device, to_device
+from zae.device import copies_by_itself, leading_dimension, parse_device, to_device
 from zae.faults import explain_error, undisturbed
 from zae.loading import Position, length_of
 from zae.nonfinite import NonFiniteGuard
@@ -365,8 +365,8 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, however nested, to the trainer's device, without waiting for a GPU's copy where that may be."""
-        return to_device(batch, self.device, self._position.pinned and self.device.type == "cuda")
+        """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be."""
+        return to_device(batch, self.device, self._position.pinned and copies_by_itself(self.device))
 
     @seam
     def batch_context(self) -> AbstractContextManager[None]:
