@@ -156,7 +156,7 @@ def verdicts(results: dict[str, Any]) -> str:
 
 
 def floor(results: dict[str, Any]) -> str:
-    """What the exact data path could reach at best: the loop by hand, with and without a loader that costs something."""
+    """What the exact data path can reach at best: the loop by hand over a loader that costs nothing."""
     mlp, free = (
         median(row["hand_us"] for by in results.values() for row in by.get(workload, []) if "hand_us" in row)
         for workload in ("mlp", "free")
