@@ -548,6 +548,49 @@ def test_p17_early_stopping_counts_on(folder: Path, epoch: int) -> None:
     assert answer(run, folder / "run") == whole, "it was stopped, and does not train again"
 
 
+class AtTheEnd(KillAddon):
+    """Notes which epochs have ended."""
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        with (self.save_path.parent / "ends").open("a") as file:
+            file.write(f"{self.progress_checker.epoch} ")
+
+
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        ((4, 8), {"n_epoch": 3, "steps_per_epoch": 4}),
+        ((6, 12), {"n_epoch": None, "max_steps": 12}),
+        ((12,), {"n_epoch": None, "max_steps": 12, "steps_per_epoch": 4}),
+        ((24,), {"n_epoch": 9, "valid_every": 6}),
+    ],
+    ids=["so many steps", "max_steps", "both", "stopped early"],
+)
+def test_p12_p55_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, options: Any) -> None:
+    """P-12, P-17: the epoch that is open in the state, with all of its steps, is closed, also where the run ends."""
+
+    def run(place: Path, seed: int, **more: Any) -> Any:
+        place.mkdir(exist_ok=True)
+        faults.ambient(seed)
+        model = faults.classifier()
+        made = Worse.add_on(StateManagerAddon, EarlyStoppingAddon, AtTheEnd)(
+            model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), save_path=place / "run",
+            save_every=1, resume="auto", patience=1, seed=7, log_bar=False, **more,
+        )  # fmt: skip
+        loader = DataLoader(Asked(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(4))
+        valid = [hand.data()[:4]] if "valid_every" in options else None
+        metrics = made.run(loader=loader, valid_loader=valid, **options)
+        return metrics["epoch"], metrics["stop_reason"], everything(made), (place / "ends").read_text()
+
+    whole = answer(run, folder / "whole", 1)
+    assert whole[3].split() == [str(epoch) for epoch in range(1, whole[0] + 1)]
+    for step in kills:
+        assert forked(lambda step=step: run(folder / "one", 2, kill_at=step) and None).status == -signal.SIGKILL
+    assert answer(run, folder / "one", 3) == whole
+    assert answer(run, folder / "one", 4) == whole, "it has ended, and does not train again"
+
+
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_p18_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple[int, ...]) -> None:
     """P-18: for every order of the add-ons, the model file holds the training weights, with that validation's score."""

@@ -119,7 +119,8 @@ CASES = {
     "judged": Case(EarlyStoppingAddon, plateau=True, patience=1, keep_best=2, save_every=2),
     "averaged": Case(EMAAddon, decay=0.5, save_async=True),
     "by steps": Case(EMAAddon, decay=0.5, plateau=True, valid_every=4, max_steps=16, at=(4, 12, 16)),
-    "epochs of so many steps": Case(valid_every=2, steps_per_epoch=4, save_every=1, at=(6, 10)),
+    "epochs of so many steps": Case(valid_every=2, steps_per_epoch=4, save_every=1, at=(4, 6, 12)),
+    "at the end of all": Case(valid_every=6, max_steps=12, at=(6, 12)),
     "several loaders": Case(loaders=True, keep_best=2, at=(12,)),
 }
 

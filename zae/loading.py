@@ -266,6 +266,11 @@ class Position:
         self._absent_before += len(self._absent)
         self._absent = []
 
+    @property
+    def is_restored(self) -> bool:
+        """Whether a state was loaded that nothing has gone on from yet."""
+        return self._resume is not None
+
     def is_of(self, loader: Any) -> bool:
         """Whether the open epoch can be gone on with by this loader."""
         return (self._resume is not None and not self._another) or self.loader is loader

@@ -58,8 +58,23 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     return last_epoch
 
 
-def finished(trainer: Trainer) -> bool:
-    return trainer.progress_checker.step >= trainer._max_step or trainer.should_stop
+def goes_on(trainer: Trainer, loader: Any, last_epoch: int) -> bool:
+    """Whether there is an epoch to begin, or to go on with."""
+    progress = trainer.progress_checker
+    if progress.epoch >= last_epoch or trainer._due:
+        return False
+    if progress.step < trainer._max_step and not trainer.should_stop:
+        return True
+    # A state of the run's last step, if that was an epoch's last too: the epoch is still to be closed.
+    return trainer._position.is_restored and _is_full(trainer, trainer.wrap_loader(loader, True))
+
+
+def _is_full(trainer: Trainer, loader: Any) -> bool:
+    """Whether the open epoch has all of its steps, or batches."""
+    progress = trainer.progress_checker
+    return progress.epoch_batch > 0 and (
+        progress.epoch_step == trainer._epoch_steps or progress.epoch_batch == length_of(loader)
+    )
 
 
 def open_epoch(trainer: Trainer, loader: Any) -> None:
@@ -79,6 +94,15 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
         trainer.model.train()
     trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
+
+
+def batches_left(trainer: Trainer, loader: Any) -> Iterator[Any]:
+    """Begin to walk what the open epoch has left: nothing, after the last of its so many steps."""
+    progress = trainer.progress_checker
+    if progress.epoch_batch and progress.epoch_step == trainer._epoch_steps:
+        trainer._position.batches(loader, progress.epoch_batch, progress.batch)  # The next one follows from there.
+        return iter(())
+    return trainer.batches(loader)
 
 
 def after_step(trainer: Trainer) -> bool:

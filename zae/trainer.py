@@ -256,7 +256,7 @@ class Trainer(metaclass=TrainerMeta):
             last_epoch = session.begin_run(self, loader, plan)
             self.on_run_begin()
             session.make_up(self)
-            while self.progress_checker.epoch < last_epoch and not session.finished(self):
+            while session.goes_on(self, loader, last_epoch):
                 self.on_epoch_begin()
                 self.run_epoch(loader)
                 if not self.progress_checker.epoch_batch:  # Else the run ends in the middle of the epoch.
@@ -291,7 +291,7 @@ class Trainer(metaclass=TrainerMeta):
         session.open_epoch(self, loader)
         complete = True
         with self.epoch_context():
-            batches = self.batches(loader)
+            batches = session.batches_left(self, loader)
             for batch in batches:
                 self.run_batch(batch)
                 if session.after_step(self):
