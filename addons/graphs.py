@@ -70,6 +70,10 @@ def check_compiler(mode: str, backend: Any) -> None:
     >>> check_compiler("graph", "inductor")
     """
     backends = torch._dynamo.list_backends(())
+    if not isinstance(backend, str) and not callable(backend):
+        raise ConfigError(
+            f"compile_backend={backend!r}; it must be the name of a backend of torch.compile, or a function"
+        )
     if isinstance(backend, str) and backend not in backends:
         raise ConfigError(
             f"compile_backend={backend!r} is no backend of torch.compile{did_you_mean(backend, backends)}; there are "

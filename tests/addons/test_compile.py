@@ -223,6 +223,8 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
     for option, meant in (("compile_mode", "graph"), ("compile_backend", "inductor")):
         with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
             Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, **{option: meant[:-1]})
+    with pytest.raises(ConfigError, match="compile_backend=3; it must be the name of a backend"):
+        Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, compile_backend=3)
 
 
 def test_teardown_leaves_the_compiler_and_the_optimizer_as_they_were() -> None:
