@@ -89,10 +89,10 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
     return metrics
 
 
-def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None) -> bool:
+def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None) -> int | None:
     """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it.
 
-    It says whether it came to the end.
+    It says how many there were, or None where it did not come to the end.
     """
     context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
     record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
