@@ -195,7 +195,7 @@ class StateManagerAddon(AddOnBase):
 
     def checkpoint(self) -> None:
         """Save when it is due, or when the validation of this moment was the best; end after a signal."""
-        if self._stop_signals.received is not None and self.progress_checker.stop_reason is None:
+        if self._signals and self.progress_checker.stop_reason is None:
             self.stop(_SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
         progress = self.progress_checker
