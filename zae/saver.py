@@ -14,6 +14,7 @@ from torch import Tensor
 from zae import files
 from zae.columns import PLAIN
 from zae.compose import add_ons_of
+from zae.device import copies_by_itself
 from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
 from zae.tensors import byte_view, view_key
@@ -189,8 +190,8 @@ class Snapshots:
             spare.setdefault(kind, []).append(buffer)
         self._buffers = []
         copied = self._copy(state, spare, {})
-        if any(pinned for (*_, pinned), _ in self._buffers):
-            torch.cuda.synchronize()
+        for device in {device for (*_, device), _ in self._buffers if device is not None}:
+            torch.accelerator.synchronize(device)  # It need not be the present one.
         return copied
 
     def _copy(self, value: Any, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Any:
@@ -210,8 +211,8 @@ class Snapshots:
         if key is None or type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             return value.clone()
         if key not in copies:
-            pinned = value.device.type == "cuda"
-            kind = (value.dtype, value.shape, pinned)
+            device = value.device if copies_by_itself(value.device) else None
+            kind, pinned = (value.dtype, value.shape, device), device is not None
             buffers = spare.get(kind)
             buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
             if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
