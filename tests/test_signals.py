@@ -145,10 +145,10 @@ def test_p26_fd2_a_validation_is_given_up_and_made_first(folder: Path, name: str
     case = CASES[name]
     whole = answer(case.run, made(folder / "whole"), 1)
     for index, step in enumerate(case.at):
-        cut_short(case, folder, step, 3)
+        cut_short(case, folder, step, 5)
         if index == 0:
             cut_short(case, folder, step, 1, INT)
-            cut_short(case, folder, step, 5, KILL)
+            cut_short(case, folder, step, 7, KILL)
     assert answer(case.run, folder, 999) == whole
     assert whole["ends"] == list(range(1, len(whole["ends"]) + 1))
     assert answer(case.run, folder, 1000) == whole, "it has ended, and nothing is left to do"
@@ -165,26 +165,24 @@ class InStep(Watched):
 
 @pytest.mark.parametrize(("name", "step"), [("plain", 12), ("by steps", 8)])
 def test_p26_a_signal_in_the_step_before_a_validation(folder: Path, name: str, step: int) -> None:
-    """P-26, P-12: no batch of that validation is tested; the end of a run of two calls is the same."""
+    """P-26, P-12: no batch of that validation is tested, and the end is the same."""
     case = CASES[name]
     whole = answer(case.run, made(folder / "whole"), 1)
     outcome = forked(lambda: case.run(folder, 5, InStep, at=step) and None)
     assert outcome.status == 143, outcome.error
-    tested = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
-    assert max(line[1] for line in tested if line[0] == "tested") == step - (6 if name == "plain" else 4)
+    noted = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+    assert max(line[1] for line in noted if line[0] == "tested") == step - (6 if name == "plain" else 4)
     assert answer(case.run, folder, 6) == whole
 
 
 class Fails(Watched):
-    """Fails in a validation, with a signal or without."""
+    """Fails in the validation after step 12, in its fourth batch."""
 
     def test_step(self, batch: Any) -> dict[str, Any]:
         out = super().test_step(batch)
-        if self.tested[self.progress_checker.step] == 4 and self.progress_checker.step == self.notes_at:
+        if self.tested[12] == 4:
             raise RuntimeError("in a validation")
         return out
-
-    notes_at = 12
 
 
 @pytest.mark.parametrize("name", ["plain", "by steps"])
@@ -230,7 +228,7 @@ def test_p55_evaluations_by_hand_are_not_given_up(folder: Path) -> None:
         def on_epoch_end(self) -> None:
             if self.progress_checker.epoch == 2:
                 self.tested.clear()
-                self.at = (12, 1)
+                self.at = (12, 1)  # In the second batch of what follows.
                 self.note("whole", self.evaluate(self.other)["hit"] >= 0)
                 self.at = None
             super().on_epoch_end()
