@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from zae import ConfigError, Every, MonitorError, Trainer
+from zae.addons import GradientAccumulationAddon
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
 
 
@@ -388,9 +389,19 @@ def test_p33_what_is_logged_by_hand_is_kept_as_plain_numbers():
 
 
 class Away(torch.Tensor):
-    """A tensor that says that it is on an accelerator."""
+    """A tensor that says that it is on an accelerator without float64, and counts how often the host waits for it."""
 
     is_cpu = False
+    reads = 0
+    _reading = (Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__float__, Tensor.__bool__, Tensor.__int__)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Away.reads += func in cls._reading
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, Away) and made.dtype == torch.float64:
+            raise TypeError("the device has no float64")  # As MPS says.
+        return made
 
 
 def test_numbers_of_the_host_and_of_a_device_keep_their_order_and_weights() -> None:
@@ -417,3 +428,33 @@ def test_a_buffer_of_a_device_is_recorded_as_it_was() -> None:
         total += 1
         log.record({"total": total})
     assert log["total"] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("more", "reads_a_step"), [({}, 0), ({"gradient_accumulation_steps": 4}, 1)], ids=str)
+def test_p54_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int) -> None:
+    """No step waits for the device to learn how many targets it had, but to divide a window by them: that one, once."""
+
+    class Counting(Trainer):
+        wraps: Any = Away
+
+        def train_step(self, batch: Any) -> Any:
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            count = (batch[1] > 0).sum() + 1
+            return {name: each.as_subclass(self.wraps) for name, each in (("loss", loss), ("num_targets", count))}
+
+        test_step = train_step
+
+    def run(batches: int, wraps: Any = Away) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        cls = Counting.add_on(GradientAccumulationAddon) if more else Counting
+        trainer = cls(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), log_bar=False, **more)
+        trainer.wraps, Away.reads = wraps, 0
+        metrics = trainer.run(1, hand.loader(4 * batches, shuffle=False), hand.loader(8, shuffle=False))
+        return Away.reads, (metrics, model.weight.detach())
+
+    few, many = run(8)[0], run(40)[0]
+    assert many - few == reads_a_step * (40 - 8) // 4
+    (metrics, weight), (expected, same) = run(20)[1], run(20, Tensor)[1]
+    assert str(metrics) == str(expected)
+    assert torch.equal(weight.as_subclass(Tensor), same)

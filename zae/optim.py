@@ -194,6 +194,9 @@ def normalize(
             f"train_step returned 'num_targets' for {len(counts) - absent} of the {len(counts)} batches of a window; "
             "return it always, or never"
         )
+    away = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
+    if len(away) == len(counts) and not any(count.is_floating_point() for count in away):
+        counts = [torch.stack(away).sum()]  # Exact, and the host waits for the device once, not for each.
     total = float(sum(float(count) for count in counts))
     if world_size > 1:
         total = float(reduce(torch.tensor(total, dtype=torch.float64))) / world_size

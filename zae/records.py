@@ -71,6 +71,28 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
     )
 
 
+class _Late:
+    """Numbers that wait on an accelerator: reading one at once would make the host wait for the device."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+
+    def add(self, value: Tensor) -> None:
+        # Read late, a buffer that the step goes on using would be as it is then; what has a graph is no buffer.
+        self._waiting.append(value.detach().clone() if value.grad_fn is None else value.detach())
+        if len(self._waiting) == _CHUNK:
+            self._chunks.append(torch.stack(self._waiting))
+            self._waiting = []
+
+    def read(self) -> list[float]:
+        """Bring them to the host, in one piece where they are of one type: not all devices have float64."""
+        parts = [*self._chunks, torch.stack(self._waiting)] if self._waiting else self._chunks
+        self._waiting, self._chunks = [], []
+        parts = [torch.cat(parts)] if len({part.dtype for part in parts}) == 1 else parts
+        return [number for part in parts for number in part.tolist()]
+
+
 class _Series:
     """The values of one scalar in one epoch, and their weighted sum in float64, whenever they are read."""
 
@@ -81,32 +103,32 @@ class _Series:
         self.weight = 0.0
         self.summed = 0  # How many of the values are in the sums.
         self.waits = False  # Whether any value waits on its device.
-        self.waiting: list[Tensor] = []
-        self.chunks: Tensor | None = None
+        self.late, self.late_weights = _Late(), _Late()
+        self.owed: list[int] = []  # Which weights wait as well.
 
-    def add(self, value: float, weight: float) -> None:
+    def add(self, value: float, weight: Any) -> None:
         if self.waits:  # Those before it come first.
             self.read()
         self.values.append(value)
-        self.weights.append(weight)
+        self.weights.append(float(weight))
 
-    def wait(self, value: Tensor, weight: float) -> None:
-        """Keep a value on its device: reading it now would make the host wait for the device."""
+    def wait(self, value: Tensor, weight: Any) -> None:
+        """Keep a value on its device, and its weight too where that is there."""
         self.waits = True
-        self.waiting.append(value)
+        self.late.add(value)
+        if isinstance(weight, Tensor):
+            self.owed.append(len(self.weights))
+            self.late_weights.add(weight)
+            weight = math.nan
         self.weights.append(weight)
-        if len(self.waiting) == _CHUNK:
-            packed = torch.stack(self.waiting).double()
-            self.chunks = packed if self.chunks is None else torch.cat([self.chunks, packed])
-            self.waiting = []
 
     def read(self) -> None:
         """Bring the waiting values to the host, and add up what is new: in their order, whenever it is read."""
         if self.waits:
-            parts = [] if self.chunks is None else [self.chunks]
-            parts += [torch.stack(self.waiting).double()] if self.waiting else []
-            self.values.extend(torch.cat(parts).tolist())
-            self.waits, self.waiting, self.chunks = False, [], None
+            self.values.extend(self.late.read())
+            for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
+                self.weights[index] = weight
+            self.waits, self.owed = False, []
         for index in range(self.summed, len(self.values)):
             self.total += self.values[index] * self.weights[index]
             self.weight += self.weights[index]
@@ -136,15 +158,15 @@ class EpochLog(Mapping[str, list[Any]]):
         self._seen: dict[str, int] = {}
         self._carried: dict[str, tuple[float, float]] = {}
 
-    def record(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
+    def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
         """Take over what one step returned.
 
         Parameters
         ----------
         step_dict : mapping
             Numbers, 0-dimensional tensors, nested dicts of them, or anything else.
-        weight : float
-            How many samples (or targets) the numbers are the mean over.
+        weight : float or Tensor
+            How many samples (or targets) the numbers are the mean over; a tensor is read with them.
         """
         for key, value in step_dict.items():
             series, kind = self._series.get(key), type(value)
@@ -155,15 +177,14 @@ class EpochLog(Mapping[str, list[Any]]):
             elif key != "num_targets":
                 self._record_other(str(key), value, weight)
 
-    def _record_other(self, key: str, value: Any, weight: float) -> None:
+    def _record_other(self, key: str, value: Any, weight: Any) -> None:
         """Keep what is no number on the host of an entry that is there already."""
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             series = self._series.setdefault(key, _Series())
             if value.is_cpu:
                 series.add(value.item(), weight)
             else:
-                # Read late, a buffer that the step goes on using would be as it is then; what has a graph is no buffer.
-                series.wait(value.detach().clone() if value.grad_fn is None else value.detach(), weight)
+                series.wait(value, weight)
         elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
             self._series.setdefault(key, _Series()).add(float(value), weight)
         elif isinstance(value, Mapping):

@@ -430,9 +430,13 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def weight_of(self, batch: Any, num_targets: Any) -> float:
-        """Tell what a batch weighs in the epoch's means: its targets, else its samples, else 1."""
+        """Tell what a batch weighs in the epoch's means: its targets, else its samples, else 1.
+
+        Targets that were counted on an accelerator stay there as a tensor, which is read with the log.
+        """
         if num_targets is not None:
-            return float(num_targets)
+            is_away = isinstance(num_targets, Tensor) and not num_targets.is_cpu
+            return num_targets.reshape(()) if is_away else float(num_targets)
         return leading_dimension(batch) or 1
 
     @seam
