@@ -48,6 +48,18 @@ def test_a_list_has_a_device_for_each_rank() -> None:
     assert parse_device(("cpu",) * 3) == [CPU] * 3
 
 
+def test_auto_is_any_accelerator_that_torch_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA and MPS come first; one that is in this build of torch, and not on this machine, is passed over."""
+    for kind in (torch.cuda, torch.backends.mps):
+        monkeypatch.setattr(kind, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert parse_device("auto") == [CPU]
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert parse_device("auto") == parse_device(None) == [torch.device("xpu", 0)]
+    assert parse_device("xpu:1") == [torch.device("xpu", 1)]
+
+
 @pytest.mark.parametrize("spec", ["cuda", "cuda:0", 0, np.int64(0), torch.device("cuda"), torch.device("cuda", 0)])
 def test_cuda_carries_its_index_or_is_refused_where_there_is_none(spec: Any) -> None:
     if GPUS:

@@ -32,9 +32,10 @@ def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
     Parameters
     ----------
     spec : str, int, torch.device, list or tuple of those, or None, default "auto"
-        ``"auto"`` or None is ``cuda:0`` where there is CUDA, else ``mps``, else ``cpu``: one device, however many
-        are visible. An int is the index of a CUDA device. A list has one entry for each rank, in order;
-        ``["cpu", "cpu"]`` is two ranks on the CPU.
+        ``"auto"`` or None is ``cuda:0`` where there is CUDA, else ``mps``, else the accelerator that torch knows of
+        (``xpu:0``, or one that a package registers), else ``cpu``: one device, however many are visible. An int is the
+        index of a CUDA device. A list has one entry for each rank, in order; ``["cpu", "cpu"]`` is two ranks on the
+        CPU.
 
     Returns
     -------
@@ -261,7 +262,8 @@ def samples_on_host(batch: Any) -> int:
 
 def _best_device() -> torch.device:
     """Return the one device that "auto" stands for."""
-    for kind in ("cuda", "mps"):
+    accelerator = torch.accelerator.current_accelerator()
+    for kind in ("cuda", "mps", *([] if accelerator is None else [accelerator.type])):
         if _count(kind):
             return torch.device(kind, 0)
     return torch.device("cpu")
