@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from zae import Trainer, rng
+from zae.addons.ledger import random_state
 from zae.errors import CheckpointMismatch, ConfigError
 
 
@@ -356,6 +357,12 @@ def test_the_streams_of_any_accelerator_are_captured_and_restored(accelerator: t
     with pytest.raises(CheckpointMismatch, match=r"'xpu' \(device 1\) has 16 bytes, and one of here has 5056"):
         rng.restore({**state, "xpu": [state["torch"], state["torch"][:16]]})
     assert same(rng.capture(), before)
+
+
+def test_a_ledger_sees_what_is_drawn_on_any_accelerator(accelerator: tuple[torch.Generator, ...]) -> None:
+    before = random_state()
+    torch.rand(1, generator=accelerator[1])
+    assert random_state() != before
 
 
 def test_streams_that_begin_inside_are_taken_back_to_their_beginning(

@@ -343,7 +343,8 @@ def _devices(kind: str, begun: bool = False) -> int:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     module: Any = getattr(torch, kind, None)
-    if not all(hasattr(module, name) for name in ("device_count", "get_rng_state", "set_rng_state")):
+    needed = ("is_available", "device_count", "get_rng_state", "set_rng_state")
+    if not all(hasattr(module, name) for name in needed):
         return 0
     is_there = getattr(module, "is_initialized", module.is_available) if begun else module.is_available
     return int(module.device_count()) if is_there() else 0
