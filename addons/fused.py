@@ -198,7 +198,8 @@ class Update:
                 known[key] = [0.0] if at is None else _settings(self.optimizer, groups[at], key[1])
             layout.append(recipe)
             rows.append(known[key])
-            states.append(held)
+            # torch 2.13 takes a number in double precision for a constant, and would not write to it.
+            states.append([each.view(1) if each is not None and not each.ndim else each for each in held])
             counters.append(counter)
         self.layout, self._counters = tuple(layout), counters
         width = max(map(len, rows))
@@ -308,6 +309,7 @@ def update(
         numbers = row.to(parameter.dtype).unbind(0)
         after = (_by_sgd if recipe.is_sgd else _by_adam)(recipe, parameter, gradient, numbers, state)
         for old, new in zip((parameter, *state), after):
+            new = new.view_as(old)
             old.copy_(new if allowed is None else torch.where(allowed, new, old))
     return stepped
 

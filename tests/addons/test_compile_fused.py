@@ -118,6 +118,30 @@ def test_weights_and_state_are_those_of_eager(optimizer: str) -> None:
     assert [*whole.log_train] == [*eager.log_train]
 
 
+class Scale(nn.Module):
+    """One number that is learnt, without any dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_parameter_without_dimensions_keeps_its_state(optimizer: str, dtype: torch.dtype) -> None:
+    """Torch takes a number in double precision for a constant: what a graph writes to it is lost."""
+    eager, whole = (
+        trained(cls, optimizer, model=nn.Sequential(*network(), Scale()).to(dtype), **options)
+        for cls, options in ((Task, {}), (Task.add_on(CompileAddon), FAST))
+    )
+    assert whole.compile_report["kept"] == "fused"
+    assert furthest(eager, whole) < (1e-10 if dtype == torch.float64 else 1e-5)
+    assert types(eager) == types(whole)
+
+
 def test_inductor_makes_the_step_in_single_precision_too() -> None:
     """With dropout, which is drawn as eager does on request."""
     ends = []
