@@ -159,7 +159,11 @@ class Parcel:
         return self
 
 
-@pytest.mark.parametrize("batch", [Parcel(), [torch.ones(1), Parcel()], {"x": torch.eye(2).to_sparse()}], ids=str)
+@pytest.mark.parametrize(
+    "batch",
+    [Parcel(), [torch.ones(1), Parcel()], {"x": torch.eye(2).to_sparse()}],
+    ids=["an object", "a list with one", "a sparse tensor"],
+)
 def test_what_moves_itself_is_moved_as_ever(streams: Streams, batch: Any) -> None:
     trainer = make(Task, PrefetchAddon)
     trainer.device = torch.device("meta")
