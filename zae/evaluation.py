@@ -54,10 +54,10 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
         with torch.no_grad(), rng.isolated(*rng.generators_of(loader)), trainer.evaluation_context():
             yield
     finally:
-        trainer.mode, position.pinned = mode, pinned
-        direct.bind(trainer)
         for module in training:
             module.training = True
+        trainer.mode, position.pinned = mode, pinned
+        direct.bind(trainer)
 
 
 def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
