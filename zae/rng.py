@@ -338,6 +338,16 @@ def _kinds_in_use() -> list[str]:
     return [kind for kind in kinds if _devices(kind, begun=True)]
 
 
+def _is_accelerator(part: object) -> bool:
+    """Whether a part of a state is named as torch names a kind of device, other than the host itself."""
+    if not isinstance(part, str) or part in ("cpu", "meta"):
+        return False
+    try:
+        return torch.device(part).type == part
+    except RuntimeError:  # The message lists the kinds.
+        return False
+
+
 def _devices(kind: str, begun: bool = False) -> int:
     """How many devices of a kind have a stream here; with ``begun``, none before the kind is in use."""
     if kind == "mps":
@@ -406,6 +416,9 @@ def _checked(state: object) -> _Streams:
     for part in HOST:
         if part not in state:
             raise _unfit(repr(part), f"is absent, found {sorted(map(str, state))}")
+    unknown = sorted(str(part) for part in state if part not in HOST and not _is_accelerator(part))
+    if unknown:
+        raise _unfit(repr(unknown[0]), "is none that zae knows")
     return _Streams(
         python=_python_state(state["python"]),
         numpy=_numpy_state(state["numpy"]),
