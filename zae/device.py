@@ -162,15 +162,8 @@ def plain_tensors(batch: Any) -> list[torch.Tensor] | None:
         return [batch] if batch.layout is torch.strided and not batch.is_nested else None
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
         return None
-    children: Iterable[Any] = ()
-    if isinstance(batch, (tuple, list)):
-        children = batch
-    elif isinstance(batch, Mapping):
-        children = batch.values()
-    elif _is_dataclass(batch):
-        children = _fields(batch).values()
     found: list[torch.Tensor] = []
-    for child in children:
+    for child in _children(batch):
         tensors = plain_tensors(child)
         if tensors is None:
             return None
@@ -213,20 +206,20 @@ def leading_dimension(batch: Any) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])  # its first field holds the steps of all sequences, end to end
-    children: Iterable[Any]
-    if isinstance(batch, (tuple, list)):
-        children = batch
-    elif isinstance(batch, Mapping):
-        children = batch.values()
-    elif _is_dataclass(batch):
-        children = _fields(batch).values()
-    else:
-        return None
-    for child in children:
+    for child in _children(batch):
         size = leading_dimension(child)
         if size is not None:
             return size
     return None
+
+
+def _children(value: Any) -> Iterable[Any]:
+    """What `to_device` looks into, in order; nothing for what holds no batches."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    return _fields(value).values() if _is_dataclass(value) else ()
 
 
 def samples_on_host(batch: Any) -> int:
