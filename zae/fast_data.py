@@ -126,7 +126,8 @@ def why_not(loader: Any) -> str | None:
         "its dataset is an IterableDataset": isinstance(loader.dataset, IterableDataset),
     }
     for (kind, name), method in _METHODS.items():
-        reasons[f"{kind.__name__}.{name} was replaced"] = getattr(kind, name) is not method
+        if getattr(kind, name) is not method:
+            reasons[f"{kind.__name__}.{name} was replaced"] = True
     return next((reason for reason, holds in reasons.items() if holds), None) or _why_not_over(loader.dataset)
 
 
