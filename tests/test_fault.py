@@ -578,6 +578,52 @@ def test_fd4_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None
         ]
 
 
+class HalfMade:
+    """Has none of its attributes yet, and says so with a KeyError: like a wrapper whose making was interrupted."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["file"]
+
+    def fail(self) -> None:
+        raise ValueError("the user's own words")
+
+
+class Unsliced(list[Any]):
+    """A batch whose parts can only be asked for one after another."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise KeyError("file")
+
+
+def test_fd4_what_cannot_be_described_hides_no_error() -> None:
+    """F-D4: whatever objects are met on the way to the note, the error is the user's and tells its place."""
+
+    class Fails(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            HalfMade().fail()
+            return {}
+
+    def batches() -> Iterator[Any]:
+        yield torch.ones(4, 4)
+        HalfMade().fail()
+
+    class Given:
+        def __iter__(self) -> Iterator[Any]:
+            return batches()
+
+    class Sums(faults.Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": self.model(batch).sum()}
+
+    second = "zae: while batch 2 of epoch 1 was asked for, from Given"
+    first = "zae: in epoch 1, step 1 (batch 1), on cpu; what is known of it could not be told (KeyError: 'file')"
+    for task, loader, note in ((Sums, Given(), second), (Fails, [Unsliced([torch.ones(4, 4)])], first)):
+        with pytest.raises(ValueError, match="the user's own words") as caught:
+            build(task).run(1, loader)
+        assert caught.value.__context__ is None
+        assert caught.value.__notes__ == [note]
+
+
 class Broken:
     """A loader whose connection to a worker breaks at the fourth batch; the worker is still alive then."""
 

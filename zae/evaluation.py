@@ -14,7 +14,7 @@ from zae.contexts import NOTHING
 from zae.device import samples_on_host
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
-from zae.faults import explain_error
+from zae.faults import explain_error, undisturbed
 from zae.loading import check_loader, describe, gives_pinned
 from zae.records import Metrics, in_turn, to_host
 from zae.sharding import shares_of
@@ -35,7 +35,8 @@ def session_of(trainer: Trainer) -> Iterator[None]:
         trainer._set_up()
         yield
     except BaseException as error:
-        explain_error(trainer, error)
+        with undisturbed():
+            explain_error(trainer, error)
         raise
     finally:
         trainer.teardown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from inspect import getattr_static
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +49,34 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     """
     if not isinstance(error, Exception):
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     progress = trainer.progress_checker
     where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
-    note = ""
-    tested = [frame for frame in frames if any(_is(frame, name, "zae.evaluation") for name in ("test", "_record_all"))]
+    try:
+        note = _note(trainer, error, where)
+    except Exception as other:  # Of the user's objects, which are asked for their shapes and names: theirs comes first.
+        note = f"{where}, on {trainer.device}; what is known of it could not be told ({type(other).__name__}: {other})"
+    if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
+        error.add_note(f"zae: {note}")
+
+
+def _note(trainer: Trainer, error: Exception, where: str) -> str:
+    """What is known of the place of an error: its batch, or the loader that failed; empty when it is elsewhere."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     walked = _walked(trainer, frames, error)
-    if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
-        batch = describe_batch(tested[0].f_locals["batch"])
-        note = f"in an evaluation after step {progress.step}, on {trainer.device}; the batch was {batch}"
-    elif any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
-        batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
-        note = f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
     if walked is not None:
         asked, loader = walked
         workers = getattr(loader, "num_workers", 0)
-        note = f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
-    if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
-        error.add_note(f"zae: {note}")
+        return f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
+    tested = [frame for frame in frames if any(_is(frame, name, "zae.evaluation") for name in ("test", "_record_all"))]
+    if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
+        batch = describe_batch(tested[0].f_locals["batch"])
+        return (
+            f"in an evaluation after step {trainer.progress_checker.step}, on {trainer.device}; the batch was {batch}"
+        )
+    if any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
+        batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
+        return f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
+    return ""
 
 
 @contextmanager
@@ -80,18 +91,18 @@ def undisturbed() -> Iterator[None]:
 
 def _dead(frames: list[FrameType]) -> str:
     """Which workers of a loader have died: what is raised then may be no more than a broken connection."""
-    found = [getattr(frame.f_locals.get("self"), "_workers", None) for frame in frames]
-    workers: list[Any] = next((each for each in found if isinstance(each, list)), [])
+    # Looked up without asking the objects: one whose making was interrupted may answer with any error.
+    selves: list[Any] = [frame.f_locals.get("self") for frame in frames]
+    found = [getattr_static(each, "_workers", None) for each in selves]
     dead = []
-    for index, worker in enumerate(workers):
+    for index, worker in enumerate(next((each for each in found if isinstance(each, list)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It is on its way, when it is why this was raised.
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
             dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
     if dead:  # Its other workers have nobody to work for, and torch is not to tell of this one again when they end.
-        for frame in frames:
-            iterator: Any = frame.f_locals.get("self")
-            if hasattr(iterator, "_shutdown_workers"):
+        for iterator in selves:
+            if getattr_static(iterator, "_shutdown_workers", None) is not None:
                 part_from_workers(iterator)
                 with suppress(Exception):
                     iterator._shutdown_workers()
