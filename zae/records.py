@@ -129,10 +129,11 @@ class _Series:
             for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
                 self.weights[index] = weight
             self.waits, self.owed = False, []
-        for index in range(self.summed, len(self.values)):
-            self.total += self.values[index] * self.weights[index]
-            self.weight += self.weights[index]
-        self.summed = len(self.values)
+        total, sum_of_weights = self.total, self.weight  # Not by `sum`, which rounds otherwise from Python 3.12 on.
+        for value, weight in zip(self.values[self.summed :], self.weights[self.summed :], strict=True):
+            total += value * weight
+            sum_of_weights += weight
+        self.total, self.weight, self.summed = total, sum_of_weights, len(self.values)
 
 
 class EpochLog(Mapping[str, list[Any]]):
