@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from zae import optim
+from zae import checks, optim
 from zae.addon import AddOnBase, replaces
 from zae.addons import fused, graphs
 from zae.addons.trial import Trial
@@ -107,10 +107,11 @@ class CompileAddon(AddOnBase):
             raise ConfigError(f"compile_mode={compile_mode!r}; it must be one of {', '.join(map(repr, _MODES))}"
                               f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
         graphs.check_compiler(compile_mode, compile_backend)
-        self.compile_mode, self.compile_backend, self.fallback_random = compile_mode, compile_backend, fallback_random
+        self.compile_mode, self.compile_backend = compile_mode, compile_backend
+        (self.fallback_random,) = checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
-        self._tracing = False
+        self._tracing = self._looked = False
         self._full: int | None = None  # Samples of a full batch, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None
@@ -119,7 +120,6 @@ class CompileAddon(AddOnBase):
         self._trial = Trial(())
         self._to_fuse: list[Optimizer] = []
         self._update: fused.Update | None = None  # Of the optimizer, where the whole step may be one graph.
-        self._looked = False
         self._made: Any = None  # What the graph of the whole step leaves behind, until the loop has gone through it.
         self._way, self._began = "", 0.0  # How this window's batches are computed, and since when.
 

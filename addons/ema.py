@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class EMAAddon(AddOnBase):
 
     def __init__(self, *args: Any, decay: float = 0.999, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay < 1:
+        if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
         self.decay = float(decay)
         self.average: dict[str, Tensor] = {}

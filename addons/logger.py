@@ -18,7 +18,7 @@ from zae.addon import AddOnBase, seam
 from zae.addons.guard import Guard
 from zae.addons.redact import redact, secrets_in
 from zae.addons.sinks import RunInfo, Sink
-from zae.checks import check_number
+from zae.checks import check_flags, check_number
 from zae.compose import add_ons_of, options_of
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 
@@ -88,11 +88,9 @@ class LoggerAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(logger_required, bool):
-            raise ConfigError(f"logger_required={logger_required!r}; it must be True or False")
         if not isinstance(logger_fallback, (str, os.PathLike)) or not str(logger_fallback):
             raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
-        self.logger_required = logger_required
+        (self.logger_required,) = check_flags(logger_required=logger_required)
         self.logger_fallback = Path(logger_fallback).expanduser()
         self.logger_timeout = check_number("logger_timeout", logger_timeout, 0.1)
         self._guards: list[Guard] = []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zae.addons.distributed import DistributedAddon
+from zae.checks import check_flags
 from zae.errors import DistributedError
 
 __all__ = ["MultiGPUAddon"]
@@ -79,7 +80,8 @@ class MultiGPUAddon(DistributedAddon):
         self, *args: Any, find_unused_parameters: bool = False, static_graph: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.find_unused_parameters, self.static_graph = bool(find_unused_parameters), bool(static_graph)
+        flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        self.find_unused_parameters, self.static_graph = check_flags(**flags)
         self._engine: _Replica | None = None
         self._buffers: list[Tensor] = []
         self._outside: list[Tensor] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from zae import files
 from zae.addon import AddOnBase
-from zae.checks import check_count, check_folder
+from zae.checks import check_count, check_flags, check_folder
 from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.locks import FolderLock
@@ -138,10 +138,10 @@ class StateManagerAddon(AddOnBase):
         self.keep_last = check_count("keep_last", keep_last, optional=True)
         self.keep_best = check_count("keep_best", keep_best, least=0)
         check_resume(resume, on_save_error, allow_partial, mid_epoch)
-        self.resume, self.overwrite, self.allow_partial = resume, overwrite, list(allow_partial)
-        self.mid_epoch, self.reshard = mid_epoch, bool(reshard)
-        self.save_async, self.on_save_error, self.save_on_signal = bool(save_async), on_save_error, save_on_signal
-        self.run_id = self._token = ""
+        self.resume, self.mid_epoch, self.on_save_error = resume, mid_epoch, on_save_error
+        flags = {"reshard": reshard, "overwrite": overwrite, "save_async": save_async, "save_on_signal": save_on_signal}
+        self.reshard, self.overwrite, self.save_async, self.save_on_signal = check_flags(**flags)
+        self.allow_partial, self.run_id, self._token = list(allow_partial), "", ""
         self._retention = Retention(self.keep_last, self.keep_best, 1 if self.monitor_mode == "min" else -1)
         self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
         self._folder_lock = FolderLock(self.save_path)

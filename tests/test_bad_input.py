@@ -32,7 +32,15 @@ from zae import (
     Trainer,
     ZaeError,
 )
-from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    CompileAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+    StateManagerAddon,
+)
 
 
 class Task(Trainer):
@@ -59,7 +67,7 @@ def make(cls=Task, **options):
     torch.manual_seed(0)
     model = options.pop("model", None) or torch.nn.Linear(3, 1)
     options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    return cls(model, options.pop("device", "cpu"), log_bar=False, **options)
+    return cls(model, options.pop("device", "cpu"), **{"log_bar": False, **options})
 
 
 def stepping(step, name="train_step"):
@@ -195,6 +203,21 @@ def test_e4_what_train_step_returns(kind, add_ons):
     trainer = make(stepping(step).add_on(*add_ons))
     with refused(trainer, StepError, match):
         trainer.run(1, loader())
+
+
+@pytest.mark.parametrize("count", ["eight", -1, float("nan"), float("inf"), torch.ones(2), torch.tensor(-3)], ids=str)
+@pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,)], ids=["plain", "composed"])
+def test_e4_a_count_of_targets_that_is_none(count, add_ons):
+    """E4: in training and in evaluation, before a mean is made of it."""
+    step = lambda self, batch: {"loss": _loss(self, batch), "num_targets": count}  # noqa: E731
+    trainer = make(stepping(step).add_on(*add_ons))
+    with refused(
+        trainer, StepError, r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return how many targets"
+    ):
+        trainer.run(1, loader())
+    trainer = make(stepping(step, "test_step").add_on(*add_ons))
+    with refused(trainer, StepError, r"Task.*\.test_step returned num_targets .*; return how many targets"):
+        trainer.evaluate(loader())
 
 
 def test_e4_names_the_batch_and_the_place():
@@ -551,6 +574,10 @@ def test_e10_none_is_fine_where_it_can_be_meant():
         ({"seed": 1.5}, "seed=1.5"),
         ({"log_every": 0}, r"log_every=0; write Every\(steps=...\)"),
         ({"log_every": "epoch"}, "log_every='epoch'"),
+        ({"log_bar": "False"}, "log_bar='False'; it must be True or False"),
+        ({"scheduler_step_on_batch": "epoch"}, "scheduler_step_on_batch='epoch'"),
+        ({"fast_data": "off"}, "fast_data='off'"),
+        ({"fast_data": None}, "fast_data=None"),
         ({"model": torch.zeros(3)}, "model is a Tensor; give a torch.nn.Module, or a function"),
     ],
     ids=str,
@@ -591,6 +618,18 @@ def test_e11_arguments_of_run(arguments, match):
     assert trainer.run(1, loader())["step"] == 3
 
 
+def test_e11_numbers_of_numpy_are_numbers():
+    """E11: a count or a number that comes out of an array is as good as Python's."""
+    one, half = np.int64(1), np.float32(0.5)
+    composed = Task.add_on(EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon)
+    trainer = make(
+        composed, gradient_clip=half, seed=one, log_every=one, fast_data=np.bool_(False), patience=one, delta=half,
+        decay=half, gradient_accumulation_steps=one,
+    )  # fmt: skip
+    assert trainer.run(one, loader(), loader(), valid_every=Every(steps=one), max_steps=one)["step"] == 1
+    assert [type(value) for value in (trainer.gradient_clip, trainer.fast_data)] == [float, bool]
+
+
 def test_e11_swapped_arguments():
     trainer = make()
     with refused(trainer, ConfigError, r"n_epoch is a DataLoader and loader is 3; write run\(3, loader\)"):
@@ -617,6 +656,13 @@ def test_e11_swapped_arguments():
         (StateManagerAddon, {"save_path": "a", "keep_best": -1}, "keep_best=-1"),
         (StateManagerAddon, {"save_path": "a", "save_every": "epoch"}, "save_every='epoch'"),
         (StateManagerAddon, {"save_path": "a", "resume": 3}, "resume=3; it must be"),
+        (StateManagerAddon, {"save_path": "a", "overwrite": "no"}, "overwrite='no'; it must be True or False"),
+        (StateManagerAddon, {"save_path": "a", "reshard": "no"}, "reshard='no'"),
+        (StateManagerAddon, {"save_path": "a", "save_async": 2}, "save_async=2"),
+        (StateManagerAddon, {"save_path": "a", "save_on_signal": "SIGTERM"}, "save_on_signal='SIGTERM'"),
+        (MultiGPUAddon, {"static_graph": "no"}, "static_graph='no'"),
+        (MultiGPUAddon, {"find_unused_parameters": []}, r"find_unused_parameters=\[\]"),
+        (CompileAddon, {"fallback_random": "yes"}, "fallback_random='yes'"),
     ],
     ids=str,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +17,14 @@ from zae.errors import ConfigError, StepError, did_you_mean
 __all__ = [
     "check_count",
     "check_devices",
+    "check_flags",
     "check_folder",
     "check_metrics",
     "check_mode",
     "check_model",
     "check_number",
     "check_outputs",
+    "count_of",
     "describe_batch",
     "explain_outputs",
 ]
@@ -56,7 +59,8 @@ def check_mode(mode: Any) -> str:
 
 def check_number(name: str, value: Any, least: float = 0.0) -> float:
     """Refuse what is not a finite number of at least so much."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < float("inf")
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    good = is_number and least <= value < math.inf
     if not good:
         raise ConfigError(f"{name}={value!r}; it must be a number of at least {least:g}")
     return float(value)
@@ -69,6 +73,14 @@ def check_count(name: str, value: Any, least: int = 1, *, optional: bool = False
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
     return int(value)
+
+
+def check_flags(**flags: Any) -> list[bool]:
+    """Refuse what is neither true nor false: the text "False", of a file or a command line, would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{name}={value!r}; it must be True or False")
+    return [bool(value) for value in flags.values()]
 
 
 def check_folder(path: Any, name: str) -> Path:
@@ -181,11 +193,19 @@ def check_outputs(
         )
 
 
+def count_of(trainer: Any, num_targets: Any) -> Any:
+    """Take over the number of targets that a step counted; one on an accelerator is not read yet."""
+    if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
+        return num_targets.reshape(())
+    _check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets)
+    return float(num_targets)
+
+
 def _check_targets(where: str, count: Any) -> None:
     """Refuse a number of targets that is none."""
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
-    good = isinstance(count, (int, float, np.integer, np.floating)) and count >= 0
+    good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
     if count is not None and not good:
         raise StepError(
             f"{where} returned num_targets {_describe(count)}; return how many targets the loss is the mean over, "

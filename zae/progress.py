@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = ["Every", "ProgressChecker"]
@@ -47,8 +49,11 @@ class Every:
         for name in ("steps", "epochs", "after"):
             value = getattr(self, name)
             least = 0 if name == "after" else 1
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if value is None:
+                continue
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Every({name}={value!r}): {name} must be a whole number of at least {least}")
+            object.__setattr__(self, name, int(value))
 
     @classmethod
     def parse(cls, value: Every | int | None, name: str, default: Every) -> Every:
@@ -72,7 +77,7 @@ class Every:
             return default
         if isinstance(value, cls):
             return value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0:
             return cls(steps=value)
         raise ConfigError(f"{name}={value!r}; write Every(steps=...) or Every(epochs=...), or a number of steps")
 

@@ -124,14 +124,13 @@ class Trainer(metaclass=TrainerMeta):
         self._module: nn.Module = self.model
         optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.log_bar, self.scheduler_step_on_batch = log_bar, scheduler_step_on_batch
+        flags = {"log_bar": log_bar, "scheduler_step_on_batch": scheduler_step_on_batch, "fast_data": fast_data}
+        self.log_bar, self.scheduler_step_on_batch, self.fast_data = checks.check_flags(**flags)
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
         self.seed = checks.check_count("seed", seed, least=0, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
-        self.fast_data = fast_data
-
         self._begin_empty()
 
     def _begin_empty(self) -> None:
@@ -435,8 +434,7 @@ class Trainer(metaclass=TrainerMeta):
         Targets that were counted on an accelerator stay there as a tensor, which is read with the log.
         """
         if num_targets is not None:
-            is_away = isinstance(num_targets, Tensor) and not num_targets.is_cpu
-            return num_targets.reshape(()) if is_away else float(num_targets)
+            return checks.count_of(self, num_targets)
         return leading_dimension(batch) or 1
 
     @seam
