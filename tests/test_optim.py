@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from hand import loader, network
@@ -109,3 +112,37 @@ def test_p08_a_resumed_schedule_counts_what_it_has_taken() -> None:
     trainers[1].run(1, loader())
     with pytest.raises(ConfigError, match="takes it to 18"):
         trainers[1].run(1, loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_batch", "refused"),
+    [
+        ({"n_epoch": None, "max_steps": 12}, False, ""),  # Two epochs of six batches.
+        ({"n_epoch": None, "max_steps": 17}, False, ""),  # And an open one.
+        ({"n_epoch": 99, "max_steps": 12}, False, ""),
+        ({"n_epoch": 2, "steps_per_epoch": 99}, True, ""),  # The loader ends first.
+        ({"n_epoch": None, "max_steps": 18}, False, "takes it to 3 (3 epochs after 0)"),
+        ({"n_epoch": 3, "max_steps": 99}, False, "takes it to 3 (3 epochs after 0)"),
+        ({"n_epoch": 2, "max_steps": 13, "length": False}, True, "takes it to 13 (13 optimizer steps after 0)"),
+        ({"n_epoch": None, "max_steps": 9, "length": False}, False, "or a number of epochs: run(n_epoch, ...)"),
+        ({"n_epoch": 9, "length": False}, True, "or run(..., max_steps=...)"),
+    ],
+)
+def test_p08_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
+    arguments: dict[str, Any], on_batch: bool, refused: str
+) -> None:
+    """P-08: whichever of its ends comes first; ``plan`` refuses what ``run`` does, in the same words."""
+    batches, given = list(loader()), {key: value for key, value in arguments.items() if key != "length"}
+    model = network()
+    trainer = Task(
+        model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), scheduler_step_on_batch=on_batch,
+        scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=12 if on_batch else 2),
+    )  # fmt: skip
+    stream = batches if arguments.get("length", True) else (batch for _ in range(9) for batch in batches)
+    for call in (trainer.plan, trainer.run):
+        if not refused:
+            call(loader=stream, **given)
+            continue
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            call(loader=stream, **given)
+    assert bool(trainer.progress_checker.step) is not bool(refused)

@@ -244,7 +244,8 @@ def check_schedule(
         if planned is None:
             raise ConfigError(
                 f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, and the loader has no "
-                "length to plan with; give run(..., steps_per_epoch=...) or run(..., max_steps=...)"
+                "length to plan with; give run(..., steps_per_epoch=...) or "
+                + ("run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)")
             )
         if taken + planned > longest:
             raise ConfigError(

@@ -256,12 +256,7 @@ def plan(
 
 def _count_steps(trainer: Trainer, made: RunPlan, loader: Any, asked: session.Plan) -> None:
     """Count as `session.begin_run` and the loop do."""
-    progress = trainer.progress_checker
-    is_new = trainer._calls == len(progress.run_starts)
-    epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
-    last_epoch = sys.maxsize if asked.n_epoch is None else epoch + asked.n_epoch
-    last_step = sys.maxsize if asked.max_steps is None else step + asked.max_steps
-    wrapped = loader
+    progress, (last_epoch, last_step), wrapped = trainer.progress_checker, session.bounds(trainer, asked), loader
     if trainer._ready or "parallel" not in slots_of(type(trainer)):
         wrapped = trainer.wrap_loader(loader, True)
     else:
@@ -300,7 +295,7 @@ def _simulate(trainer: Trainer, made: RunPlan, asked: session.Plan, has_metric: 
     """Step copies of the schedulers as the run will."""
     optimizers, schedulers = simulated(trainer)
     steps = made.steps
-    epochs = None if asked.n_epoch is None else len(made.epoch_ends)
+    epochs, _ = session.left_of(trainer.progress_checker, *session.bounds(trainer, asked), made.steps_per_epoch)
     on_batch = trainer.scheduler_step_on_batch
     optim.check_schedule(schedulers, on_batch=on_batch, epochs=epochs, steps=steps, has_metric=has_metric)
     made.kernels = optim.fused_hints(optimizers)

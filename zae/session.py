@@ -24,33 +24,50 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zae")
 
 
-def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
-    """Find where this call of ``run`` began and is to end, and refuse a schedule that does not fit."""
+def bounds(trainer: Trainer, plan: Plan) -> tuple[int, int]:
+    """The epoch and the step that this call of ``run`` ends with at the latest; ``sys.maxsize`` is no end."""
     progress = trainer.progress_checker
     is_new = trainer._calls == len(progress.run_starts)
     epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
     last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
-    last_step = sys.maxsize if plan.max_steps is None else step + plan.max_steps
+    return last_epoch, sys.maxsize if plan.max_steps is None else step + plan.max_steps
+
+
+def left_of(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None) -> tuple[int | None, int | None]:
+    """How many epochs and optimizer steps are left to a run, of epochs of so many steps; None is not known."""
+    epochs = None if last_epoch == sys.maxsize else max(0, last_epoch - progress.epoch)
+    steps = None if last_step == sys.maxsize else max(0, last_step - progress.step)
+    if not in_epoch:
+        return epochs, steps
+    if epochs is not None:
+        steps = min(max(0, in_epoch * epochs - progress.epoch_step), sys.maxsize if steps is None else steps)
+    assert steps is not None  # `check_run` has refused a run without any end.
+    return (steps + progress.epoch_step) // in_epoch, steps
+
+
+def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
+    """Find where this call of ``run`` began and is to end, and refuse a schedule that does not fit."""
+    progress = trainer.progress_checker
+    is_new = trainer._calls == len(progress.run_starts)
+    last_epoch, last_step = bounds(trainer, plan)
     goes_on = progress.epoch < last_epoch and progress.step < last_step
     if goes_on and not is_new:
         trainer._position.deal_anew(trainer, loader)
     wrapped = trainer.wrap_loader(loader, True)
     if goes_on:
         trainer._position.check(wrapped, is_new)
-    in_epoch = plan.steps_per_epoch or trainer.steps_in(wrapped)
-    epochs_left = max(0, last_epoch - progress.epoch)
+    known = [count for count in (plan.steps_per_epoch, trainer.steps_in(wrapped)) if count is not None]
     optim.check_closures(trainer._optimizers, type(trainer))
-    planned = None if in_epoch is None else max(0, in_epoch * epochs_left - progress.epoch_step)
-    planned = min(sys.maxsize if planned is None else planned, max(0, last_step - progress.step))
+    epochs, steps = left_of(progress, last_epoch, last_step, min(known, default=None))
     optim.check_schedule(
         trainer._schedulers,
         on_batch=trainer.scheduler_step_on_batch,
-        epochs=None if plan.n_epoch is None else epochs_left,
-        steps=None if planned > sys.maxsize // 2 else planned,
+        epochs=epochs,
+        steps=steps,
         has_metric=trainer._valid[0] is not None or split_prefix(trainer.monitor)[0] == "train",
     )
     if is_new:
-        progress.run_starts.append([epoch, step])
+        progress.run_starts.append([progress.epoch, progress.step])
         progress.stop_reason = None
     trainer._calls += 1
     trainer._max_step, trainer._epoch_steps = last_step, plan.steps_per_epoch or 0
