@@ -20,7 +20,8 @@ class GradientAccumulationAddon(AddOnBase):
     A window's gradient is the mean over its true number of batches: of 5 batches with
     ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. When ``train_step`` returns
     ``num_targets``, every target of a window weighs alike instead. Of a loader with a length, one batch is held at a
-    time; of any other, the batches of one window are, because its length must be known before its first backward.
+    time; of any other, the batches of one window are, because its length must be known before its first backward. They
+    are too where your class overrides ``gradients``, and may call it twice on one window (SAM, a closure).
 
     Parameters
     ----------
@@ -69,13 +70,18 @@ class GradientAccumulationAddon(AddOnBase):
         if length is None:
             yield from _look_ahead(batches, self.gradient_accumulation_steps)
             return
-        left = length - self.progress_checker.epoch_batch
+        left, holds = length - self.progress_checker.epoch_batch, self._may_walk_twice()
         while left > 0:
-            window = _Window(batches, min(self.gradient_accumulation_steps, left))
+            window = _Window(batches, min(self.gradient_accumulation_steps, left), holds)
             left -= len(window)
             yield window
         for _ in batches:  # A loader may count what it gave only when it is asked once more.
             raise LoaderError(f"the loader has a length of {length}, and gave more batches; mend its __len__")
+
+    def _may_walk_twice(self) -> bool:
+        """Whether a class of the user's stands around the gradients: it may take those of one window several times."""
+        own = [c for c in type(self).__mro__ if not c.__module__.startswith("zae.")]
+        return any(name in vars(c) for c in own for name in ("gradients", "run_batch"))
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:
@@ -98,11 +104,12 @@ class _List(list[Any]):
 
 
 class _Window(Sequence[Any]):
-    """A window whose length is known and whose batches are fetched one by one."""
+    """Batches that are fetched one by one, so many in all, and held only for who may want them again."""
 
-    def __init__(self, batches: Iterator[Any], count: int) -> None:
-        self._batches = batches
-        self._count = count
+    def __init__(self, batches: Iterator[Any], count: int, holds: bool) -> None:
+        self._batches, self._count, self._holds = batches, count, holds
+        self._held: list[Any] = []
+        self._given = 0
 
     def __len__(self) -> int:
         return self._count
@@ -111,14 +118,21 @@ class _Window(Sequence[Any]):
         raise TypeError("the batches of a window are given once, in their order: iterate over it")
 
     def __iter__(self) -> Iterator[Any]:
-        given = 0
-        for batch in itertools.islice(self._batches, self._count):
-            given += 1
+        if self._given and not self._holds:  # Those that follow are of the next window.
+            raise TypeError(
+                "the batches of a window are given once; to take its gradients several times, override "
+                "gradients(batch) and call super().gradients(batch) there each time"
+            )
+        yield from self._held
+        for batch in itertools.islice(self._batches, self._count - self._given):
+            self._given += 1
+            if self._holds:
+                self._held.append(batch)
             yield batch
-        if given < self._count:
+        if self._given < self._count:
             raise LoaderError(
-                f"the loader ended after {given} of the {self._count} batches of a window that its length promised; "
-                "mend its __len__, or drop it (batches that are None count as well)"
+                f"the loader ended after {self._given} of the {self._count} batches of a window that its length "
+                "promised; mend its __len__, or drop it (batches that are None count as well)"
             )
 
 

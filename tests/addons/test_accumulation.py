@@ -116,3 +116,76 @@ def test_a_length_that_promises_too_much_is_an_error_in_words() -> None:
 
     with pytest.raises(LoaderError, match="ended after 0 of the 2 batches of a window that its length promised"):
         build(2).run(1, Lying(loader()))
+
+
+def climb(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The first half of sharpness-aware minimization: go up along the gradient, and say by how much."""
+    norm = torch.stack([weight.grad.norm() for weight in weights]).norm()
+    ways = [weight.grad * (0.05 / norm) for weight in weights]
+    with torch.no_grad():
+        for weight, way in zip(weights, ways, strict=True):
+            weight.add_(way)
+            weight.grad = None
+    return ways
+
+
+@torch.no_grad()
+def come_back(weights: list[torch.Tensor], ways: list[torch.Tensor]) -> None:
+    for weight, way in zip(weights, ways, strict=True):
+        weight.sub_(way)
+
+
+class Sharpness(Task):
+    """SAM: the gradients of each window are taken twice."""
+
+    def gradients(self, batch: Any) -> Any:
+        super().gradients(batch)
+        ways = climb(self.parameters)
+        outputs = super().gradients(batch)
+        come_back(self.parameters, ways)
+        return outputs
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_p50_gradients_of_one_window_are_taken_twice_as_by_hand(sized: bool) -> None:
+    """P-50: 6 batches in windows of 4 and of 2; the second time they are the same batches, not those that follow."""
+    trainer, model = build(4, Sharpness), network()
+    batches, optimizer = list(loader()), SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    metrics = trainer.run(2, batches if sized else LikeAStream(batches))
+    torch.manual_seed(5)
+    weights = list(model.parameters())
+    for _ in range(2):
+        for window in (batches[:4], batches[4:]):
+            ways: list[torch.Tensor] = []
+            for _ in "up", "down":
+                for inputs, targets in window:
+                    (torch.nn.functional.cross_entropy(model(inputs), targets) / len(window)).backward()
+                ways = ways or climb(weights)
+            come_back(weights, ways)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert metrics["step"] == 4
+    assert digest(trainer.model) == digest(model)
+
+
+class LikeAStream:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def test_p50_a_window_that_is_not_held_is_not_walked_into_the_next() -> None:
+    class Twice(Task.add_on(GradientAccumulationAddon)):
+        def micro_batches(self, batch: Any) -> Any:
+            self.window = super().micro_batches(batch)
+            return self.window
+
+        def optimizer_step(self) -> bool:
+            list(self.window)
+            return super().optimizer_step()
+
+    with pytest.raises(TypeError, match=r"given once; .* override gradients\(batch\)"):
+        build(2, Twice).run(1, loader())
