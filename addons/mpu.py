@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zae.addons.distributed import DistributedAddon
+from zae.addons.replica import Replica, alike, broadcast
 from zae.checks import check_flags
 from zae.errors import DistributedError
 
 __all__ = ["MultiGPUAddon"]
 
 _SHOWN = 10
-_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
 
 
 class MultiGPUAddon(DistributedAddon):
@@ -82,41 +78,56 @@ class MultiGPUAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
-        self._engine: _Replica | None = None
-        self._buffers: list[Tensor] = []
-        self._outside: list[Tensor] = []
+        self._inner: Any = None  # The model as it is wrapped.
+        self._engine: Replica | None = None
+        self._known: list[int] = []  # The parameters that are trained, as the wrapper was made for them.
+        self._owners: list[dict[str, Tensor | None]] = []  # What holds the buffers: a forward may put another there.
+        self._is_ahead = False  # Whether the forward of a step may have changed buffers that no rank has been sent.
 
     def setup(self) -> None:
         """Begin on every rank with the weights and buffers of rank 0."""
         super().setup()
         if self._world > 1:
-            self._buffers = [buffer for buffer in self.unwrap().buffers() if buffer.numel()]
-            own = {id(parameter) for parameter in self.unwrap().parameters()}
-            self._outside = [parameter for parameter in self.parameters if id(parameter) not in own]
-            _broadcast([*self.unwrap().parameters(), *self._buffers, *self._outside])
-            if self._engine is not None and not (self.find_unused_parameters or self.static_graph):
-                self._engine.settle()
+            self._is_ahead = False
+            self._begin_alike()
+
+    def _begin_alike(self) -> None:
+        """Give every rank the weights and buffers of rank 0, also those that the model does not hold."""
+        self._owners = [module._buffers for module in self.unwrap().modules()]
+        self._known = self._trained()
+        own = list(self.unwrap().parameters())
+        known = {id(parameter) for parameter in own}
+        broadcast([*own, *(each for each in self.parameters if id(each) not in known)])
+        self._send_buffers()
+
+    def _trained(self) -> list[int]:
+        return [id(parameter) for parameter in self.parameters if parameter.requires_grad]
+
+    def _send_buffers(self) -> None:
+        found = {id(each): each for owner in self._owners for each in owner.values() if each is not None}
+        broadcast(each for each in found.values() if each.numel())
+        self._is_ahead = False
 
     def teardown(self) -> None:
         """Give the wrapper up."""
         super().teardown()
-        self._engine, self._buffers, self._outside = None, [], []
+        self._inner, self._engine, self._known, self._owners = None, None, [], []
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Wrap the model, unless there is nothing to train."""
-        model = super().wrap_model(model)
-        if self._world == 1 or self.mode == "test" or not any(p.requires_grad for p in model.parameters()):
-            return model
-        # Buffers are sent after each step: a rank without samples makes no forward to do it in.
-        options: dict[str, Any] = {_SYNC_BUFFERS: False}
-        self._engine = _Replica(
-            model,
-            device_ids=None if self.device.type == "cpu" else [self.device],
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            **options,
-        )
-        return self._engine
+        self._inner = super().wrap_model(model)
+        return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
+
+    def _wrap(self) -> Any:
+        self._engine = None
+        if any(parameter.requires_grad for parameter in self._inner.parameters()):
+            self._engine = Replica(
+                self._inner,
+                device_ids=None if self.device.type == "cpu" else [self.device],
+                find_unused_parameters=self.find_unused_parameters,
+                static_graph=self.static_graph,
+            )
+        return self._engine or self._inner
 
     def is_idle(self) -> bool:
         """Tell whether this process trains alone."""
@@ -125,7 +136,11 @@ class MultiGPUAddon(DistributedAddon):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Let gradients gather on this rank until the last micro-batch."""
         inner = super().sync_context(last)
-        return inner if last or self._engine is None else self._alone(inner)
+        return inner if self._engine is None or (last and not self._takes_turns()) else self._alone(inner)
+
+    def _takes_turns(self) -> bool:
+        """Whether it may be the turn of some optimizers only: the wrapper would wait for the others."""
+        return self.find_unused_parameters and len(self._optimizers) > 1
 
     @contextmanager
     def _alone(self, inner: AbstractContextManager[None]) -> Iterator[None]:
@@ -135,10 +150,14 @@ class MultiGPUAddon(DistributedAddon):
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Average the gradients over the ranks."""
-        engine = self._engine
-        if engine is None:
+        if self._world == 1:
             return super().gradients(batch)
-        engine.used = False
+        if self._known != self._trained():  # Something was frozen or thawed, or has come.
+            self.model = self._wrap()
+            self._begin_alike()
+        self._is_ahead, whole = True, self.model
+        if self._engine is not None:
+            self._engine._used = False
         try:
             return super().gradients(batch)
         except RuntimeError as error:
@@ -146,25 +165,27 @@ class MultiGPUAddon(DistributedAddon):
                 raise self._left_out([]) from error
             raise
         finally:
-            self.model = engine
+            self.model = whole
 
     def micro_batches(self, batch: Any) -> Any:
         """Leave the wrapper out of a step in which some rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
         if self._leaves_out and self._engine is not None:
-            self.model = self._engine.module
+            self.model = self._inner
         return found
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Bring together the gradients that the wrapper has not."""
-        if self._engine is not None:
+        if self._world > 1:
+            engine = self._engine
             if self._leaves_out:
                 num_targets = self._finish_short(num_targets)
-            elif not self._engine.used:  # Only parts of the model were called, which the wrapper does not see.
+            elif engine is None or not engine._used or self._takes_turns():  # It does not see parts that are called.
                 self._average(self.parameters, True)
             else:
-                self._check_used()
-                self._average(self._outside, True)
+                self._check_used(engine)
+                held = set(map(id, engine._held))
+                self._average([p for p in self.parameters if p.requires_grad and id(p) not in held], True)
         super().normalize(num_targets)
 
     def _finish_short(self, num_targets: list[Any]) -> list[Any]:
@@ -172,7 +193,7 @@ class MultiGPUAddon(DistributedAddon):
         has_samples = bool(num_targets)
         if not has_samples:
             # Zeros, by the way that every gradient takes: a loss scale wants to have seen a backward.
-            self.backward(cast(Tensor, sum((p * 0).sum() for p in self.parameters if p.requires_grad)))
+            self.backward(cast(Tensor, sum((p * 0).sum().real for p in self.parameters if p.requires_grad)))
         self._average(self.parameters, has_samples)
         counted = any(self.gather(any(count is not None for count in num_targets)))
         return [0.0] if counted and not has_samples else num_targets
@@ -186,45 +207,53 @@ class MultiGPUAddon(DistributedAddon):
         for parameter in parameters:
             if not has_samples:
                 parameter.grad = None
-        for group in _alike(present):
+        sparse = set() if self._engine is None else self._engine._sparse
+        for group in alike(present):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
             flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
-                parameter.grad = part.view_as(parameter)
+                grad = part.view_as(parameter)
+                parameter.grad = grad.to_sparse(1) if id(parameter) in sparse else grad
 
-    def _check_used(self) -> None:
+    def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters out: the wrapper has then not averaged the others either."""
-        if self.find_unused_parameters or self.static_graph:
-            return
-        if any(p.grad is None and p.requires_grad for p in self._trained()):
-            raise self._left_out(
-                [name for name, p in self.unwrap().named_parameters() if p.grad is None and p.requires_grad]
-            )
-
-    def _trained(self) -> Iterable[Tensor]:
-        return self.parameters[: len(self.parameters) - len(self._outside)]
+        if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in engine._held):
+            held = set(map(id, engine._held))
+            raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
+        engine._check_reducer_finalized()  # type: ignore[no-untyped-call]  # It raises.
 
     def _left_out(self, names: list[str]) -> DistributedError:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         which = f"{len(names)} parameters ({shown})" if names else "parameters in the last batch of a step"
+        cure = (
+            "Let the loss depend on all that the model returns, or detach the rest"
+            if self.find_unused_parameters
+            else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
+        )
         return DistributedError(
             f"train_step left out {which} on rank {self._rank}: they got no gradient, and the ranks cannot agree on "
-            "one. Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
+            f"one. {cure}"
         )
 
     def optimizer_step(self) -> bool:
         """Give every rank the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
         stepped = super().optimizer_step()
-        if self._engine is not None:
-            _broadcast(self._buffers)
+        if self._world > 1:
+            self._send_buffers()
         return stepped
+
+    def zero_grad(self) -> None:
+        """Give them the buffers of rank 0 after a step that was left out, too."""
+        super().zero_grad()
+        if self._is_ahead:
+            self._send_buffers()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Evaluate without the wrapper: the ranks have different numbers of batches."""
         before = self.model
         if self._engine is not None:
-            self.model = self._engine.module
+            self.model = self._inner
         try:
             with super().evaluation_context():
                 yield
@@ -233,69 +262,4 @@ class MultiGPUAddon(DistributedAddon):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the wrapper behind."""
-        return {**super().__getstate__(), "_engine": None, "_buffers": [], "_outside": []}
-
-
-class _Replica(DistributedDataParallel):
-    """DistributedDataParallel that notes its use, and whose model's own attributes can be reached as without it."""
-
-    used = False
-
-    def settle(self) -> None:
-        """Let the buckets of gradients be arranged now, by the order of the parameters.
-
-        That is otherwise done after the first step, by the order in which its gradients came. The order of a sum over
-        three or more ranks hangs on it: the first step after a resume would differ in its last bits.
-        """
-        module, self.module = self.module, _Zero(self.module)
-        try:
-            self(torch.zeros((), device=next(module.parameters()).device)).backward()
-        finally:
-            self.module = module
-        for parameter in module.parameters():
-            parameter.grad = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.used = True
-        return super().forward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
-
-
-class _Zero(nn.Module):
-    """A module whose output is zero and depends on every parameter of another one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.trained = [p for p in module.parameters() if p.requires_grad]
-
-    def forward(self, zero: Tensor) -> Tensor:
-        return sum(((p * 0).sum() for p in self.trained), zero)
-
-
-def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can be put into one."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())
-
-
-def _broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give tensors the values that they have on rank 0."""
-    with torch.no_grad():
-        for group in _alike(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            dist.broadcast(flat, src=0)
-            if dist.get_rank():
-                for tensor, part in zip(group, flat.split([t.numel() for t in group])):
-                    tensor.copy_(part.view_as(tensor))
+        return {**super().__getstate__(), "_inner": None, "_engine": None, "_known": [], "_owners": []}

@@ -385,6 +385,173 @@ def a_compiled_model_is_averaged(world, folder):
         build(Task, (MultiGPUAddon, CompileAddon), **options).run(1, loader(4 * world, 2))
 
 
+def frozen(model, until):
+    """Freeze the first layer before an epoch, and train it from that one on; with a negative one, the other way."""
+
+    class Thaws(Task):
+        def on_epoch_begin(self):
+            super().on_epoch_begin()
+            trained = self.progress_checker.epoch >= until if until >= 0 else self.progress_checker.epoch < -until
+            self.unwrap()[0].requires_grad_(trained)
+
+    model[0].requires_grad_(until < 0)
+    return Thaws, model
+
+
+def what_is_trained_may_change_meanwhile(world, folder):
+    """P-37, P-45: layers frozen and thawed between epochs, all of the model frozen, optimizers that take turns."""
+    for until in (1, -1):
+        ends = []
+        for add_ons, batch_size in (((MultiGPUAddon,), 2), ((), 2 * world)):
+            cls, model = frozen(network(dtype=F64), until)
+            ends.append(build(cls, add_ons, model=model))
+            ends[-1].run(3, loader(4 * world + 1, batch_size, 3, F64))
+        assert ends[0].world_size == world
+        assert agree(ends[0]), until
+        assert distance(*ends) < 1e-12, until
+
+    class Head(Task):
+        def train_step(self, batch):
+            return {"loss": nn.functional.mse_loss(self.model(batch[0]) * self.head, batch[1])}
+
+    class Turns(Task):
+        def train_step(self, batch):
+            return {"loss": {("first", "last")[self.progress_checker.step % 2]: super().train_step(batch)["loss"]}}
+
+    def run(add_ons, batch_size, **options):
+        model, head = network(dtype=F64).requires_grad_(False), torch.ones(1, dtype=F64, requires_grad=True)
+        trainer = Head.add_on(*add_ons)(model, "cpu", optimizer=lambda _: torch.optim.SGD([head], 0.01), log_bar=False)
+        trainer.head = head
+        trainer.run(1, loader(4 * world + 1, batch_size, dtype=F64))
+        model = network(dtype=F64)
+        optimizers = {name: torch.optim.SGD(model[at].parameters(), 0.01) for name, at in (("first", 0), ("last", 3))}
+        turns = Turns.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False, **options)
+        turns.run(2, loader(4 * world + 1, batch_size, dtype=F64))
+        return head.detach(), turns
+
+    (head, turns), (expected, single) = run((MultiGPUAddon,), 2, find_unused_parameters=True), run((), 2 * world)
+    assert float((head - expected).abs()) < 1e-12
+    assert distance(turns, single) < 1e-12
+
+
+def a_step_sees_the_model_itself(world, folder):
+    """P-14: what a step sets on the model is set, names are those of the model, and so is what it has of its own."""
+
+    class Scaled(nn.Sequential):
+        dim, scale = 3, 1.0
+
+        def forward(self, inputs):
+            return super().forward(inputs) * self.scale
+
+    class Writes(Task):
+        def train_step(self, batch):
+            assert (len(self.model), len(list(self.model)), self.model.dim) == (4, 4, 3)
+            assert list(self.model.state_dict()) == list(self.unwrap().state_dict())
+            self.model.scale = self.model.dim + self.progress_checker.step
+            first = sum(p.square().sum() for name, p in self.model.named_parameters() if name.startswith("0."))
+            return {"loss": super().train_step(batch)["loss"] + first}
+
+    trainer, single = (build(Writes, each, model=Scaled(*network(dtype=F64))) for each in ((MultiGPUAddon,), ()))
+    trainer.run(2, loader(4 * world, 2, dtype=F64))
+    single.run(2, loader(4 * world, 2 * world, dtype=F64))
+    assert trainer.world_size == world
+    assert trainer.unwrap().scale == single.unwrap().scale == 6
+    assert distance(trainer, single) < 1e-12
+
+
+def buffers_are_those_of_rank_0(world, folder):
+    """P-14: a buffer that a forward replaces, and those of a step that was left out."""
+
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("mean", torch.zeros(1))
+            self.register_buffer("mask", torch.ones(1, dtype=torch.bool))
+
+        def forward(self, inputs):
+            self.mean = (self.mean + inputs.mean().detach()) / 2
+            return super().forward(inputs)
+
+    class OneIsBad(Task):
+        def train_step(self, batch):
+            bad = self.rank == world - 1 and self.progress_checker.step == 1
+            return {"loss": super().train_step(batch)["loss"] * (math.nan if bad else 1)}
+
+        def on_epoch_end(self):
+            super().on_epoch_end()
+            self.agreed = agree(self)
+
+    trainer = build(OneIsBad, (MultiGPUAddon,), model=Counts(), on_nonfinite="skip")
+    trainer.run(1, loader(4 * world, 2))
+    assert trainer.world_size == world
+    assert trainer.agreed
+    assert trainer.metrics["nonfinite_steps"] == 1
+    assert float(trainer.unwrap().mean) != 0
+
+
+def any_kind_of_gradient(world, folder):
+    """P-37: sparse embeddings and complex weights; a rank without samples in the last step; a static graph."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding.from_pretrained(torch.ones(8, 1), freeze=False, sparse=True)
+            self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+        def forward(self, inputs):
+            return self.table((inputs[:, 0] * 9).long() % 8) * self.phase.abs()
+
+    def run(add_ons, batch_size, **options):
+        model = Net()
+        optimizers = [torch.optim.SparseAdam([model.table.weight], 0.1), torch.optim.SGD([model.phase], 0.01)]
+        trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False, **options)
+        return trainer, trainer.run(2, loader(4 * world + 1, batch_size))
+
+    for options in ({}, {"static_graph": True}):
+        (trainer, here), (single, there) = run((MultiGPUAddon,), 2, **options), run((), 2 * world)
+        assert trainer.world_size == world
+        assert agree(trainer)
+        assert here["step"] == there["step"] == 6
+        assert distance(trainer, single) < 1e-5
+
+
+def a_static_graph_resumes_bitwise(world, folder):
+    """P-12, F-B3: the order of a sum over three ranks hangs on how the gradients are put together."""
+
+    def run(resume):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 33), nn.Tanh(), nn.Linear(33, 170), nn.Tanh(), nn.Linear(170, 1))
+        trainer = build(
+            Task, (MultiGPUAddon, StateManagerAddon), model=model, static_graph=True, seed=1, save_every=1,
+            keep_last=None, save_path=folder / str(bool(resume)), resume=resume,
+        )  # fmt: skip
+        trainer.run(2, loader(4 * world, 2, 3))
+        return trainer
+
+    first, again = run(False), run(str(folder / "False" / "step-00000001"))
+    assert first.world_size == world
+    assert same(weights(first), weights(again))
+
+
+def a_parameter_left_out_of_the_last_batch_is_refused(world, folder):
+    """P-45: before the optimizer steps: what it had of the batches before is not averaged."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.seldom, self.calls = nn.Linear(3, 1), nn.Linear(3, 1), 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            return self.used(inputs) + (self.seldom(inputs) if self.calls % 2 else 0)
+
+    trainer = build(Task, (MultiGPUAddon, GradientAccumulationAddon), model=Half(), gradient_accumulation_steps=2)
+    with pytest.raises(DistributedError, match="left out parameters in the last batch of a step"):
+        trainer.run(1, loader(4 * world, 2))
+    assert trainer.progress_checker.step == 0
+    dist.barrier()
+
+
 CHECKS = (
     one_rank_logs,
     every_size_is_the_big_batch,
@@ -401,6 +568,12 @@ CHECKS = (
     saved_keys_are_the_model_s,
     a_compiled_model_is_averaged,
     unused_parameters_are_named,
+    what_is_trained_may_change_meanwhile,
+    a_step_sees_the_model_itself,
+    buffers_are_those_of_rank_0,
+    any_kind_of_gradient,
+    a_static_graph_resumes_bitwise,
+    a_parameter_left_out_of_the_last_batch_is_refused,
 )
 
 

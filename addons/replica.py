@@ -1,0 +1,131 @@
+"""DistributedDataParallel as `MultiGPUAddon` wraps a model in it: to a step, it looks like the model itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Replica", "alike", "broadcast"]
+
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
+
+
+class Replica(DistributedDataParallel):
+    """DistributedDataParallel that notes its use, and whose model can be written to and read as without it.
+
+    Parameters
+    ----------
+    module : Module
+        The model, of which something is to be trained.
+    **options : object
+        Of DistributedDataParallel. Buffers are not sent before a forward: a rank without samples makes none.
+    """
+
+    _used = False
+    _made = False
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        # The last parameters come first, where buckets are arranged at once: their gradients are there first.
+        vars(self)["_step"] = 1 if options["find_unused_parameters"] and not options["static_graph"] else -1
+        super().__init__(module, **{_SYNC_BUFFERS: False}, **options)
+        if hasattr(module, "dim"):
+            del self.dim  # Of several devices for one process. A model may well have one of its own.
+        self._held = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._sparse = {
+            id(each.weight)
+            for each in module.modules()
+            if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
+        }
+        # The buckets of gradients are arranged now, by the order of the parameters. That is otherwise done after the
+        # first step, by the order in which its gradients came. The order of a sum over three or more ranks hangs on
+        # it: the first step after a resume would differ in its last bits.
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+        self._made = True
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[:: self._step], expect_sparse[:: self._step]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._used = True
+        return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the wrapper does not have itself on the model, whose forward may read it."""
+        own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
+        if own or (name.startswith("_") and not hasattr(self.module, name)):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that can be put into one.
+
+    Examples
+    --------
+    >>> one, two, other = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.int64)
+    >>> [len(group) for group in alike([one, other, two])]
+    [2, 1]
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give tensors the values that they have on rank 0.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        The same ones, in the same order, on every rank.
+    """
+    with torch.no_grad():
+        for group in alike(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            dist.broadcast(flat, src=0)
+            if dist.get_rank():
+                for tensor, part in zip(group, flat.split([t.numel() for t in group])):
+                    tensor.copy_(part.view_as(tensor))
