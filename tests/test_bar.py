@@ -8,13 +8,17 @@ import pty
 import re
 import select
 import struct
+import sys
 import termios
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripts import Script
+
+from zae import Trainer
 
 SCRIPT = """
 import sys, time, torch
@@ -134,3 +138,51 @@ def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("        time.sleep", failing))
     seen = screen(on_a_terminal(command))
     assert [line.split()[0] for line in seen] == ["epoch", "1"]
+
+
+class Quick(Trainer):
+    """Two epochs on a terminal that is closed at step ``leaves``."""
+
+    leaves = 0
+    master = -1
+
+    def train_step(self, batch: torch.Tensor) -> dict[str, Any]:
+        self._bar._next = 0.0  # Each step redraws.
+        if self.progress_checker.step == self.leaves:
+            os.close(self.master)
+        return {"loss": self.model(batch).square().mean()}
+
+    test_step = train_step
+
+
+def run_quick(leaves: int = -1, master: int = -1) -> Quick:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    trainer = Quick(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    trainer.leaves, trainer.master = leaves, master
+    trainer.run(2, [torch.ones(8, 2)] * 4)
+    return trainer
+
+
+@pytest.mark.parametrize("leaves", [0, 2, 3, 5])
+def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: Any, leaves: int) -> None:
+    """F-A: somebody logs out, and writing to the terminal fails from then on; training goes on, and shows nothing."""
+    plain = run_quick()
+    master, slave = pty.openpty()
+    stream = os.fdopen(slave, "w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    shown = run_quick(leaves, master)
+    with pytest.raises(OSError, match="Input/output"):
+        stream.close()
+    assert shown.metrics["step"] == plain.metrics["step"] == 8
+    assert torch.equal(shown.model.weight, plain.model.weight)
+
+
+def test_a_process_without_standard_error_trains(monkeypatch: Any, tmp_path: Path) -> None:
+    """A program without a console has None there, a daemon may have closed it, and a tool may have put its own."""
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
+    tee = type("Tee", (), {"write": lambda self, text: len(text), "flush": lambda self: None})()
+    for stream in (None, closed, tee):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert run_quick().metrics["step"] == 8

@@ -36,7 +36,7 @@ class Bar:
     """
 
     def __init__(self, enabled: bool) -> None:
-        self.shown = enabled and (sys.stderr.isatty() or _in_notebook())
+        self.shown = enabled and (_on_a_terminal() or _in_notebook())
         self._bar: Any = None
         self._next = 0.0
         self._columns: list[str] = []
@@ -96,9 +96,16 @@ class Bar:
         self.close()
         if not set(row) <= set(self._columns):
             self._columns = list(dict.fromkeys([*self._columns, *row]))
-            sys.stderr.write("  ".join(key.rjust(max(len(key), 8)) for key in self._columns) + "\n")
+            self._write("  ".join(key.rjust(max(len(key), 8)) for key in self._columns))
         cells = [(_short(row[key]) if key in row else "-").rjust(max(len(key), 8)) for key in self._columns]
-        sys.stderr.write("  ".join(cells) + (f"  {mark}" if mark else "") + "\n")
+        self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
+
+    def _write(self, text: str) -> None:
+        """Write a line; a terminal that was closed meanwhile does not end the run that it was to show."""
+        try:
+            sys.stderr.write(f"{text}\n")
+        except (OSError, ValueError):
+            self.shown = False
 
     def close(self) -> None:
         """End the bar and free its line."""
@@ -110,6 +117,15 @@ class Bar:
 def _short(value: Any) -> str:
     """A number in at most eight characters."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _on_a_terminal() -> bool:
+    """Whether standard error is a terminal: it may be None, or what only writes, or closed."""
+    ask = getattr(sys.stderr, "isatty", None)
+    try:
+        return ask is not None and bool(ask())
+    except ValueError:
+        return False
 
 
 def _in_notebook() -> bool:
