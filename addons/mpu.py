@@ -82,13 +82,13 @@ class MultiGPUAddon(DistributedAddon):
         self._engine: Replica | None = None
         self._known: list[int] = []  # The parameters that are trained, as the wrapper was made for them.
         self._owners: list[dict[str, Tensor | None]] = []  # What holds the buffers: a forward may put another there.
-        self._is_ahead = False  # Whether the forward of a step may have changed buffers that no rank has been sent.
+        self._has_unsent = False  # Whether the forward of a step may have changed buffers that no rank has been sent.
 
     def setup(self) -> None:
         """Begin on every rank with the weights and buffers of rank 0."""
         super().setup()
         if self._world > 1:
-            self._is_ahead = False
+            self._has_unsent = False
             self._begin_alike()
 
     def _begin_alike(self) -> None:
@@ -106,7 +106,7 @@ class MultiGPUAddon(DistributedAddon):
     def _send_buffers(self) -> None:
         found = {id(each): each for owner in self._owners for each in owner.values() if each is not None}
         broadcast(each for each in found.values() if each.numel())
-        self._is_ahead = False
+        self._has_unsent = False
 
     def teardown(self) -> None:
         """Give the wrapper up."""
@@ -155,7 +155,7 @@ class MultiGPUAddon(DistributedAddon):
         if self._known != self._trained():  # Something was frozen or thawed, or has come.
             self.model = self._wrap()
             self._begin_alike()
-        self._is_ahead, whole = True, self.model
+        self._has_unsent, whole = True, self.model
         if self._engine is not None:
             self._engine._used = False
         try:
@@ -245,7 +245,7 @@ class MultiGPUAddon(DistributedAddon):
     def zero_grad(self) -> None:
         """Give them the buffers of rank 0 after a step that was left out, too."""
         super().zero_grad()
-        if self._is_ahead:
+        if self._has_unsent:
             self._send_buffers()
 
     @contextmanager
