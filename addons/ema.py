@@ -64,6 +64,7 @@ class EMAAddon(AddOnBase):
         self.average: dict[str, Tensor] = {}
         self._averaged: list[tuple[Tensor, Tensor]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
+        self._paired = 0  # How many parameters there were when they were paired.
 
     def setup(self) -> None:
         """Start the average at the present weights, unless there is one already."""
@@ -74,8 +75,10 @@ class EMAAddon(AddOnBase):
         """Put each tensor of the average beside the one that it follows, so that a step looks nothing up."""
         module = self.unwrap()
         live = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-        if not self.average:
-            self.average = {key: value.detach().clone() for key, value in live.items()}
+        started = {id(weight): average for average, weight in (*self._averaged, *self._copied)}
+        for key, value in live.items():
+            if key not in self.average:  # At the beginning that is all; later, what the model has grown.
+                self.average[key] = started[id(value)] if id(value) in started else value.detach().clone()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {id(value): (self.average[key].to(value.device), value) for key, value in live.items()}
         self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights have one average.
@@ -86,9 +89,12 @@ class EMAAddon(AddOnBase):
         ]
         averaged = {id(pair[1]) for pair in self._averaged}
         self._copied = [pair for key, pair in pairs.items() if key not in averaged]
+        self._paired = len(vars(self).get("parameters", ()))  # A state may be loaded before they are listed.
 
     def optimizer_step(self) -> bool:
         """Move the average, after a step that took place."""
+        if len(self.parameters) != self._paired:
+            self._pair()
         stepped = super().optimizer_step()
         if stepped:
             with torch.no_grad():

@@ -755,6 +755,53 @@ def test_p06_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(chang
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(several: bool, accumulate: int) -> None:
+    """P-06: an optimizer that is given another group follows the hand loop from that step on; so does an average."""
+
+    class Growing(Regression):
+        def train_step(self, batch: Any) -> Any:
+            if self.progress_checker.step == 1 and not hasattr(self.model.head, "1"):
+                grow(self.model, list(self._optimizers.values())[-1])
+            return {**super().train_step(batch), "num_targets": len(batch[0])}
+
+    def trained(model: Any) -> list[Any]:
+        body = [SGD(model.body.parameters(), lr=0.1)] if several else []
+        return [*body, SGD(model.head.parameters(), lr=0.1, momentum=0.9)]
+
+    model, by_hand, batches = Frozen(), Frozen(), pairs(2, 4, 3, 3)
+    trainer = build(GradientAccumulationAddon, EMAAddon, task=Growing, model=model, optimizer=trained(model),
+                    gradient_clip=0.02, gradient_accumulation_steps=accumulate, decay=0.5)  # fmt: skip
+    trainer.run(2, batches)
+    optimizers, average = trained(by_hand), {}
+    windows = [batches[start : start + accumulate] for start in range(0, 4, accumulate)]
+    for step, window in enumerate(windows * 2):
+        if step == 1:
+            grow(by_hand, optimizers[-1])
+        targets = sum(len(inputs) for inputs, _ in window)
+        for inputs, wanted in window:
+            loss = nn.functional.mse_loss(by_hand(inputs), wanted)
+            (loss if accumulate == 1 else loss * len(inputs)).backward()
+        held = [p for p in by_hand.parameters() if p.grad is not None]
+        for parameter in held if accumulate > 1 else ():
+            parameter.grad.div_(targets)
+        for p in by_hand.head.parameters():
+            average.setdefault(p, p.detach().clone())
+        nn.utils.clip_grad_norm_(held, 0.02)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, mean in average.items():
+            mean.mul_(0.5).add_(p.detach(), alpha=0.5)
+    assert digest(model) == digest(by_hand)
+    assert digest(*(trainer.average[name] for name, _ in model.head.named_parameters(prefix="head"))) == digest(
+        *(average[p] for p in by_hand.head.parameters())
+    )
+    assert not any("add_param_group" in vars(each) for each in trainer._optimizers.values())
+    trainer.run(1, batches)
+
+
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])
 def test_p10_averages_of_odd_models(kind: Any) -> None:
     """P-10: tied weights have one average, complex ones are averaged, and frozen ones stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "outside_of",
     "parameters_of",
     "parameters_to_clip",
+    "unlisted",
 ]
 
 _SINGLE = "0"  # The name of an only optimizer, in states and messages.
@@ -334,10 +336,40 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
 
 
 def listed(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """List what is clipped together, and the parameters of the model and of the optimizers, once each."""
+    """List what is clipped together, and the parameters of the model and of the optimizers, once each.
+
+    Both lists follow an optimizer that is given another group of parameters, until `unlisted` is called.
+
+    Examples
+    --------
+    >>> weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    >>> optimizer = torch.optim.SGD(weights[:1])
+    >>> clipped, everything = listed({"0": optimizer}, nn.Tanh())
+    >>> optimizer.add_param_group({"params": weights[1:]})
+    >>> len(clipped[0]), len(everything)
+    (2, 2)
+    """
+    clipped, everything = _lists(optimizers, model)
+
+    def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
+        type(optimizer).add_param_group(optimizer, group)
+        clipped[:], everything[:] = _lists(optimizers, model)
+
+    for optimizer in optimizers.values():  # On the object: to look for new groups in every step would take time there.
+        vars(optimizer)["add_param_group"] = partial(add, optimizer)
+    return clipped, everything
+
+
+def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
     held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     everything = {id(p): p for p in (*model.parameters(), *held)}
     return parameters_to_clip(optimizers, model), list(everything.values())
+
+
+def unlisted(optimizers: Mapping[str, Optimizer]) -> None:
+    """Leave the optimizers as they were before `listed`."""
+    for optimizer in optimizers.values():
+        vars(optimizer).pop("add_param_group", None)
 
 
 def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> Any:
