@@ -134,6 +134,15 @@ def option_not_declared():
     trainer_of(Own, alpha=2.0)
 
 
+@mistake
+def option_not_handed_on():
+    class Own(Task):
+        def __init__(self, model, optimizer):
+            super().__init__(model, optimizer=optimizer)
+
+    trainer_of(Own, gradient_clip=1.0)
+
+
 # ---------------------------------------------------------------------------------------- arguments of the trainer
 
 
@@ -683,6 +692,13 @@ def add_on_without_super():
     class LossyAddon(AddOnBase):
         def backward(self, loss):
             loss.backward()
+
+
+@mistake
+def add_on_without_return():
+    class CountAddon(AddOnBase):
+        def optimizer_step(self):
+            super().optimizer_step()
 
 
 @mistake

@@ -621,6 +621,88 @@ class _Recorder:
 KINDS = [name for name in vars(_Recorder) if name.startswith("by_")]
 
 
+class _Ends:
+    """Methods that call ``super()`` and give back nothing, or something in one way or another."""
+
+    @staticmethod
+    def nothing_by_itself(self):
+        super().optimizer_step()
+
+    @staticmethod
+    def nothing_by_a_bare_return(self):
+        for _ in range(2):
+            with self.batch_context():
+                super().optimizer_step()
+        return
+
+    @staticmethod
+    def nothing_in_a_try(self):
+        try:
+            super().optimizer_step()
+        finally:
+            self.seen = True
+
+    @staticmethod
+    def something_now_and_then(self):
+        stepped = super().optimizer_step()
+        if stepped:
+            return True
+
+    @staticmethod
+    def something_in_one_branch(self):
+        return super().optimizer_step() if self.parameters else None
+
+    @staticmethod
+    def something_in_the_other_branch(self):
+        return None if self.parameters else super().optimizer_step()
+
+    @staticmethod
+    def something_in_a_context(self):
+        with self.batch_context():
+            return super().optimizer_step()
+
+    @staticmethod
+    def something_before_a_finally(self):
+        try:
+            return super().optimizer_step()
+        finally:
+            self.seen = True
+
+    @staticmethod
+    def something_unless_it_raises(self):
+        super().optimizer_step()
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("base", [AddOnBase, Task])
+@pytest.mark.parametrize("kind", [name for name in vars(_Ends) if "thing" in name])
+def test_what_a_seam_gives_is_given_on(kind, base):
+    """F-E: a step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
+    namespace = {"optimizer_step": getattr(_Ends, kind)}
+    if kind.startswith("something"):
+        assert type("KeepingAddon", (base,), namespace).optimizer_step is getattr(_Ends, kind)
+        return
+    error = AddOnError if base is AddOnBase else TaskError
+    with pytest.raises(
+        error, match=r"LosingAddon.optimizer_step calls super\(\).* write return super\(\).optimizer_step"
+    ):
+        type("LosingAddon", (base,), namespace)
+
+
+def test_a_seam_that_gives_nothing_needs_no_return():
+    class QuietAddon(AddOnBase):
+        def clip(self):
+            super().clip()
+
+    class Silent(Task):
+        def metric_on_epoch_end(self):
+            super().metric_on_epoch_end()
+
+    model = torch.nn.Linear(1, 1)
+    trainer = Silent.add_on(QuietAddon)(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert trainer.run(1, [(torch.ones(2, 1), torch.ones(2, 1))])["step"] == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seam_overridden_without_super_is_refused(kind):
     namespace = getattr(_Recorder, kind)()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -171,6 +172,7 @@ def _check_methods(cls: Any, klass: Any) -> None:
         if isinstance(function_of(ours), FunctionType):
             _check_kind(klass, name, value, ours)
             _check_signature(klass, name, value, ours)
+            _check_return(klass, name, value, behind)
         elif not inherited and isinstance(function_of(value), FunctionType):
             _check_name(cls, klass, name)
 
@@ -236,6 +238,40 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
         raise _error(klass)(
             f"{klass.__name__}.{name}{signature} cannot take what the loop gives it; write def {name}({right})"
         ) from None
+
+
+def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> None:
+    """Refuse an override that calls ``super()`` and keeps what the loop needs of it to itself.
+
+    A step would count as skipped, for instance, and no scheduler would ever move.
+    """
+    first = next(c.__dict__[name] for c in reversed(behind) if is_trainer(c) and name in c.__dict__)
+    needed = getattr(function_of(first), "__annotations__", {}).get("return")
+    if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
+        return
+    if name == "metric_on_epoch_end" and not is_add_on(klass):
+        return  # Nothing stands for no metrics there.
+    if not hasattr(value, "__wrapped__") and _gives_nothing(value):
+        raise _error(klass)(
+            f"{klass.__name__}.{name} calls super().{name}(...) and returns nothing, where the loop needs what that "
+            f"gives; write return super().{name}(...), or keep it and return it at the end"
+        )
+
+
+def _gives_nothing(function: FunctionType) -> bool:
+    """Whether a function ends by itself or by a bare return, wherever it returns."""
+    if inspect.isgeneratorfunction(function):
+        return False
+    before: Any = None
+    ends = []
+    for each in dis.get_instructions(function):
+        if each.opname == "RETURN_CONST":
+            ends.append(each.argval is None)
+        elif each.opname == "RETURN_VALUE":  # One that is jumped to may return what was put there before the jump.
+            is_none = before is not None and before.opname.startswith("LOAD_CONST") and before.argval is None
+            ends.append(is_none and not each.is_jump_target)
+        before = each
+    return bool(ends) and all(ends)
 
 
 def _check_super(cls: Any) -> None:

@@ -146,9 +146,17 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
 
 def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     """What to write instead of an option that the class does not have."""
-    for klass in _initialized(cls):
-        init = klass.__dict__.get("__init__")
-        if not is_add_on(klass) and isinstance(init, FunctionType) and name in _words(init):
+    initialized = [klass for klass in _initialized(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
+    for index, klass in enumerate(initialized):
+        if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
+            owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)
+            if owner is None:
+                break
+            return (
+                f": {klass.__name__}.__init__ does not hand it on to {owner.__name__}.__init__, whose it is; write "
+                "def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
+            )
+        if not is_add_on(klass) and name in _words(klass.__dict__["__init__"]):
             return (
                 f", as {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
