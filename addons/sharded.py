@@ -14,7 +14,7 @@ from zae.errors import ConfigError
 
 __all__ = ["ShardingAddon"]
 
-_CACHED = 8  # Loaders whose share is kept: a training loader and those of a validation.
+_CACHED = 8  # Loaders whose share is kept: so many of training, and of validation.
 
 
 class ShardingAddon(AddOnBase):
@@ -51,7 +51,9 @@ class ShardingAddon(AddOnBase):
         if not shares:
             ranks = sharding.Ranks(self._rank, self._world, self._from_main, self._all_agree)
             shares = [sharding.shard(loader, training, ranks)]
-            self._shared = [*self._shared[-_CACHED + 1 :], (loader, training, shares[0])]
+            alike = [each for each in self._shared if each[1] == training]  # A validation puts no training loader out.
+            others = [each for each in self._shared if each[1] != training]
+            self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shares[0])]
         if training:
             sharding.set_epoch(shares[0], self.progress_checker.epoch)
         return shares[0]

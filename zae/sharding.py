@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -119,6 +119,8 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     [[0, 2], [4, 6]] [[0, 1], [4, 5]]
     [[1, 3], [5]] [[2, 3], [6]]
     """
+    if getattr(loader, "is_sharded", False):
+        return _together(loader, training, ranks)
     if not isinstance(loader, DataLoader):
         return _shard_other(loader, training, ranks)
     if isinstance(loader.dataset, IterableDataset):
@@ -240,12 +242,43 @@ def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
     streams = {key: value for key, value in rng.capture().items() if key in ("torch", "numpy", "python")}
     main = ranks.from_main((streams, [generator.get_state() for generator in generators]))
     if ranks.rank == 0:
-        return list(sampler)
-    with rng.isolated():
-        rng.restore(main[0])
-        for generator, state in zip(generators, main[1], strict=True):
-            generator.set_state(state)
-        return list(sampler)
+        entries = list(sampler)
+    else:
+        with rng.isolated():
+            rng.restore(main[0])
+            for generator, state in zip(generators, main[1], strict=True):
+                generator.set_state(state)
+            entries = list(sampler)
+    if not _is_of_torch(sampler):
+        _check_entries(sampler, entries, ranks)
+    return entries
+
+
+def _is_of_torch(sampler: Any) -> bool:
+    """Whether a sampler, and one within it, are torch's own: these keep what they say."""
+    parts = (sampler, getattr(sampler, "sampler", sampler))
+    return all(type(each).__module__ == BatchSampler.__module__ for each in parts)
+
+
+def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
+    """Refuse a sampler of the user's by which samples would be lost, or come twice, without a word."""
+    who, length = f"the {type(sampler).__name__} of the loader", length_of(sampler)
+    if length != len(entries):
+        raise LoaderError(
+            f"{who} has a length of {length} and gave {len(entries)} entries, and {ranks.size} ranks share them by "
+            "its length; mend its __len__"
+        )
+    try:
+        main = ranks.from_main(entries)
+        differs = bool(main != entries)
+    except (RuntimeError, ValueError):  # Of tensors or arrays, which compare in their own way.
+        differs = False
+    if not ranks.all_agree(not differs):
+        raise LoaderError(
+            f"{who} does not give every one of {ranks.size} ranks the same entries. If it deals them to the ranks "
+            "itself, say so: loader.is_sharded = True. If it draws at random, let it draw from torch, numpy.random or "
+            "random themselves, or from a generator with a seed that all ranks have"
+        )
 
 
 def _generator(owner: Any) -> list[torch.Generator]:
@@ -266,11 +299,23 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
     # DataLoader forbids setting these after its construction, for the sake of its own iterators; a copy has none.
     for name, value in (("batch_sampler", batches), ("_iterator", None)):
         object.__setattr__(made, name, value)
-    if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate)):
+    if hasattr(loader, "load_state_dict"):
+        made.__class__ = _without_state(type(loader))
+    plain = loader.collate_fn is default_collate and _is_of_torch(batches.sampler)
+    if each_is_batch or (training and (batches.leaves_out or not plain)):  # Of another, the length may change.
         made.collate_fn = _Collate(loader.collate_fn, each_is_batch, training)
     if rank and loader.generator is not None and loader.num_workers:
         made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
     return made
+
+
+def _without_state(kind: type) -> type:
+    """A class of loaders that keep no place of their own: theirs would be in an order that one rank draws alone."""
+
+    def absent(_: Any) -> Any:
+        raise AttributeError("a rank's share of a loader has no state of its own")
+
+    return type(kind.__name__, (kind,), dict.fromkeys(("state_dict", "load_state_dict"), property(absent)))
 
 
 class _Collate:
@@ -313,8 +358,6 @@ class _WorkerSeed:
 
 def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
     """Deal the batches of a list; anything else gives what it gives on every rank."""
-    if getattr(loader, "is_sharded", False):
-        return _Together(loader, ranks) if training else loader
     if isinstance(loader, Mapping) or not (hasattr(loader, "__getitem__") and length_of(loader) is not None):
         raise LoaderError(
             f"the loader is a {type(loader).__name__}, of which each of {ranks.size} ranks would get every batch; give "
@@ -326,30 +369,44 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
     """Take a stream that says that it gives each rank its own share, and let all ranks end together."""
-    if not (getattr(dataset, "is_sharded", False) or getattr(loader, "is_sharded", False)):
+    if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
             "would get every sample; let its __iter__ give every world-size-th one, beginning at the rank "
             "(torch.distributed.get_rank()), and say so: dataset.is_sharded = True"
         )
-    return _Together(loader, ranks) if training else loader
+    return _together(loader, training, ranks)
+
+
+def _together(loader: Any, training: bool, ranks: Ranks) -> Any:
+    """What gives each rank its own batches already: in training, all must make as many steps."""
+    kind = _TogetherOnce if isinstance(loader, Iterator) else _Together
+    return kind(loader, ranks) if training else loader
 
 
 class _Together:
-    """A stream that ends on all ranks when it ends on one: they must make as many steps."""
+    """A stream that ends on all ranks when it ends on one."""
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks = loader, ranks
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._loader)
-        while True:
-            batch = next(iterator, EMPTY)
-            if not self._ranks.all_agree(batch is not EMPTY):
-                return
-            yield batch
+        return _TogetherOnce(iter(self._loader), self._ranks)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_loader"], name)
+
+
+class _TogetherOnce(_Together):
+    """The same of an iterator, which is one itself: it stands where it was left, and does not begin again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._loader, EMPTY)
+        if not self._ranks.all_agree(batch is not EMPTY):
+            raise StopIteration
+        return _present(batch)

@@ -29,7 +29,8 @@ from rank_tasks import (
     weights,
 )
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from zae import ConfigError, DistributedError, Trainer
 from zae.addons import (
@@ -552,6 +553,103 @@ def a_parameter_left_out_of_the_last_batch_is_refused(world, folder):
     dist.barrier()
 
 
+class Budget:
+    """Batches of at most so much in all: how many there are hangs on the epoch's order."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        batch = []
+        for index in torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            if batch and sum(batch) + index > 20:
+                yield batch
+                batch = []
+            batch.append(index)
+        yield batch
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+
+class Given(Sampler):
+    """What it was told to give, with the length that it was told."""
+
+    def __init__(self, entries, length):
+        self.entries, self.length = entries, length
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return self.length
+
+
+def a_sampler_of_one_s_own_loses_nothing(world, folder):
+    """P-41, P-43, F-D11: another number of batches in each epoch; what would lose samples without a word is refused."""
+    trainer = build(Seen, (MultiGPUAddon,))
+    trainer.run(4, DataLoader(dataset(12), batch_sampler=Budget()))
+    assert trainer.world_size == world
+    assert len({len(list(Budget())) % world for Budget.epoch in range(4)}) > 1
+    for epoch in range(4):
+        assert sorted(itertools.chain(*trainer.gather(trainer.seen.get(epoch, [])))) == list(range(12))
+    for given in (10, 12):
+        bad = DataLoader(dataset(12), 2, sampler=Given(range(given), 22 - given))
+        with pytest.raises(LoaderError, match=f"length of {22 - given} and gave {given} entries.*mend its __len__"):
+            build(Seen, (MultiGPUAddon,)).run(1, bad)
+    own = range(dist.get_rank(), 4 * world, world)
+    dealt = DataLoader(dataset(4 * world), 2, sampler=Given(own, 4))
+    with pytest.raises(LoaderError, match=r"the Given .* not give every one .* same entries.*is_sharded = True"):
+        build(Seen, (MultiGPUAddon,)).run(1, dealt)
+    dealt.is_sharded = True
+    trainer = build(Seen, (MultiGPUAddon,))
+    assert trainer.run(1, dealt, dealt)["valid_metrics_history"][0]["valid_n_seen"] == 4 * world
+    assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
+
+
+class Endless:
+    """An iterator over every world-size-th sample."""
+
+    is_sharded = True
+
+    def __init__(self):
+        self.each = itertools.count(dist.get_rank(), dist.get_world_size())
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        index = next(self.each)
+        return dataset(99)[index : index + 1]
+
+
+def a_loader_with_a_place_of_its_own_resumes(world, folder):
+    """P-12: an iterator, which does not begin again, and a StatefulDataLoader; many validations in between."""
+    for name in ("iterator", "stateful"):
+
+        def run(part, resume, name=name):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # StatefulDataLoader calls what torch 2.13 deprecates.
+                stateful = StatefulDataLoader(dataset(8 * world), 2, shuffle=True)
+            trainer = build(
+                Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_every=1, keep_last=None, resume=resume,
+                save_path=folder / name / part,
+            )  # fmt: skip
+            trainer.run(2, Endless() if name == "iterator" else stateful, steps_per_epoch=4)
+            return trainer
+
+        first, again = run("first", False), run("again", str(folder / name / "first" / "step-00000005"))
+        assert first.world_size == world
+        assert again.seen[1] == first.seen[1][-len(again.seen[1]) :]
+        assert same(weights(first), weights(again)), name
+    trainer, training = build(Seen, (MultiGPUAddon,)), loader(4 * world, 2, 3)
+    trainer.run(None, training, {str(index): loader(world, 1) for index in range(9)}, max_steps=1, valid_every=1)
+    trainer.run(1, training)
+    assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
+
+
 CHECKS = (
     one_rank_logs,
     every_size_is_the_big_batch,
@@ -568,6 +666,8 @@ CHECKS = (
     saved_keys_are_the_model_s,
     a_compiled_model_is_averaged,
     unused_parameters_are_named,
+    a_sampler_of_one_s_own_loses_nothing,
+    a_loader_with_a_place_of_its_own_resumes,
     what_is_trained_may_change_meanwhile,
     a_step_sees_the_model_itself,
     buffers_are_those_of_rank_0,
