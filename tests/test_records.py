@@ -199,6 +199,18 @@ def test_num_targets_is_no_metric() -> None:
 # --- memory
 
 
+class Cache:
+    """Keys of a layer, as a language model returns them: no container that anybody knows of, and a cycle."""
+
+    def __init__(self, keys: Tensor | None) -> None:
+        self.layers = [{"keys": (keys,), "owner": self if keys is not None else None}]
+
+
+class Locked(Cache):
+    def __copy__(self) -> Any:
+        raise TypeError("it cannot be copied")
+
+
 def tensors() -> list[Tensor]:
     gc.collect()
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
@@ -211,6 +223,7 @@ def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> Non
     def more(trainer: Any, batch: Any) -> Any:
         output = trainer.model(batch[0])
         kept = {"output": output, "pair": Pair(output, 1), "named": Output(output), "list": [output]}
+        kept["cache"] = Cache(output)
         return {"norm": output.norm(), **(kept if keep else {})}
 
     trainer = build(more)
@@ -229,7 +242,7 @@ def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> Non
     trainer.run(1, [next(iter(hand.loader()))] * 1000)
     assert len(counts) == 2
     grown = counts[1] - counts[0]
-    assert grown == (990 * 4 if keep else 0)
+    assert grown == (990 * 5 if keep else 0)
     assert not keep or all(not output.requires_grad for output in trainer.log_train["output"])
 
 
@@ -244,6 +257,23 @@ def test_to_host_takes_what_a_step_goes_on_using() -> None:
     assert type(out["c"]) is Pair
     assert type(out["d"]) is Output
     assert not any(t.requires_grad for t in (out["a"], out["b"][0], out["c"].a, out["d"].logits))
+
+
+def test_p33_to_host_frees_what_an_object_of_any_class_holds() -> None:
+    """P-33: a distribution or a cache is kept without its graph; what holds none is kept as it is, and modules too."""
+    weight = torch.ones(2, requires_grad=True)
+    normal, cache = torch.distributions.Normal(weight * 2, 1.0), Cache(weight * 3)
+    out = to_host({"normal": normal, "cache": cache})
+    assert out["normal"].mean.tolist() == [2, 2]
+    assert not out["normal"].mean.requires_grad
+    (layer,) = out["cache"].layers
+    assert layer["keys"][0].tolist() == [3, 3]
+    assert layer["keys"][0].grad_fn is None
+    assert layer["owner"] is out["cache"]
+    assert normal.mean.requires_grad
+    assert cache.layers[0]["keys"][0].requires_grad
+    for value in (torch.nn.Linear(1, 1), Cache(None), torch, Cache, Locked(weight * 2), lambda: weight):
+        assert to_host(value) is value
 
 
 # --- metric_on_epoch_end

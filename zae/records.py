@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import logging
 import math
+import operator
 from array import array
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae.errors import ConfigError, MonitorError, did_you_mean
 
@@ -317,7 +319,7 @@ def _can_be_saved(value: Any) -> bool:
 
 
 def to_host(value: Any) -> Any:
-    """Detach a tensor, or the tensors in a container of any kind, and bring them to the host; copy an array."""
+    """Detach a tensor, or the tensors in a container or an object, and bring them to the host; copy an array."""
     if isinstance(value, Tensor):
         # A view of what the step goes on using would change under the log's hands.
         return value.detach().clone() if value.is_cpu else value.detach().cpu()
@@ -334,7 +336,33 @@ def to_host(value: Any) -> Any:
         for field in dataclasses.fields(value):
             object.__setattr__(twin, field.name, to_host(getattr(value, field.name)))
         return twin
-    return value
+    return _freed(value, {}) if hasattr(value, "__dict__") else value
+
+
+def _freed(value: Any, twins: dict[int, Any]) -> Any:
+    """An object of any class without a graph or memory of a device: itself, or a copy where it holds some.
+
+    A distribution is such a one, and the cache of keys and values that a language model returns.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.requires_grad or not value.is_cpu else value
+    kind = type(value)
+    if kind in (list, tuple):
+        items = [_freed(item, twins) for item in value]
+        return value if all(map(operator.is_, items, value)) else kind(items)
+    own = value if kind is dict else getattr(value, "__dict__", None)
+    if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These live on anyhow.
+        return value
+    if id(value) not in twins:
+        try:
+            twin = twins[id(value)] = copy.copy(value)
+            inner = {key: _freed(item, twins) for key, item in own.items()}
+            if all(inner[key] is item for key, item in own.items()):
+                return value
+            (twin if kind is dict else vars(twin)).update(inner)
+        except Exception:  # Of the user's classes: what cannot be copied is kept as it is.
+            return value
+    return twins[id(value)]
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
