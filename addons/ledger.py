@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -285,10 +285,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     sums: dict[torch.device, list[Tensor]] = {}
     small: dict[torch.device, list[Tensor]] = {}
     shapes = []
-    for tensor in tensors:
-        tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    for tensor in (part for each in tensors for part in _parts(getattr(each, "_local_tensor", each).detach())):
         shapes.append((str(tensor.dtype), tuple(tensor.shape)))
-        if tensor.is_sparse or not tensor.numel():
+        if not tensor.numel():
             continue
         data = tensor.contiguous().view(-1).view(torch.uint8)
         if data.numel() < _WORDS:
@@ -299,6 +298,15 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
         sums.setdefault(device, []).extend(_sums(torch.cat(parts)))
     found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
     return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """The dense tensors that one is made of: it is one itself, or nested, or sparse."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
 
 
 def _sums(data: Tensor) -> Iterator[Tensor]:

@@ -311,6 +311,44 @@ def test_ledger_fingerprint_reads_views_as_what_they_show() -> None:
     assert fingerprint([]) == fingerprint([])
 
 
+def rows(*values: Any) -> list[torch.Tensor]:
+    return [torch.tensor(each) for each in values]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor(rows([1.0, x], [3.0]), layout=torch.jagged),
+        lambda x: torch.nested.nested_tensor(rows([1.0, x], [3.0]), layout=torch.strided),
+        lambda x: torch.tensor([[0.0, x], [1.0, 0.0]]).to_sparse(),
+        lambda x: torch.tensor([[0.0, x], [1.0, 0.0]]).to_sparse_csr(),
+    ],
+)
+def test_f_e8_ledger_fingerprint_of_tensors_that_are_not_dense(make: Any) -> None:
+    """F-E8: a batch may be nested, the gradients of an embedding are sparse: what is in them counts as well."""
+    assert fingerprint([make(2.0)]) == fingerprint([make(2.0)])
+    assert fingerprint([make(2.0)]) != fingerprint([make(4.0)])
+
+
+def test_f_e8_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """F-E8."""
+    batch = torch.nested.nested_tensor(rows([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]), layout=torch.jagged)
+
+    class Nested(Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": self.model(batch).values().square().mean()}
+
+    weights = []
+    for cls, options in ((Nested, {}), (Nested.add_on(LedgerAddon), {"ledger_path": tmp_path / "ledger.jsonl"})):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        cls(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options).run(2, [batch])
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 2
+
+
 def test_ledger_hashes_are_the_same_in_every_process() -> None:
     code = (
         "import torch, random, numpy; from zae.addons.ledger import fingerprint, random_state\n"
