@@ -245,6 +245,10 @@ def shorten(loader: Any) -> None:
     loader.dataset.tensors = tuple(tensor[:5] for tensor in loader.dataset.tensors)
 
 
+def lengthen(loader: Any) -> None:
+    loader.dataset.tensors = tuple(torch.cat([tensor, tensor]) for tensor in loader.dataset.tensors)
+
+
 def transpose(loader: Any) -> None:
     inputs, targets = loader.dataset.tensors
     loader.dataset.tensors = (inputs.transpose(1, 2).contiguous().transpose(1, 2), targets)
@@ -256,6 +260,10 @@ def turn_round(loader: Any) -> None:
 
 def leave_out(loader: Any) -> None:
     loader.dataset.indices = loader.dataset.indices[:-3]
+
+
+def put_in(loader: Any) -> None:
+    loader.dataset.indices = [*loader.dataset.indices, 4, 4]
 
 
 def take_another(loader: Any) -> None:
@@ -277,8 +285,8 @@ def drop(loader: Any) -> None:
 @pytest.mark.parametrize("sampler", ["in order", "shuffled, a generator", "WeightedRandomSampler", "rank 0 of 2"])
 @pytest.mark.parametrize(
     ("change", "subset"),
-    [(double, False), (shorten, False), (transpose, False), (take_more, False), (drop, False)]
-    + [(each, True) for each in (turn_round, leave_out, take_another, take_samples, take_more)],
+    [(each, False) for each in (double, shorten, lengthen, transpose, take_more, drop)]
+    + [(each, True) for each in (turn_round, leave_out, put_in, take_another, take_samples, take_more)],
 )
 def test_what_a_step_changes_is_seen_at_the_next_batch(
     change: Callable[[Any], None], subset: bool, sampler: str

@@ -199,7 +199,7 @@ def _in_order(batches: Any) -> Iterator[slice]:
     """The rows of a SequentialSampler."""
     length, size, drops, start = len(batches.sampler), batches.batch_size, batches.drop_last, 0
     while start < length - (size - 1 if drops else 0):
-        yield slice(start, start + size)
+        yield slice(start, min(start + size, length))  # Of the rows that there were: a step may add some.
         start += size
         size = size if drops else batches.batch_size
 
@@ -209,9 +209,10 @@ def _shuffled(batches: Any) -> Iterator[Tensor]:
     length, generator = len(batches.sampler), batches.sampler.generator
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    # Asked for more than there are, the sampler draws another order, of which it takes nothing.
+    order = torch.randperm(length, generator=generator)
+    # Asked for more, the sampler draws another order: it takes nothing of it, or what a step has added meanwhile.
     yield from _cut(
-        torch.randperm(length, generator=generator), batches, lambda: torch.randperm(length, generator=generator)
+        order, batches, lambda: torch.randperm(length, generator=generator)[: batches.sampler.num_samples % length]
     )
 
 
@@ -224,20 +225,23 @@ def _weighted(batches: Any) -> Iterator[Tensor]:
     )
 
 
-def _cut(order: Tensor, batches: Any, at_end: Callable[[], Any] = lambda: None) -> Iterator[Tensor]:
+def _cut(order: Tensor, batches: Any, more: Callable[[], Tensor] | None = None) -> Iterator[Tensor]:
     """An order in pieces: many are cut at a time, which takes a third of the time of a slice for each.
 
     A BatchSampler that does not drop the last batch asks for its batch size anew each time.
     """
     size, drops, start = batches.batch_size, batches.drop_last, 0
-    while whole := min((len(order) - start) // size, _CUT):
-        for piece in order[start : start + whole * size].split(size):
-            yield piece
-            start += size
-            if not drops and batches.batch_size != size:
-                size = batches.batch_size
-                break
-    at_end()
+    while True:
+        while whole := min((len(order) - start) // size, _CUT):
+            for piece in order[start : start + whole * size].split(size):
+                yield piece
+                start += size
+                if not drops and batches.batch_size != size:
+                    size = batches.batch_size
+                    break
+        if more is None:
+            break
+        order, start, more = torch.cat([order[start:], more()]), 0, None
     if start < len(order) and not drops:
         yield order[start:]
 
