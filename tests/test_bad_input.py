@@ -926,3 +926,40 @@ def test_p08_one_cycle_that_is_too_short():
     assert accumulating.run(2, loader())["step"] == 4
     with refused(accumulating, ConfigError, r"takes it to 6 \(2 optimizer steps after 4\)"):
         accumulating.run(1, loader())
+
+
+@pytest.mark.parametrize("nothing", [[], (), {}])
+def test_e10_a_list_of_no_optimizers(nothing):
+    """E10: nothing would be trained, and no word said."""
+    model = torch.nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match="and mode='train' needs one; write optimizer="):
+        Task(model, "cpu", optimizer=nothing)
+    assert "loss" in Task(model, "cpu", "test", optimizer=nothing).evaluate(loader())
+
+
+@pytest.mark.parametrize("monitor", ["valid/loss", "val_loss", "test/loss"])
+@pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,)])
+def test_e16_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
+    """E16: training's own loss decided which epoch is best, and when to stop, under the name of the validation's."""
+    trainer = make(Task.add_on(*add_ons), monitor=monitor)
+    with pytest.raises(MonitorError, match=f"{monitor}' is a metric of the validation.*give run.. a valid_loader"):
+        trainer.run(2, loader())
+    assert trainer.best == {}
+    assert make(Task.add_on(*add_ons), monitor=monitor).run(1, loader(), loader())["best_valid"]["epoch"] == 1
+
+
+def test_e16_a_metric_of_training_that_is_called_like_one_of_the_validation():
+    class Named(Task):
+        def train_step(self, batch):
+            return {**super().train_step(batch), "valid_loss": 2.0}
+
+    assert make(Named, monitor="valid_loss").run(1, loader())["best_train"]["score"] == 2.0
+
+
+def test_e11_the_losses_of_a_misspelt_mode():
+    """E11: they were those of the validations."""
+    trainer = make()
+    trainer.run(2, loader(), loader())
+    assert trainer.get_loss_history() != trainer.get_loss_history("test") == trainer.get_loss_history("valid")
+    with pytest.raises(ConfigError, match="mode='trian'; it must be 'train' or 'test'; did you mean 'train'"):
+        trainer.get_loss_history("trian")

@@ -87,11 +87,11 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     ConfigError
         With the counts of parameters.
     """
-    if optimizer is None:
+    if not named(optimizer):
         if mode == "train":
             raise ConfigError(
-                "optimizer is None, and mode='train' needs one; write optimizer=torch.optim.AdamW(model.parameters()), "
-                "or mode='test'"
+                f"optimizer is {optimizer!r}, and mode='train' needs one; write "
+                "optimizer=torch.optim.AdamW(model.parameters()), or mode='test'"
             )
         return
     own = {id(p) for p in model.parameters()}

@@ -225,6 +225,12 @@ def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
     """Note the best so far, and step what waits for a metric."""
     if split == "valid" and _watches_training(trainer) and trainer.monitor not in metrics:
         return
+    prefix, bare = split_prefix(trainer.monitor)
+    if split == "train" and prefix not in ("", "train") and trainer.monitor not in list(metrics):
+        raise MonitorError(
+            f"monitor={trainer.monitor!r} is a metric of the validation, and nothing is validated; give run() a "
+            f"valid_loader, or write monitor={bare!r}"
+        )
     score = trainer.score_of(metrics)
     if trainer.check_better(metrics):
         trainer.best = Metrics({**metrics, "score": score, "split": split, **_place(trainer)})
@@ -332,6 +338,8 @@ def losses_of(trainer: Trainer, mode: str) -> list[float]:
 
 def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
     """Look the monitored metric up, under its own name or without a split before it."""
+    if mode not in ("train", "test", "valid"):
+        raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{did_you_mean(str(mode), ('train', 'test'))}")
     prefix, bare = split_prefix(trainer.monitor)
     source = trainer.train_metrics if prefix == "train" and trainer.monitor not in list(metrics) else metrics
     for name in (trainer.monitor, bare):
