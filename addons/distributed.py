@@ -16,11 +16,14 @@ from zae import launching, optim, rng
 from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
 from zae.checks import check_number
+from zae.data_state import restore_parts
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loading import Position
 from zae.ranks import note_failure, random_state_of, tell_failures_early
 from zae.records import EpochLog, merge_logs
+from zae.resume import check_places
 from zae.seams import slots_of
+from zae.sharding import Ranks, shard
 from zae.travel import mark_stepped
 
 __all__ = ["DistributedAddon"]
@@ -107,6 +110,8 @@ class DistributedAddon(ShardingAddon):
         generators = rng.generators_of(loader)
         if present["generators"] is not None and len(generators) == len(present["generators"]):
             rng.restore_generators(loader, present["generators"])
+        if present["parts"]:  # Of what draws in the loader by itself: the next ranks get it from here.
+            restore_parts(shard(loader, True, Ranks(0, 2, list, bool)), present["parts"])
         if not state["progress"]["epoch_batch"]:
             # Between two epochs a loader goes on from its own generators, which another loader does not share.
             state["position"] = _between(state["position"])
@@ -244,8 +249,9 @@ class DistributedAddon(ShardingAddon):
             self._wish = reason
 
     def on_run_begin(self) -> None:
-        """Forget what was asked of an earlier run."""
-        self._wish = None
+        """Forget what was asked of an earlier run, and begin all at the same place."""
+        self._wish, progress = None, self.progress_checker
+        check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         super().on_run_begin()
 
     def checkpoint(self) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zae import files
-from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
+from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["check_ranks", "check_resume", "find_checkpoint", "foreign_checkpoints", "restart_epoch"]
+__all__ = ["check_places", "check_ranks", "check_resume", "find_checkpoint", "foreign_checkpoints", "restart_epoch"]
 
 _log = logging.getLogger("zae")
 
@@ -37,7 +37,7 @@ def check_resume(
     --------
     >>> check_resume("auto", "raise", ())
     """
-    if not isinstance(resume, (bool, str, Path)):
+    if not isinstance(resume, (bool, str, Path)) or resume == "":
         raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
     if on_save_error not in ("raise", "warn"):
         raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
@@ -76,7 +76,7 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     """
     if resume is False:
         return None, set()
-    folder = save_path if resume in (True, "auto") else Path(resume)  # type: ignore[arg-type]
+    folder = save_path if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
     if folder != save_path and not files.list_checkpoints(folder):
         return folder, set()
     found = files.newest_valid(folder)
@@ -157,6 +157,31 @@ def check_ranks(found: Path, saved: int, present: int, reshard: bool) -> None:
         raise CheckpointMismatch(
             f"{found} is of {saved} ranks, and this run has {present}; use as many ranks, write reshard=True to deal "
             "the rest of the epoch anew, or take only the weights: apply_weights(path)"
+        )
+
+
+def check_places(places: Sequence[tuple[int, int, int]]) -> None:
+    """Refuse to begin a run with ranks that do not stand at the same place.
+
+    Parameters
+    ----------
+    places : sequence of (int, int, int)
+        The epoch, the step and the batch of each rank.
+
+    Raises
+    ------
+    DistributedError
+        With where they stand.
+
+    Examples
+    --------
+    >>> check_places([(1, 8, 0), (1, 8, 0)])
+    """
+    if len(set(places)) > 1:
+        stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
+        raise DistributedError(
+            f"the ranks do not go on from the same state: {stand}. A checkpoint that one of them has loaded the "
+            "others must find too: save_path (or resume) must name a folder that all machines share"
         )
 
 

@@ -302,7 +302,13 @@ def whole_log(trainer: Trainer, log: EpochLog) -> EpochLog:
 
 
 def own_metrics(trainer: Trainer) -> dict[str, float]:
-    """What ``metric_on_epoch_end`` adds; nothing, where it reads the log of the other mode and that is empty."""
+    """What ``metric_on_epoch_end`` adds, on rank 0 where there are several: all of them judge by the same."""
+    own: dict[str, float] = trainer.gather(_own_metrics(trainer))[0]
+    return own
+
+
+def _own_metrics(trainer: Trainer) -> dict[str, float]:
+    """The same of this rank; nothing, where it reads the log of the other mode and that is empty."""
     try:
         return checks.check_metrics(f"{type(trainer).__name__}.metric_on_epoch_end", trainer.metric_on_epoch_end())
     except MonitorError as error:

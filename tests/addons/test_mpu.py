@@ -10,6 +10,7 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -650,6 +651,25 @@ def a_loader_with_a_place_of_its_own_resumes(world, folder):
     assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
 
 
+def all_ranks_begin_and_judge_alike(world, folder):
+    """P-36: a metric that one rank has, or that each draws for itself; a checkpoint that only rank 0 finds."""
+
+    class Own(Task):
+        def metric_on_epoch_end(self):
+            return {"drawn": torch.rand(()).item() - self.progress_checker.epoch} if self.is_main else {}
+
+    options = {"monitor": "drawn", "monitor_mode": "min", "patience": 3, "save_path": folder / "0", "seed": 1}
+    trainer = build(Own, (MultiGPUAddon, StateManagerAddon, EarlyStoppingAddon), **options)
+    metrics = trainer.run(2, loader(4 * world, 2), loader(4 * world, 2))
+    assert trainer.world_size == world
+    assert trainer.gather(metrics) == [metrics] * world
+    options = {"save_path": folder / str(dist.get_rank()), "resume": "auto"}
+    stand = ", ".join(f"rank {rank} at step {0 if rank else 4}" for rank in range(world))
+    with pytest.raises(DistributedError, match=f"{stand}.*a folder that all machines share"):
+        build(Task, (MultiGPUAddon, StateManagerAddon, EarlyStoppingAddon), **options).run(3, loader(4 * world, 2))
+    dist.barrier()
+
+
 CHECKS = (
     one_rank_logs,
     every_size_is_the_big_batch,
@@ -666,6 +686,7 @@ CHECKS = (
     saved_keys_are_the_model_s,
     a_compiled_model_is_averaged,
     unused_parameters_are_named,
+    all_ranks_begin_and_judge_alike,
     a_sampler_of_one_s_own_loses_nothing,
     a_loader_with_a_place_of_its_own_resumes,
     what_is_trained_may_change_meanwhile,
@@ -741,6 +762,36 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 13))
     assert len(records) == len(trainer.log_history)
     assert [str(each.message) for each in recwarn] == []
+
+
+def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
+    """P-41: ``run(1); run(1)`` is ``run(2)``, though the sampler that drew was in other processes."""
+
+    def run(*calls):
+        data, drawn = dataset(12), Drawn(12)
+        trainer = build(Task, (MultiGPUAddon,), ["cpu", "cpu"], timeout=20.0)
+        with forks():
+            for n_epoch in calls:
+                trainer.run(n_epoch, DataLoader(data, 2, sampler=drawn))
+        assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2
+        return weights(trainer), drawn.source.random()
+
+    (first, after), (second, there) = run(1, 1), run(2)
+    assert same(first, second)
+    assert after == there
+
+
+class Drawn(Sampler):
+    """A sampler with a generator of NumPy's, which nobody else seeds."""
+
+    def __init__(self, size):
+        self.size, self.source = size, np.random.default_rng(5)
+
+    def __iter__(self):
+        return iter(self.source.permutation(self.size).tolist())
+
+    def __len__(self):
+        return self.size
 
 
 def test_e15_what_cannot_travel_is_named_before_anything_starts():
