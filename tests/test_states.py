@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from zae import Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
 from zae.errors import CheckpointMismatch, CheckpointNotFound
 
@@ -178,3 +180,34 @@ def test_a_seed_is_set_once_and_a_resume_goes_on_from_the_saved_streams() -> Non
     torch.manual_seed(99)
     resumed.run(1, loader())
     assert {*ends, digest(resumed.model)} == {ends[0]}
+
+
+class Images(Trainer):
+    """A classifier of images."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.cross_entropy(self.model(batch[0]), batch[1])}
+
+    test_step = train_step
+
+
+@pytest.mark.parametrize("kind", [partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.05, amsgrad=True)])
+def test_f_b1_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None:
+    """A state is saved in rows, and the kernel goes through weight and state number by number, wherever they lie."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, 2, 3, 3, generator=generator), torch.arange(4) % 3) for _ in range(2)]
+
+    def made() -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3)).to(memory_format=torch.channels_last)
+        return Images(model, "cpu", optimizer=kind(model.parameters(), fused=True))
+
+    straight, stopped, resumed = made(), made(), made()
+    straight.run(4, batches)
+    stopped.run(2, batches)
+    state = copy.deepcopy(stopped.state_dict())
+    for each in state["optimizer"]["0"]["state"].values():  # As a checkpoint holds it.
+        each.update({name: value.contiguous() for name, value in each.items() if value is not None})
+    resumed.load_state_dict(state)
+    resumed.run(2, batches)
+    assert digest(resumed.unwrap()) == digest(straight.unwrap())

@@ -23,6 +23,7 @@ __all__ = [
     "check_optimizers",
     "check_schedule",
     "fused_hints",
+    "lay_out",
     "learning_rates",
     "leaves_kernel_open",
     "listed",
@@ -122,6 +123,36 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
                 f"scheduler {name} ({type(each).__name__}) drives another optimizer than the one given; build it from "
                 f"the same object: {type(each).__name__}(optimizer, ...)"
             )
+
+
+def lay_out(optimizer: Optimizer) -> None:
+    """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
+
+    A fused kernel goes through a weight and its state number by number, wherever they lie.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
+    >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
+    >>> optimizer.state[weight]["momentum_buffer"] = torch.arange(6.0).view(3, 2)
+    >>> lay_out(optimizer)
+    >>> optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+    True
+    """
+    for parameter in parameters_of(optimizer):
+        state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
+        for name, value in list(state.items()) if isinstance(state, dict) else ():
+            if _is_like(value, parameter) and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of a state is a plain tensor that stands beside its parameter number by number."""
+    return (
+        type(value) is Tensor
+        and value.layout is parameter.layout is torch.strided
+        and (value.shape, value.device) == (parameter.shape, parameter.device)
+    )
 
 
 def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
@@ -306,9 +337,24 @@ def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
     [True, False]
     """
     unset = group.get("fused", False) is None and group.get("foreach") is None
-    # On the CPU, torch 2.13's fused SGD leaves most weights in half precision as they were.
-    exact = all(p.dtype in (torch.float32, torch.float64) for p in group["params"] if p.is_cpu)
+    exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
     return unset and exact and not (group.get("capturable") or group.get("differentiable"))
+
+
+def _is_exact(parameter: Tensor) -> bool:
+    """Whether a fused kernel of the CPU steps a parameter as the optimizer does by itself.
+
+    That of SGD leaves most weights in half precision as they were, in torch 2.13, and all take a parameter for one
+    block of memory: of one with gaps, they would step what lies between.
+    """
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return False
+    return nn.parameter.is_lazy(parameter) or _is_block(parameter)
+
+
+def _is_block(value: Tensor) -> bool:
+    """Whether a tensor fills a block of memory, in whatever order of its dimensions."""
+    return torch.empty_like(value, device="meta").stride() == value.stride()
 
 
 def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:

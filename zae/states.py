@@ -89,6 +89,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     # A torch optimizer takes the tensors of a state over as its own: without a copy, two trainers would share them.
     for name, optimizer in optimizers.items():
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"][name]))
+        optim.lay_out(optimizer)
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
     trainer.progress_checker, trainer.log_train = progress, log
