@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from zae import AddOnBase, ConfigError, Every, LoaderError, MonitorError, StepError, Trainer
+from zae import AddOnBase, CheckpointMismatch, ConfigError, Every, LoaderError, MonitorError, StepError, Trainer
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 
 
@@ -800,6 +800,37 @@ def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(
     )
     assert not any("add_param_group" in vars(each) for each in trainer._optimizers.values())
     trainer.run(1, batches)
+
+
+def test_p12_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
+    """P-12, F-E12: its shapes are known after its first batch, or after a load; a shape that differs is refused."""
+
+    def make(width: int = 8, **options: Any) -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.LazyLinear(width), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Dropout(0.2), nn.LazyLinear(2))
+        return build(StateManagerAddon, model=model, save_every=1, optimizer=AdamW(model.parameters()), **options)
+
+    whole, first = make(save_path=tmp_path / "whole"), make(save_path=tmp_path / "s")
+    plan = first.plan(2, loader(), valid())
+    assert plan.last_step == 12
+    assert any("the model is lazy" in note for note in plan.notes)
+    torch.manual_seed(4)
+    whole.run(2, loader())
+    torch.manual_seed(4)
+    first.run(2, loader(), max_steps=4)
+    second = make(save_path=tmp_path / "s", resume=True)
+    second.run(2, loader(), max_steps=4)  # The call that was made already.
+    second.run(2, loader())
+    assert digest(whole.model) == digest(second.model)
+    assert digest(whole.model) != digest(first.model)
+    for weights in (whole.save_model(tmp_path / "w.safetensors"), whole.model.state_dict()):
+        fresh = make(save_path=tmp_path / "fresh")
+        fresh.apply_weights(weights)
+        assert digest(fresh.model) == digest(whole.model)
+    grown = make(width=9, save_path=tmp_path / "grown")
+    grown.evaluate(valid())
+    with pytest.raises(CheckpointMismatch, match=r"0.weight is \(8, 4\) and must be \(9, 4\)"):
+        grown.apply_weights(whole.model.state_dict())
 
 
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])

@@ -155,7 +155,7 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
 def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
     """Take off what wrappers put before the keys, and refuse weights of another model."""
     own = module.state_dict()
-    weights = dict(weights)
+    made, weights = _made(own), dict(weights)
     while weights and not set(weights) & set(own):
         prefix = next((p for p in _PREFIXES if all(key.startswith(p) for key in weights)), None)
         if prefix is None:
@@ -164,9 +164,9 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     missing = [key for key in own if key not in weights]
     unexpected = [key for key in weights if key not in own]
     shapes = [
-        f"{key} is {tuple(value.shape)} and must be {tuple(own[key].shape)}"
+        f"{key} is {tuple(value.shape)} and must be {tuple(made[key].shape)}"
         for key, value in weights.items()
-        if isinstance(own.get(key), Tensor) and isinstance(value, Tensor) and value.shape != own[key].shape
+        if key in made and isinstance(value, Tensor) and value.shape != made[key].shape
     ]
     # A shape is refused with strict=False too: torch would raise in the middle of loading.
     wrong = {"shapes differ": shapes} | ({"missing": missing, "unexpected": unexpected} if strict else {})
@@ -183,13 +183,18 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     return weights
 
 
+def _made(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state; those of a lazy module are made by its first batch, or by what is loaded into it."""
+    return {key: each for key, each in state.items() if isinstance(each, Tensor) and not nn.parameter.is_lazy(each)}
+
+
 def _check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Refuse to round the weights of a run, or to go on from them in another type, without a word."""
-    own = module.state_dict()
+    own = _made(module.state_dict())
     wrong = [
         f"{key} was {value.dtype} and is {own[key].dtype}"
         for key, value in weights.items()
-        if isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype
+        if key in own and own[key].dtype != value.dtype
     ]
     if wrong:
         raise CheckpointMismatch(
