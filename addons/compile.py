@@ -111,11 +111,12 @@ class CompileAddon(AddOnBase):
         (self.fallback_random,) = checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
-        self._tracing = self._looked = False
+        self._looked = False
+        self._settings: Mapping[str, bool] = {}  # Of the compiler, while it is used.
         self._full: int | None = None  # Samples of a full batch, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None
-        self._aliased: set[int] = set()  # Parameters whose gradient comes in memory that is not its own.
+        self._to_copy: set[int] = set()  # Parameters whose gradient has to be copied.
         self._not_fused: str | None = ""  # Why a trial is without the whole step.
         self._trial = Trial(())
         self._to_fuse: list[Optimizer] = []
@@ -126,7 +127,7 @@ class CompileAddon(AddOnBase):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled: it travels to no other process."""
         state = super().__getstate__()
-        return {**state, "_compiled": {}, "_aliased": set(), "_tracing": False, "_update": None, "_made": None}
+        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None}
 
     def setup(self) -> None:
         """Refuse what the graph cannot hold; it is compiled with the first full batch."""
@@ -139,24 +140,20 @@ class CompileAddon(AddOnBase):
         reason = None if alone else graphs.why_not(self, CompileAddon)
         if reason is not None:
             self._refuse(f"{reason}; {_REMEDY}")
-        elif not alone:
-            self._tracing = True
-            graphs.trace_gradients(1)
+        elif graphs.is_off():
+            self._give_up("torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE or its stance)")
+        else:
+            self._settings = graphs.hold(1, graphs.GUARDS if alone else graphs.TRACES)
 
     def is_idle(self) -> bool:
         """Tell whether all is eager: a graph was refused, or is no faster for the batches of this run."""
-        decided = self._shapes is not None or not self._tracing
+        decided = self._shapes is not None or not self._settings
         return self.compile_report.get("kept") == "eager" and decided
 
     def teardown(self) -> None:
         """Leave the compiler's settings as they were."""
-        self._stop_tracing()
+        self._settings = graphs.hold(-1, self._settings)
         super().teardown()
-
-    def _stop_tracing(self) -> None:
-        if self._tracing:
-            graphs.trace_gradients(-1)
-        self._tracing = False
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Suggest no fused kernel where the step takes it as it is."""
@@ -186,7 +183,7 @@ class CompileAddon(AddOnBase):
     def _look(self) -> None:
         """Find out, when everybody is set up, what a graph cannot hold of what they do."""
         self._looked = True
-        if not self._tracing or self.compile_report["kept"] == "eager":
+        if not self._settings or self.compile_report["kept"] in ("eager", "model"):
             return
         if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.
             self._refuse(f"a float16 loss scale; {_REMEDY}")
@@ -222,7 +219,7 @@ class CompileAddon(AddOnBase):
 
     def _is_due(self, batch: Any, count: int) -> bool:
         """Whether a micro-batch is computed by what was compiled."""
-        if self.compile_report["kept"] == "eager" and (self._shapes is not None or not self._tracing):
+        if self.compile_report["kept"] == "eager" and (self._shapes is not None or not self._settings):
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
@@ -269,8 +266,8 @@ class CompileAddon(AddOnBase):
             self._give_up(graphs.reason_of(error))
             return None
         if self.compile_report["graphs"] != before:
-            self._aliased |= graphs.sharing(parameters, gradients, tree_leaves((batch, out)))
-        graphs.add_gradients(parameters, gradients, self._aliased)
+            self._to_copy |= graphs.to_copy(parameters, gradients, tree_leaves((batch, out)))
+        graphs.add_gradients(parameters, gradients, self._to_copy)
         return cast("dict[str, Any]", out)
 
     def _is_awaited(self) -> bool:
@@ -366,7 +363,7 @@ class CompileAddon(AddOnBase):
         """Say what a graph cannot hold; where nobody asked for a graph, run eagerly."""
         if self.compile_mode != "auto":
             raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
-        self._stop_tracing()
+        self._settings = graphs.hold(-1, self._settings)
         self._give_up(f"a graph cannot hold {reason}")
 
     def _give_up(self, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = [
+    "GUARDS",
+    "TRACES",
     "WITH_KERNEL",
     "add_gradients",
     "are_lazy",
@@ -32,13 +35,14 @@ __all__ = [
     "fits_kernel",
     "graphs_made",
     "has_hooks",
+    "hold",
     "is_fusible",
+    "is_off",
     "options_of",
     "reason_of",
     "refusals",
     "shapes_of",
-    "sharing",
-    "trace_gradients",
+    "to_copy",
     "wait_for",
     "why_not",
 ]
@@ -46,8 +50,11 @@ __all__ = [
 _FUSED = (SGD, Adam, AdamW)  # Whose fused kernels have been held against the loop by hand.
 WITH_KERNEL = tuple(kind.__name__ for kind in _FUSED)
 """The names of the optimizers that step by their fused kernel."""
-_tracers = 0
-_traced_before: Any = None
+GUARDS = {"skip_nnmodule_hook_guards": False}
+"""Have a graph look whether its modules have the hooks that they had: else those that come later are never called."""
+TRACES = {"trace_autograd_ops": True, **GUARDS}
+"""Follow ``torch.autograd.grad`` too."""
+_holders: dict[str, tuple[int, Any]] = {}  # How many trainers need a setting, and what it was before them.
 
 
 def check_compiler(mode: str, backend: Any) -> None:
@@ -224,10 +231,12 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def sharing(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
-    """Find gradients in memory that is not their own: clipping would change something else, or the same twice.
+def to_copy(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
+    """Find gradients that no ``.grad`` may be: in memory that is not their own, or in another order than the parameter.
 
-    Autograd gives each ``.grad`` its own memory; a graph hands out what it has.
+    Autograd gives each ``.grad`` its own memory, in the parameter's order; a graph hands out what it has. Clipping
+    would change something else, or the same twice, and a fused kernel goes through weight and gradient number by
+    number, wherever they lie.
 
     Parameters
     ----------
@@ -243,9 +252,11 @@ def sharing(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], ot
 
     Examples
     --------
-    >>> weight, gradient = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
-    >>> sharing([weight], [gradient], []), sharing([weight], [gradient], [gradient]) == {id(weight)}
+    >>> weight, gradient = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3)
+    >>> to_copy([weight], [gradient], []), to_copy([weight], [gradient], [gradient]) == {id(weight)}
     (set(), True)
+    >>> to_copy([weight], [torch.ones(3, 2).t()], []) == {id(weight)}
+    True
     """
     taken = {each.untyped_storage().data_ptr() for each in (*parameters, *others) if _has_memory(each)}
     found = set()
@@ -253,22 +264,27 @@ def sharing(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], ot
         if gradient is None or not _has_memory(gradient):
             continue
         place = gradient.untyped_storage().data_ptr()
-        expanded = any(step == 0 and size > 1 for step, size in zip(gradient.stride(), gradient.shape))
-        if place in taken or expanded:
+        # One that is expanded has steps of 0, and a parameter has none.
+        if place in taken or _steps(gradient) != _steps(parameter):
             found.add(id(parameter))
         taken.add(place)
     return found
 
 
-def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], aliased: set[int]) -> None:
+def _steps(value: Tensor) -> list[int]:
+    """How far apart in memory the entries of each dimension are that has several."""
+    return [step for step, size in zip(value.stride(), value.shape) if size > 1]
+
+
+def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], copied: set[int]) -> None:
     """Add what a graph gave to each ``.grad``, as a backward does.
 
     Parameters
     ----------
     parameters, gradients : sequence of Tensor
         As many of both.
-    aliased : set of int
-        As `sharing` gives it.
+    copied : set of int
+        As `to_copy` gives it.
 
     Examples
     --------
@@ -278,8 +294,8 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
     tensor([1., 1.])
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if id(parameter) in aliased and gradient is not None:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        if id(parameter) in copied and gradient is not None:
+            gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         if parameter.grad is None:
             parameter.grad = gradient
         elif gradient is not None:
@@ -418,28 +434,51 @@ def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
     return options
 
 
-def trace_gradients(change: int) -> None:
-    """Have the compiler follow torch.autograd.grad while any trainer needs it: the setting is one of the process.
+def is_off() -> bool:
+    """Whether somebody has switched torch.compile off: what it is given would run as it stands.
+
+    Examples
+    --------
+    >>> with torch.compiler.set_stance("force_eager"):
+    ...     is_off()
+    True
+    """
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    by_name = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    return by_name or bool(torch._dynamo.config.disable) or getattr(stance, "stance", "") == "force_eager"
+
+
+def hold(change: int, settings: Mapping[str, bool]) -> Mapping[str, bool]:
+    """Have the compiler go by some settings while any trainer needs them: they are those of the process.
 
     Parameters
     ----------
     change : int
         1 when a trainer begins, -1 when it ends; the last one puts back what was.
+    settings : mapping of str to bool
+        `GUARDS` or `TRACES`.
+
+    Returns
+    -------
+    mapping of str to bool
+        What this trainer needs from now on.
 
     Examples
     --------
     >>> before = torch._dynamo.config.trace_autograd_ops
-    >>> trace_gradients(1)
-    >>> trace_gradients(-1)
+    >>> held = hold(1, TRACES)
+    >>> hold(-1, held)
+    {}
     >>> torch._dynamo.config.trace_autograd_ops == before
     True
     """
-    global _tracers, _traced_before
     config: Any = torch._dynamo.config
-    if not _tracers:
-        _traced_before = config.trace_autograd_ops
-    _tracers += change
-    config.trace_autograd_ops = True if _tracers else _traced_before
+    for name, value in settings.items():
+        count, before = _holders.get(name, (0, None))
+        before = before if count else getattr(config, name)
+        _holders[name] = (count + change, before)
+        setattr(config, name, value if count + change else before)
+    return settings if change > 0 else {}
 
 
 def wait_for(device: torch.device) -> None:

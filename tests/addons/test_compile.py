@@ -285,6 +285,35 @@ def test_clipping_changes_no_memory_but_the_gradients_own() -> None:
     assert all(torch.equal(inputs, kept) for (inputs, _), kept in zip(loader, before, strict=True))
 
 
+class Images(nn.Module):
+    """Its gradients come in another order of memory than its weights, and one weight has gaps in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.convolve, self.classify = nn.Conv2d(3, 4, 2), nn.Parameter(torch.randn(2, 36))
+        self.spaced = nn.Parameter(torch.ones(36, 6)[:, ::3])
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.convolve(inputs.to(memory_format=torch.channels_last)).tanh().flatten(1)
+        return torch.einsum("bh,ch->bc", hidden, self.classify) + hidden @ self.spaced
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gradient_in_another_order_of_memory_steps_the_weights_it_is_of(optimizer: str) -> None:
+    """A fused kernel goes through both number by number, wherever they lie; by hand autograd puts them in order."""
+    loader = [(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)).double(), torch.arange(4) % 2)
+              for n in range(4)]  # fmt: skip
+    ends = []
+    for cls, options in ((Task, {}), (Task.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
+        task = cls(Images(), "cpu", optimizer=OPTIMIZERS[optimizer][0], **options)
+        task.run(2, loader)
+        ends.append(task)
+    assert ends[1].compile_report["graphs"] == 1
+    assert furthest(*ends) < OPTIMIZERS[optimizer][1]
+
+
 class ByStep(Task):
     """Its loss depends on a number of Python that changes with every step."""
 
@@ -318,6 +347,39 @@ def test_a_hook_that_comes_later_is_called() -> None:
     task = trained(Hooked.add_on(CompileAddon), compile_mode="graph", **FAST)
     assert task.compile_report["eager_batches"] == 12
     assert furthest(trained(Hooked), task) < 1e-12
+
+
+class Watched(Task):
+    """Halves what its first layer gives, from the second epoch on."""
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1:
+            self.model[0].register_forward_hook(lambda module, inputs, output: output / 2)
+
+
+@pytest.mark.parametrize("mode", ["graph", "fused", "model"])
+def test_a_hook_of_a_module_that_comes_later_is_called(mode: str) -> None:
+    """By itself, torch does not look for hooks that a module did not have when it was compiled."""
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    ends = []
+    for cls, options in ((Watched, {}), (Watched.add_on(CompileAddon), {"compile_mode": mode, **FASTEST})):
+        torch.manual_seed(3)
+        task = cls(nn.Sequential(nn.Linear(4, 2)).double(), "cpu", optimizer=OPTIMIZERS["sgd"][0], **options)
+        task.run(2, batches())
+        ends.append(task)
+    assert ends[1].compile_report["graphs"] == 2
+    assert furthest(*ends) < 1e-12
+    assert torch._dynamo.config.skip_nnmodule_hook_guards is before
+
+
+@pytest.mark.parametrize("mode", ["auto", "graph", "fused", "model"])
+def test_where_torch_compile_is_switched_off_the_step_is_eager(mode: str) -> None:
+    with torch._dynamo.config.patch(disable=True):
+        task = trained(Task.add_on(CompileAddon), epochs=1, compile_mode=mode)
+    assert task.compile_report["kept"] == "eager"
+    assert "torch.compile is switched off" in task.compile_report["reason"]
+    assert furthest(trained(Task, epochs=1), task) == 0
 
 
 class Freezing(Task):
