@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from zae import rng
+from zae.encoding import encode
 from zae.errors import CheckpointMismatch
 
-__all__ = ["Padded", "capture_parts", "changes_of", "facts_of", "global_streams", "restore_parts"]
+__all__ = [
+    "Padded",
+    "as_begun",
+    "begins_again",
+    "capture_parts",
+    "changes_of",
+    "facts_of",
+    "global_streams",
+    "restore_parts",
+    "undrawn",
+]
 
+_log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
+_MANY = 64  # A longer list holds the samples, not what is done to them.
+_LOOKS = 1000  # At so many objects in a part.
+_STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
@@ -70,9 +93,10 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def capture_parts(loader: Any) -> dict[str, Any]:
     """Return the states of what a loader's parts hold themselves: their own random streams, or their own state.
 
-    A sampler or dataset with ``state_dict`` and ``load_state_dict`` is asked for it. Of any other the attributes are
-    looked through for ``numpy.random.Generator``, ``numpy.random.RandomState`` and ``random.Random``; generators of
-    torch are `zae.rng`'s. Copies of a dataset in a loader's workers are out of reach.
+    A sampler or dataset with ``state_dict`` and ``load_state_dict`` is asked for it. Any other, and a ``collate_fn``,
+    is looked through for ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and
+    ``torch.Generator``: in its attributes, in what these hold (transforms, say), and in short lists and dicts there.
+    What `zae.rng` saves of a loader is left out. Copies of a dataset in a loader's workers are out of reach.
 
     Parameters
     ----------
@@ -96,11 +120,14 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     >>> sampler.rng.random() == drawn
     True
     """
-    return {place: _read(stream) for place, stream in _streams(loader)}
+    return {place: _read(owner) for place, owner in _owners(loader)}
 
 
-def restore_parts(loader: Any, states: Mapping[str, Any]) -> None:
+def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> None:
     """Put the parts of a loader back to where they were.
+
+    A part that keeps a state, and is in that state already, is left alone: many a sampler takes what it is given for
+    the place at which its next epoch begins.
 
     Parameters
     ----------
@@ -108,25 +135,96 @@ def restore_parts(loader: Any, states: Mapping[str, Any]) -> None:
         Built as it was.
     states : mapping
         What `capture_parts` returned.
+    only_streams : bool
+        Whether to leave the parts with a ``state_dict`` as they are.
 
     Raises
     ------
     CheckpointMismatch
-        A part is not there any more, or is of another kind.
+        A part with a state is not there any more, or one is of another kind.
     """
-    found = dict(_streams(loader))
+    found = dict(_owners(loader))
     for place, state in states.items():
         if place not in found:
-            raise CheckpointMismatch(
-                f"the checkpoint holds the state of the loader's {place}, which is not there now; build the loader and "
-                "its dataset as they were"
-            )
+            if _is_part(place):
+                raise CheckpointMismatch(
+                    f"the checkpoint holds the state of the loader's {place}, which has none now; build the loader and "
+                    "its dataset as they were"
+                )
+            _warn_of_absent(place)
+            continue
+        owner = found[place]
         try:
-            _write(found[place], state)
-        except (ValueError, TypeError, KeyError) as error:
+            if isinstance(owner, _STREAMS) or not (only_streams or _is_same(_read(owner), state)):
+                _write(owner, state)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
                 f"the state of the loader's {place} does not fit ({error}); build it as it was"
             ) from error
+
+
+def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of parts for an epoch that begins again: where they stood at its beginning, with the streams
+    as they are.
+
+    Parameters
+    ----------
+    present, begin : mapping
+        What `capture_parts` returned now, and at the epoch's beginning.
+
+    Returns
+    -------
+    dict
+        For `restore_parts`.
+
+    Examples
+    --------
+    >>> as_begun({"sampler": {"at": 12}, "dataset.rng": 7}, {"sampler": {"at": 0}, "dataset.rng": 3})
+    {'sampler': {'at': 0}, 'dataset.rng': 7}
+    """
+    return {place: begin.get(place, state) if _is_part(place) else state for place, state in present.items()}
+
+
+def begins_again(loader: Any) -> bool | None:
+    """Ask a sampler, or a stream of this process, that keeps a place of its own for its first entry.
+
+    Parameters
+    ----------
+    loader : iterable
+        Any loader, whose parts are to be restored again afterwards.
+
+    Returns
+    -------
+    bool or None
+        True for one that stood at its end, and will begin again when it is asked once more; None for a loader that has
+        no such part.
+    """
+    dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    walked: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
+    parts = [_sampler_of(loader), _bare(batch_sampler)]
+    if isinstance(dataset, IterableDataset):
+        parts, walked = [None if getattr(loader, "num_workers", 0) else dataset], dataset
+    if not any(_keeps_state(part) for part in parts):
+        return None
+    end = object()
+    return next(iter(walked), end) is end
+
+
+@contextlib.contextmanager
+def undrawn(loader: Any) -> Iterator[None]:
+    """Let a loader be walked without moving the random streams that its parts hold, which training may share.
+
+    Parameters
+    ----------
+    loader : iterable
+        Any loader.
+    """
+    kept = [(owner, _read(owner)) for _, owner in _owners(loader) if isinstance(owner, _STREAMS)]
+    try:
+        yield
+    finally:
+        for owner, state in kept:
+            _write(owner, state)
 
 
 class Padded:
@@ -166,8 +264,8 @@ def global_streams() -> tuple[Any, ...]:
     return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
 
 
-def _streams(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Every part that has a state of its own, with its place."""
+def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Every part that has a state of its own, and every random stream in the others, with its place."""
     batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     parts = {"sampler": _sampler_of(loader), "batch_sampler": _bare(batch_sampler)}
     for depth in range(_DEPTH):
@@ -175,18 +273,65 @@ def _streams(loader: Any) -> Iterator[tuple[str, Any]]:
             break
         parts["dataset" + ".dataset" * depth] = dataset
         dataset = getattr(dataset, "dataset", None)
-    seen: set[int] = set()
+    collate = getattr(loader, "collate_fn", None)
+    seen = {id(generator) for generator in rng.generators_of(loader)}
+    ours = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
+    parts["collate_fn"] = getattr(collate, "__self__", collate)
+    if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not _keeps_state(loader):
+        parts["loader"] = loader  # One of the user's own.
     for name, part in parts.items():
         if part is None or id(part) in seen:
             continue
-        seen.add(id(part))
-        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        if _is_part(name) and _keeps_state(part):
+            seen.add(id(part))
             yield name, part
+        else:
+            yield from _within(part, name, seen, ours - {id(part)})
+
+
+def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """The random streams in an object, the nearest first, each once; not those of iterators, which come and go."""
+    left = deque([(name, part)])
+    for _ in range(_LOOKS):
+        if not left:
+            return
+        place, value = left.popleft()
+        if id(value) in seen:
             continue
-        for attribute, value in sorted(getattr(part, "__dict__", {}).items()):
-            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"{name}.{attribute}", value
+        seen.add(id(value))
+        if isinstance(value, _STREAMS):
+            yield place, value
+            continue
+        inner: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        inner = inner if isinstance(inner, dict) else vars(inner)
+        for key, each in sorted(inner.items(), key=lambda item: str(item[0])) if len(inner) <= _MANY else ():
+            is_open = isinstance(each, (*_STREAMS, list, tuple, dict)) or hasattr(each, "__dict__")
+            if is_open and not isinstance(each, _CLOSED) and id(each) not in seen and id(each) not in others:
+                left.append((f"{place}.{key}", each))
+
+
+def _keeps_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _is_part(place: str) -> bool:
+    """Whether a place is that of a part itself, not of a stream within."""
+    return place in ("sampler", "batch_sampler") or set(place.split(".")) == {"dataset"}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, bitwise."""
+    (structure, tensors), (again, others) = encode(one), encode(other)
+    return bool(structure == again) and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+@functools.cache
+def _warn_of_absent(place: str) -> None:
+    """Say, once in a process, that nobody has a random stream that was saved: it may be made when it is needed."""
+    _log.warning(
+        "the checkpoint holds the random stream %s of the loader, which is not there now: what it draws is not exact; "
+        "make it when the object is made", place,
+    )  # fmt: skip
 
 
 def _bare(sampler: Any) -> Any:
@@ -206,7 +351,7 @@ def _read(stream: Any) -> Any:
         return stream.get_state(legacy=False)
     if isinstance(stream, random.Random):
         return stream.getstate()
-    return stream.state_dict()
+    return stream.get_state() if isinstance(stream, torch.Generator) else stream.state_dict()
 
 
 def _write(stream: Any, state: Any) -> None:
@@ -216,6 +361,8 @@ def _write(stream: Any, state: Any) -> None:
         stream.set_state(state)
     elif isinstance(stream, random.Random):
         stream.setstate(state)
+    elif isinstance(stream, torch.Generator):
+        stream.set_state(state)
     else:
         stream.load_state_dict(state)
 

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae import optim, rng, session
+from zae.data_state import undrawn
 from zae.device import to_device
 from zae.records import EpochLog, Metrics
 
@@ -52,7 +53,7 @@ def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
         schedulers = {}
         for name, scheduler in optim.named(trainer.scheduler).items():
             known = hasattr(scheduler, "state_dict")
-            schedulers[name] = copy.deepcopy(scheduler, dict(memo)) if known else scheduler(twins[name])
+            schedulers[name] = copy.deepcopy(scheduler, dict(memo)) if known else scheduler(optim.driven_by(twins, name))
         return twins, schedulers
 
 
@@ -85,7 +86,7 @@ def first_batch(loader: Any) -> Any:
     for name, value in {"_iterator": None, "num_workers": 0, "persistent_workers": False, "timeout": 0,
                         "prefetch_factor": None}.items():  # fmt: skip
         object.__setattr__(twin, name, value)
-    with rng.isolated(*rng.generators_of(loader)):
+    with rng.isolated(*rng.generators_of(loader)), undrawn(loader):
         return next(iter(twin), None)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from zae import checks, direct, rng, session
 from zae.contexts import NOTHING
+from zae.data_state import undrawn
 from zae.device import samples_on_host
 from zae.errors import LoaderError
 from zae.fast_data import batches_of
@@ -52,7 +53,8 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
         trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
         direct.bind(trainer)
         root.eval()
-        with torch.no_grad(), rng.isolated(*rng.generators_of(loader)), trainer.evaluation_context():
+        drawn = rng.isolated(*rng.generators_of(loader))
+        with torch.no_grad(), drawn, undrawn(loader), trainer.evaluation_context():
             yield
     finally:
         for module in training:

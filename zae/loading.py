@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae import rng
-from zae.data_state import capture_parts, changes_of, facts_of, global_streams, restore_parts
+from zae.data_state import (
+    as_begun,
+    begins_again,
+    capture_parts,
+    changes_of,
+    facts_of,
+    global_streams,
+    restore_parts,
+)
 from zae.errors import CheckpointMismatch, LoaderError
 from zae.fast_data import batches_of
 from zae.redeal import padded, place_of, why_not_again
@@ -129,6 +138,9 @@ class Position:
         self._absent: list[int] = []
         self._absent_before = 0
         self._another = False  # Whether the loader that goes on is another one than the state is of.
+        self._expected: int | None = None  # The batches of an open epoch, where their number may be another in each.
+        self._is_copied = False  # Whether a copy of the loader is walked: the loader's own state is another then.
+        self._ended_at: int | None = None  # Batches in all when an iterator has ended; it may begin again.
         self._pad = 0  # What stands before the open epoch's order, since it was dealt anew.
         self._padded: tuple[Any, Any] = (None, None)
 
@@ -143,7 +155,7 @@ class Position:
         absent = {"absent": list(self._absent), "absent_before": self._absent_before}
         state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
-        if _is_stateful(self.loader):
+        if _is_stateful(self.loader) and not self._is_copied:
             state["loader"] = self.loader.state_dict()
         return state
 
@@ -219,8 +231,10 @@ class Position:
         """
         self._absent, self._absent_before, self._pad = [], -used_before, 0
         if self._resume is not None:
-            absent = {"absent": [], "absent_before": -used_before}
-            self._resume = {**self._resume, "begin": None, "loader": None, "pad": 0, **absent}
+            absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
+            begin = self._resume["begin"] or present
+            present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
+            self._resume = {**self._resume, "begin": None, "present": present, "loader": None, "pad": 0, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to go on with another loader than the one that the state is of.
@@ -244,11 +258,10 @@ class Position:
         if self._resume is None or not changes:
             return
         if not new_run:
-            raise CheckpointMismatch(
-                f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, "
-                "write reshard=True (an option of StateManagerAddon) to deal the samples that are left anew, or begin "
-                "a new run from the weights alone: apply_weights(path)"
-            )
+            if not _may_vary(before, changes):
+                raise _another_loader(changes)
+            self._expected = before["number of batches"] if self._resume["begin"] else None
+            return
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
         self._resume = {**self._resume, "begin": None, "present": present, "loader": None}
         self._another = True
@@ -264,6 +277,8 @@ class Position:
         self._begin = self._resume = None
         self._pad, self._padded = 0, (None, None)
         self._absent_before += len(self._absent)
+        if self._ended_at is not None:  # What gives batches again after its end begins from its first one.
+            self._absent_before, self._ended_at = -self._ended_at, None
         self._absent = []
 
     @property
@@ -293,37 +308,39 @@ class Position:
             Batches; those that are None are passed over.
         """
         resume, self._resume, self._another = self._resume, None, False
-        self.loader, self.pinned = loader, gives_pinned(loader)
+        self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
         unmute_workers()
-        once = isinstance(loader, Iterator)  # It does not start again: it stands where it was left.
+        once = isinstance(loader, Iterator)  # It need not start again: it stands where it was left.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
-            return self._present(batches_of(loader, self._fast), used)
+            iterator = loader if used else batches_of(loader, self._fast)
+            return self._present(_on(iterator) if once else iterator, used, used_before - used)
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
         skip = used + sum(after <= used for after in self._absent)
+        earlier = used_before - used + self._absent_before if once else 0  # Of epochs since the iterator began.
+        if once and skip + earlier:
+            _log.info("the first %d batches of the iterator are passed over", skip + earlier)
         if resume is not None and _is_stateful(loader) and resume["loader"] is not None:
             self._restore(present)
             loader.load_state_dict(resume["loader"])
             iterator = iter(loader)
-        elif once:
-            skip += used_before - used + self._absent_before
-            _log.info("the first %d batches of the iterator are passed over", skip)
-            iterator = _skip(loader, skip, self._fast)
-        elif used and begin is not None:
-            self._restore(begin)
-            iterator = _skip(loader, skip, self._fast)
+        elif earlier:
+            iterator, self._is_copied = _skip(loader, skip + earlier, self._fast)
         else:
-            self._restore(present)
-            begin = self._capture()
-            iterator = _skip(loader, skip, self._fast)
+            self._rewind(begin if used and begin is not None else present)
+            begin = begin if used and begin is not None else self._capture()
+            iterator, self._is_copied = _skip(loader, skip, self._fast)
+        expected, self._expected = self._expected, None
+        if expected is not None and length_of(loader) != expected:
+            raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
         self._begin = begin
-        if used or once:
+        if used or earlier:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
             self._restore(present)
-        return self._present(iterator, used)
+        return self._present(_on(iterator) if once else iterator, used, used_before - used)
 
-    def _present(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
+    def _present(self, iterator: Iterator[Any], given: int, before: int) -> Iterator[Any]:
         """Pass over batches that are None; refuse a loader that gives more of them than of others."""
         try:
             for batch in iterator:
@@ -338,6 +355,8 @@ class Position:
         finally:
             if deaths_expected():
                 part_from_workers(iterator, self.loader)
+        if isinstance(self.loader, Iterator):
+            self._ended_at = before + given
         absent = len(self._absent)
         if absent > given:
             raise LoaderError(
@@ -351,11 +370,32 @@ class Position:
         parts = {} if self.loader is None else capture_parts(self.loader)
         return {"random": rng.capture(), "generators": generators, "parts": parts}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], only_streams: bool = False) -> None:
         rng.restore(state["random"])
         if state["generators"] is not None:
             rng.restore_generators(self.loader, state["generators"])
-        restore_parts(self.loader, state["parts"])
+        restore_parts(self.loader, state["parts"], only_streams)
+
+    def _rewind(self, state: Mapping[str, Any]) -> None:
+        """Restore the beginning of an epoch, also where a sampler still stood at the end of the one before."""
+        self._restore(state)
+        again = begins_again(self.loader)
+        if again is not None:
+            self._restore(state, only_streams=again)
+
+
+def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
+    """Whether only the number of batches differs, of a batch sampler that may make another one in each epoch."""
+    is_own = before.get("batch sampler", "BatchSampler") not in ("BatchSampler", "SampleShards")
+    return is_own and [change.startswith("number of batches") for change in changes] == [True]
+
+
+def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, "
+        "write reshard=True (an option of StateManagerAddon) to deal the samples that are left anew, or begin "
+        "a new run from the weights alone: apply_weights(path)"
+    )
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -369,6 +409,7 @@ class _SkipFirst:
         self._sampler = sampler
         self._skip = skip
         self._rest: Iterator[Any] | None = None
+        self._turn = threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
         # A DataLoader draws its base seed after this call and before the sampler's first entry; so do we.
@@ -380,20 +421,17 @@ class _SkipFirst:
         assert self._rest is not None
         yield from self._rest
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loader has begun to walk it."""
+        return self._rest is not None
+
     def skip(self) -> None:
         """Pass the first entries over now, while the random state is that of the epoch's beginning."""
         assert self._rest is not None
-        before = None
-        for _ in range(self._skip):
-            next(self._rest, None)
-            before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
-        if before != global_streams() and self._skip:
-            _log.warning(
-                "the sampler %s draws from the global random streams as it goes: the order of the samples may not be "
-                "exactly that of an uninterrupted run; give it a generator of its own",
-                type(getattr(self._sampler, "sampler", self._sampler)).__name__,
-            )  # fmt: skip
-        self._skip = 0
+        with self._turn:  # The loader may fetch its batches in a thread, which has come first then.
+            count, self._skip = self._skip, 0
+            _pass_over(self._rest, count, f"sampler {type(getattr(self._sampler, 'sampler', self._sampler)).__name__}")
 
     def __len__(self) -> int:
         return len(self._sampler) - self._skip
@@ -402,23 +440,50 @@ class _SkipFirst:
         return getattr(self.__dict__["_sampler"], name)
 
 
-def _skip(loader: Any, count: int, fast: bool) -> Iterator[Any]:
-    """Begin a loader after its first batches; a DataLoader over a sampler does not load them."""
+def _pass_over(iterator: Iterator[Any], count: int, what: str) -> None:
+    """Take the first entries, and say where the others may depend on random numbers that were drawn between them."""
+    before = None
+    for _ in range(count):
+        next(iterator, None)
+        before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
+    if count and before != global_streams():
+        _log.warning(
+            "the %s draws from the global random streams as it goes: the order of the samples may not be exactly that "
+            "of an uninterrupted run; give it a generator of its own", what,
+        )  # fmt: skip
+
+
+def _on(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Walk an iterator without asking for it again: some begin anew each time."""
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
+
+
+def _skip(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bool]:
+    """Begin a loader, or a copy of it, after its first batches; a DataLoader over a sampler does not load them."""
     if not count:
-        return batches_of(loader, fast)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        if isinstance(loader, DataLoader):
-            _log.warning("resuming in the middle of an epoch of an IterableDataset: %d batches are read again and "
-                         "passed over", count)  # fmt: skip
-        elif not isinstance(loader, Sequence):
-            _log.info("%d batches of %s are read again and passed over", count, type(loader).__name__)
-        iterator = iter(loader)
-        for _ in range(count):
-            next(iterator, None)
-        return iterator
-    if loader.num_workers:
-        _log.warning("going on in the middle of an epoch with num_workers=%d: the samples are the same, but random "
-                     "numbers that the dataset draws in its workers are not exact", loader.num_workers)  # fmt: skip
+        return batches_of(loader, fast), False
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    rest = _without_first(loader, count, fast) if is_map else None
+    if rest is not None:
+        return rest, True
+    if isinstance(loader, DataLoader):
+        what = f"a {type(loader).__name__}, whose __iter__ is its own" if is_map else "an IterableDataset"
+        _log.warning("resuming in the middle of an epoch of %s: %d batches are read again and passed over", what, count)
+    elif not isinstance(loader, Sequence):
+        _log.info("%d batches of %s are read again and passed over", count, type(loader).__name__)
+    iterator = iter(loader)
+    _pass_over(iterator, count, f"{'dataset' if isinstance(loader, DataLoader) else 'loader'} "
+               f"{type(getattr(loader, 'dataset', loader)).__name__}")  # fmt: skip
+    return iterator, False
+
+
+def _without_first(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[Any] | None:
+    """Begin a copy of a loader whose sampler passes over its first entries; None where it does not ask the sampler."""
     rest = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = _SkipFirst(getattr(loader, name), count)
@@ -426,5 +491,10 @@ def _skip(loader: Any, count: int, fast: bool) -> Iterator[Any]:
     object.__setattr__(rest, name, sampler)
     object.__setattr__(rest, "_iterator", None)
     iterator = batches_of(rest, fast)
+    if not sampler.has_begun:  # A generator, say: what it walks is not known, and when.
+        return None
+    if loader.num_workers:
+        _log.warning("going on in the middle of an epoch with num_workers=%d: the samples are the same, but random "
+                     "numbers that the dataset draws in its workers are not exact", loader.num_workers)  # fmt: skip
     sampler.skip()
     return iterator

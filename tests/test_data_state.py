@@ -1,0 +1,419 @@
+"""What a loader's parts keep themselves: random streams, wherever they are, and places; and loaders of one's own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hand
+import numpy as np
+import pytest
+import torch
+from hand import network
+from table import Task, core_of, fingerprint
+from test_loading import through_disk
+from torch.optim import AdamW
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from zae import CheckpointMismatch
+from zae.data_state import capture_parts, restore_parts
+
+SIZE = 22
+
+
+def build() -> Any:
+    model = network()
+    return Task(model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), seed=7, log_bar=False)
+
+
+class Noise:
+    """A transform with a stream of its own."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __call__(self, inputs: Any) -> Any:
+        stream = self.stream
+        drawn = torch.rand((), generator=stream) if isinstance(stream, torch.Generator) else stream.random()
+        return inputs + 0.1 * float(drawn)
+
+
+class Chain:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, inputs: Any) -> Any:
+        for transform in self.transforms:
+            inputs = transform(inputs)
+        return inputs
+
+
+class Augmented(Dataset[Any]):
+    """Draws in its transforms."""
+
+    def __init__(self) -> None:
+        self.data = hand.data(SIZE)
+        self.transform = Chain(
+            Noise(np.random.default_rng(8)), Noise(random.Random(9)), Noise(torch.Generator().manual_seed(10))
+        )
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.data[index]
+        return self.transform(inputs), target
+
+
+class Collate(Noise):
+    def __call__(self, samples: Any) -> Any:
+        inputs, targets = zip(*samples, strict=True)
+        return super().__call__(torch.stack(inputs)), torch.stack(targets)
+
+    def method(self, samples: Any) -> Any:
+        return self(samples)
+
+
+class Order(Sampler[int]):
+    """Its generator has a name of its own."""
+
+    def __init__(self) -> None:
+        self.stream = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SIZE, generator=self.stream).tolist())
+
+
+class Place(IterableDataset[Any]):
+    """A stream that says how far it is; what it is given is where its next epoch begins, as in torchdata's samplers."""
+
+    def __init__(self) -> None:
+        self.data, self.at, self.begin_at = hand.data(SIZE), 0, None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.begin_at = self.begin_at or 0, None
+        while self.at < SIZE:
+            self.at += 1
+            yield self.data[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"]
+
+
+class Cursor(Order):
+    """A sampler like it, which draws a new order each time that it is begun, also where nothing is left of it."""
+
+    state_dict, load_state_dict = Place.state_dict, Place.load_state_dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.begin_at = 0, None
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SIZE).tolist()
+        self.at, self.begin_at = self.begin_at or 0, None
+        while self.at < SIZE:
+            self.at += 1
+            yield order[self.at - 1]
+
+
+class Lengths(Sampler[list[int]]):
+    """Another number of batches in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def _batches(self) -> list[list[int]]:
+        draw, left, made = np.random.default_rng(self.epoch), list(range(SIZE)), []
+        while left:
+            size = min(int(draw.integers(2, 7)), len(left))
+            size += len(left) - size == 1
+            made.append(left[:size])
+            left = left[size:]
+        return made
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches())
+
+
+class Ongoing(Task):
+    """Sets the epoch, as one does by hand."""
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.sampler.epoch = self.progress_checker.epoch  # type: ignore[attr-defined]
+
+
+class Lazy(DataLoader[Any]):
+    """A generator, which asks the sampler when it is asked itself."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+class Threaded(DataLoader[Any]):
+    """Fetches in a thread, ahead of what is asked for."""
+
+    def __iter__(self) -> Any:
+        batches, fetched = super().__iter__(), queue.Queue(2)  # type: ignore[var-annotated]
+
+        def fetch() -> None:
+            for batch in batches:
+                fetched.put(batch)
+            fetched.put(None)
+
+        threading.Thread(target=fetch, daemon=True).start()
+        return iter(fetched.get, None)
+
+
+class Again:
+    """Its own iterator, which begins again when it is asked for."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.begun = loader, 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        self.batches = iter(self.loader)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+
+class Own:
+    """No DataLoader at all."""
+
+    def __init__(self) -> None:
+        self.stream, self.data = np.random.default_rng(3), hand.data(SIZE)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows in np.split(self.stream.permutation(20), 5):
+            yield self.data[torch.tensor(rows)]
+
+
+class Shuffled(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (hand.data(SIZE)[index] for index in torch.randperm(SIZE).tolist())
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "transforms": lambda: DataLoader(Augmented(), 4, shuffle=True),
+    "datasets in datasets": lambda: DataLoader(
+        ConcatDataset([Subset(Augmented(), range(9)), Subset(Augmented(), range(9, SIZE))]), 4, shuffle=True
+    ),
+    "collate": lambda: DataLoader(hand.data(SIZE), 4, shuffle=True, collate_fn=Collate(random.Random(4))),
+    "method": lambda: DataLoader(hand.data(SIZE), 4, shuffle=True, collate_fn=Collate(random.Random(4)).method),
+    "sampler": lambda: DataLoader(hand.data(SIZE), 4, sampler=Order()),
+    "place of a sampler": lambda: DataLoader(hand.data(SIZE), 4, sampler=Cursor()),
+    "torchdata's sampler": lambda: DataLoader(
+        hand.data(SIZE), 4, sampler=StatefulDistributedSampler(hand.data(SIZE), 1, 0)
+    ),
+    "place of a stream": lambda: DataLoader(Place(), 4),
+    "shuffled stream": lambda: DataLoader(Shuffled(), 4),
+    "generator": lambda: Lazy(hand.data(SIZE), 4, shuffle=True),
+    "thread": lambda: Threaded(hand.data(SIZE), 4, shuffle=True),
+    "begins again": lambda: Again(hand.loader(generator=torch.Generator().manual_seed(2))),
+    "own": Own,
+}
+
+
+def states_of(make: Callable[[], Any], trainer: Any, n_epoch: int = 3) -> tuple[list[Any], dict[str, Any]]:
+    """Train, and return the state of each checkpoint and what it ended with."""
+    states: list[Any] = []
+    trainer.checkpoint = lambda: states.append(through_disk(trainer.state_dict()))
+    trainer.run(n_epoch, make())
+    return states, core_of(trainer)
+
+
+def goes_on(trainer: Any, state: Any, loader: Any, n_epoch: int = 3) -> dict[str, Any]:
+    """What a new process ends with."""
+    torch.manual_seed(99)
+    trainer._seeded = True
+    trainer.load_state_dict(state)
+    trainer._calls = 0
+    trainer.run(n_epoch, loader)
+    return core_of(trainer)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [part for part, value in one.items() if fingerprint(other[part]) != fingerprint(value)]
+
+
+@pytest.mark.parametrize("name", list(LOADERS))
+def test_p12_fb2_whatever_the_parts_of_a_loader_keep(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """P-12, F-B2: streams in transforms, places of samplers and streams, loaders that iterate in a way of their own."""
+    states, end = states_of(LOADERS[name], build())
+    per_epoch = (len(states) - 3) // 3
+    # In the first epoch, after its last step, between two epochs, in the second and as the third is complete.
+    for index in (0, 2, per_epoch - 1, per_epoch, per_epoch + 2, 2 * per_epoch, 2 * per_epoch + 1, 2 * per_epoch + 3):
+        assert differing(end, goes_on(build(), states[index], LOADERS[name]())) == [], states[index]["progress"]
+    assert "exact" not in caplog.text
+
+
+def test_p12_resumed_twice_in_one_epoch() -> None:
+    """P-12: what is saved by a run that was resumed is resumed again; a sampler's place is that of the sampler."""
+    for name in ("place of a sampler", "begins again"):
+        states, end = states_of(LOADERS[name], build())
+        for first in (3, 8):  # In the first epoch, and in the second.
+            middle = build()
+            again: list[Any] = []
+            middle.checkpoint = lambda middle=middle, again=again: again.append(through_disk(middle.state_dict()))
+            assert differing(end, goes_on(middle, states[first], LOADERS[name]())) == []
+            for state in again[1:-1:4]:
+                assert differing(end, goes_on(build(), state, LOADERS[name]())) == [], (name, state["progress"])
+
+
+def test_p24_a_number_of_batches_that_is_another_in_each_epoch() -> None:
+    """P-24: a batch sampler of one's own may have another length in each epoch; in an open one it is compared."""
+
+    def ongoing() -> tuple[Any, Any]:
+        model, sampler = network(), Lengths()
+        made = Ongoing(model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), seed=7, log_bar=False)
+        made.sampler = sampler
+        return made, DataLoader(hand.data(SIZE), batch_sampler=sampler)
+
+    trainer, loader = ongoing()
+    states, end = states_of(lambda: loader, trainer)
+    lengths = {state["position"]["facts"]["number of batches"] for state in states}
+    assert len(lengths) > 1
+    for state in states[:-1:2]:
+        assert differing(end, goes_on(*_pair(ongoing(), state))) == [], state["progress"]
+    made, loader = ongoing()
+    made.on_epoch_begin = lambda: None  # So it stays that of the first epoch.
+    state = next(
+        state for state in states
+        if state["position"]["facts"]["number of batches"] != len(Lengths()) and state["progress"]["epoch_batch"] == 2
+    )  # fmt: skip
+    with pytest.raises(CheckpointMismatch, match=r"number of batches was \d and is \d"):
+        goes_on(made, state, loader)
+
+
+def _pair(made: tuple[Any, Any], state: Any) -> tuple[Any, Any, Any]:
+    return made[0], state, made[1]
+
+
+def test_p12_p55_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
+    """P-12, P-55: what a later call saves of an epoch that an earlier one left open is not the earlier one's place."""
+    make = lambda: StatefulDataLoader(hand.data(SIZE), batch_size=4, shuffle=True)  # noqa: E731
+
+    def train(trainer: Any, loader: Any, *steps: int) -> Any:
+        for each in steps:
+            trainer.run(None, loader, max_steps=each)
+        return core_of(trainer)
+
+    torch.manual_seed(1)
+    trainer, states = build(), []
+    trainer.checkpoint = lambda: states.append(through_disk(trainer.state_dict()))
+    end = train(trainer, make(), 3, 5)
+    for state in states[:-1]:
+        torch.manual_seed(99)
+        again = build()
+        again._seeded = True
+        again.load_state_dict(state)
+        again._calls = 0
+        assert differing(end, train(again, make(), 3, 5)) == [], state["progress"]
+
+
+def test_p12_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:
+    """P-12, P-55: as ``for batch in loader`` does; and a later call of run goes on with it where it stands."""
+    loader = Again(hand.loader(shuffle=False))
+    trainer = build()
+    given: list[Any] = []
+    step = trainer.train_step
+    trainer.train_step = lambda batch: (given.append(batch[0]), step(batch))[1]
+    trainer.run(None, loader, max_steps=8)
+    trainer.run(None, loader, max_steps=4)
+    assert loader.begun == 2
+    assert all(map(torch.equal, given, [batch[0] for batch in hand.loader(shuffle=False)] * 2))
+
+
+def test_p48_a_validation_draws_no_number_from_what_it_shares_with_training() -> None:
+    """P-48, P-12: parts of one dataset: neither the weights nor, after a resume, the records depend on validations."""
+
+    def loaders() -> tuple[Any, Any]:
+        dataset = Augmented()
+        return DataLoader(Subset(dataset, range(12)), 4, shuffle=True), DataLoader(Subset(dataset, range(12, SIZE)), 4)
+
+    with_it, without = build(), build()
+    states: list[Any] = []
+    with_it.checkpoint = lambda: states.append(through_disk(with_it.state_dict()))
+    with_it.run(3, *loaders())
+    without.run(3, loaders()[0])
+    assert hand.digest(with_it.unwrap()) == hand.digest(without.unwrap())
+    resumed = build()
+    resumed.load_state_dict(states[5])
+    resumed._calls, resumed._seeded = 0, True
+    resumed.run(3, *loaders())
+    assert resumed.progress_checker.epoch == 3
+    assert differing(core_of(with_it), core_of(resumed)) == []
+    before = capture_parts(loaders()[0])
+    train, valid = loaders()
+    build().plan(1, train, valid)
+    assert fingerprint(capture_parts(train)) == fingerprint(before)
+
+
+def test_fb2_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """F-B2: a stream that is not there yet as a run resumes is one warning; a part without its state is an error."""
+    dataset = Augmented()
+    state = capture_parts(DataLoader(dataset, 4))
+    assert sorted(state) == [f"dataset.transform.transforms.{index}.stream" for index in range(3)]
+    dataset.transform.transforms.pop()
+    for _ in range(2):
+        restore_parts(DataLoader(dataset, 4), state)
+    said = [record.getMessage() for record in caplog.records if "not exact" in record.getMessage()]
+    assert len(said) == 1
+    assert "dataset.transform.transforms.2.stream" in said[0]
+    with pytest.raises(CheckpointMismatch, match=r"transforms\.0\.stream does not fit"):
+        restore_parts(DataLoader(dataset, 4), {"dataset.transform.transforms.0.stream": random.Random(1).getstate()})
+    with pytest.raises(CheckpointMismatch, match="the loader's sampler, which has none now"):
+        restore_parts(DataLoader(dataset, 4), {"sampler": {"at": 3}})
+
+
+def test_p13_long_lists_are_not_looked_through() -> None:
+    """P-13: the samples of a dataset cost a checkpoint nothing, and what holds itself has an end."""
+
+    class Many(Dataset[Any]):
+        def __init__(self) -> None:
+            self.samples = [random.Random(index) for index in range(100)]
+            self.nested = [[[[] for _ in range(20)] for _ in range(20)] for _ in range(20)]
+            self.own = self
+            self.stream = random.Random(1)
+
+    assert list(capture_parts(type("Loader", (), {"dataset": Many()})())) == ["dataset.stream"]
+
+
+def test_fb4_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """F-B4: batches that are read again, while their order is drawn between them: a warning, never in silence."""
+    caplog.set_level(logging.INFO, "zae")
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from (hand.data(SIZE)[rows] for rows in torch.randperm(SIZE).split(4))
+
+    def run(trainer: Any, **options: Any) -> None:
+        trainer.run(2, endless(), steps_per_epoch=6, **options)
+
+    trainer, states = build(), []
+    trainer.checkpoint = lambda: states.append(through_disk(trainer.state_dict()))
+    run(trainer)
+    again = build()
+    again.load_state_dict(states[8])
+    again._calls = 0
+    run(again)
+    assert "the loader generator draws from the global random streams as it goes" in caplog.text
