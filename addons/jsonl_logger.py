@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from zae.addons.logger import LoggerAddon
 from zae.addons.sinks import JSONLSink, Sink
-from zae.checks import check_folder
-from zae.errors import ConfigError
+from zae.checks import check_file
 
 __all__ = ["JSONLLoggerAddon"]
 
@@ -56,21 +54,8 @@ class JSONLLoggerAddon(LoggerAddon):
 
     def __init__(self, *args: Any, jsonl_path: str | Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.jsonl_path = _check_file(jsonl_path)
+        self.jsonl_path = check_file(jsonl_path, "jsonl_path", "metrics.jsonl")
 
     def sinks(self) -> list[Sink]:
         """Add the file."""
         return [*super().sinks(), JSONLSink(self.jsonl_path)]
-
-
-def _check_file(path: Any) -> Path:
-    """Refuse what cannot be a file to write to, without making it."""
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(f"jsonl_path={path!r}; it must be the path of a file")
-    path = Path(path).expanduser().absolute()
-    if path.is_dir():
-        raise ConfigError(f"jsonl_path={str(path)!r} is a folder; give a file in it: {str(path / 'metrics.jsonl')!r}")
-    check_folder(path.parent, "jsonl_path")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise ConfigError(f"jsonl_path={str(path)!r} cannot be written to; give another path or change its rights")
-    return path

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from zae import optim, rng
 from zae.addon import AddOnBase
+from zae.checks import check_file
 from zae.compose import add_ons_of
 from zae.errors import ConfigError
 from zae.loading import length_of
@@ -48,7 +49,7 @@ class LedgerAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        The cadence is one of epochs, or the path is a folder.
+        The cadence is one of epochs, or the path is not that of a file that can be written.
 
     Examples
     --------
@@ -82,11 +83,7 @@ class LedgerAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.ledger_path = Path(ledger_path)
-        if self.ledger_path.is_dir():
-            raise ConfigError(
-                f"ledger_path={str(ledger_path)!r} is a folder; write {self.ledger_path / 'ledger.jsonl'}"
-            )
+        self.ledger_path = check_file(ledger_path, "ledger_path", "ledger.jsonl")
         self.ledger_every = Every.parse(ledger_every, "ledger_every", Every(steps=1))
         if self.ledger_every.steps is None:
             raise ConfigError(f"ledger_every={ledger_every!r}; a ledger goes by steps: write ledger_every=10")

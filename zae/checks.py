@@ -17,6 +17,7 @@ from zae.errors import ConfigError, StepError, did_you_mean
 __all__ = [
     "check_count",
     "check_devices",
+    "check_file",
     "check_flags",
     "check_folder",
     "check_metrics",
@@ -96,6 +97,19 @@ def check_folder(path: Any, name: str) -> Path:
             f"{name}={str(path)!r}: {present} cannot be written to; give another path or change its rights"
         )
     return folder
+
+
+def check_file(path: Any, name: str, example: str) -> Path:
+    """Refuse what cannot be a file to write to, without making it."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(f"{name}={path!r}; it must be the path of a file")
+    path = Path(path).expanduser().absolute()
+    if path.is_dir():
+        raise ConfigError(f"{name}={str(path)!r} is a folder; give a file in it: {str(path / example)!r}")
+    check_folder(path.parent, name)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{name}={str(path)!r} cannot be written to; give another path or change its rights")
+    return path
 
 
 def describe_batch(batch: Any, depth: int = 0) -> str:

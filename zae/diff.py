@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     common = sorted(first.keys() & second.keys())
     if not common:
         sys.stderr.write(f"no step is in both ledgers ({len(first)} and {len(second)} steps); write them with the same "
-                         "every=\n")  # fmt: skip
+                         "ledger_every=\n")  # fmt: skip
         return 2
     difference = compare(first, second)
     ends = max(first), max(second)

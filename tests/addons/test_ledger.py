@@ -167,8 +167,39 @@ def test_ledger_hashes_what_has_no_sampler(tmp_path: Path) -> None:
 def test_ledger_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a ledger goes by steps: write ledger_every=10"):
         train(tmp_path / "a", ledger_every=Every(epochs=1))
-    with pytest.raises(ConfigError, match=r"is a folder; write .*ledger\.jsonl"):
-        train(tmp_path)
+    (tmp_path / "file").touch()
+    for path, said in (
+        (tmp_path, r"is a folder; give a file in it: .*ledger\.jsonl"),
+        (tmp_path / "file" / "ledger.jsonl", "is a file, and must be a folder"),
+        (None, "ledger_path=None; it must be the path of a file"),
+        (3, "ledger_path=3; it must be the path of a file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(path)
+
+
+def test_ledger_path_is_settled_when_the_trainer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all other paths: wherever the script goes meanwhile, and of the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for path in ("run/ledger.jsonl", "~/ledger.jsonl"):
+        trainer = Task.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, ledger_path=path)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        trainer.run(1, loader_of())
+        monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "run/ledger.jsonl", tmp_path / "home/ledger.jsonl"):
+        assert [entry["step"] for entry in lines(path)[1:]] == [1, 2, 3, 4]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_ledgers_without_a_common_step_are_told_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a", n_epoch=1, ledger_every=3)
+    train(tmp_path / "b", n_epoch=1, ledger_every=4)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "(1 and 1 steps); write them with the same ledger_every=" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- the diff
