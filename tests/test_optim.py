@@ -47,8 +47,25 @@ def test_factories_that_return_something_else() -> None:
     with pytest.raises(ConfigError, match="the factory of optimizer 0 returned a dict"):
         Task(model, "cpu", optimizer=lambda parameters: {}).run(1, loader())
     trainer = Task(model, "cpu", optimizer=SGD, scheduler={"x": lambda o: StepLR(o, 1)})
-    with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
-        trainer.run(1, loader())
+    for call in (trainer.run, trainer.plan):
+        with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
+            call(1, loader())
+
+
+def test_a_list_of_factories_makes_several_schedulers_of_one_optimizer() -> None:
+    """As a list of schedulers that are there already; ``plan`` knows their rates."""
+    makers = [lambda o: StepLR(o, 1, 0.5), lambda o: StepLR(o, 2, 0.1)]
+    rates = []
+    for built in (False, True):
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.8)
+        schedulers = [make(optimizer) for make in makers] if built else makers
+        trainer = Task(model, "cpu", optimizer=optimizer, scheduler=schedulers)
+        plan = trainer.plan(3, loader())
+        trainer.run(3, loader())
+        rates.append([row["lr"] for row in trainer.train_history])
+        assert [plan.learning_rates["lr"][step - 1] for _, step in plan.epoch_ends] == rates[-1]
+    assert rates[0] == rates[1] == pytest.approx([0.8, 0.4, 0.02])
 
 
 def test_factories_get_the_model_s_parameters() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "check_groups",
     "check_optimizers",
     "check_schedule",
+    "driven_by",
     "fused_hints",
     "lay_out",
     "learning_rates",
@@ -418,6 +419,21 @@ def unlisted(optimizers: Mapping[str, Optimizer]) -> None:
         vars(optimizer).pop("add_param_group", None)
 
 
+def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
+    """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is.
+
+    Raises
+    ------
+    ConfigError
+        None has that name.
+    """
+    if name.isdecimal() and list(optimizers) == [_SINGLE]:
+        return optimizers[_SINGLE]
+    if name not in optimizers:
+        raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
+    return optimizers[name]
+
+
 def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> Any:
     """Call the factories among one or several objects.
 
@@ -443,13 +459,7 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> 
             _follow_parameters(each)
         if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
             return each
-        try:
-            given = argument(name)
-        except KeyError:
-            raise ConfigError(
-                f"{what} {name!r} has no optimizer of that name; give both as dicts with the same keys"
-            ) from None
-        made = cast(Callable[..., Any], each)(given)
+        made = cast(Callable[..., Any], each)(argument(name))
         if not isinstance(made, (kind, ReduceLROnPlateau)):
             raise ConfigError(
                 f"the factory of {what} {name} returned a {type(made).__name__}; return a torch {kind.__name__}"

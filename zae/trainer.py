@@ -10,6 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -531,7 +532,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.build(self.scheduler, self._optimizers.__getitem__, LRScheduler, "scheduler")
+        return optim.build(self.scheduler, partial(optim.driven_by, self._optimizers), LRScheduler, "scheduler")
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
