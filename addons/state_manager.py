@@ -16,7 +16,7 @@ from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
-from zae.resume import check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
+from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
 from zae.retention import Retention, present_score
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
@@ -146,7 +146,7 @@ class StateManagerAddon(AddOnBase):
         self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
         self._folder_lock = FolderLock(self.save_path)
         self._folder_lock.check()
-        self._resumed = self._run_failed = False
+        self._resumed, self._run_failed = Resumed(), False
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
         self._passed_over: set[str] = set()
         self._to_replace: list[Path] = []
@@ -168,12 +168,12 @@ class StateManagerAddon(AddOnBase):
 
     def setup(self) -> None:
         """Resume, the first time."""
+        is_due = self._resumed.is_due(self)
         super().setup()
-        if not self._resumed:
-            self._resumed = True
+        if is_due:
             found, self._passed_over = find_checkpoint(self.resume, self.save_path)
+            self._resumed.path, calls = found, self._calls
             if found is not None:
-                calls = self._calls
                 self._load_from(found, strict=True, resuming=True)
                 if self.mid_epoch == "restart":
                     restart_epoch(self)
@@ -190,6 +190,7 @@ class StateManagerAddon(AddOnBase):
             forget_claims(self.save_path)
             known = self._retention.scores.keys() | self._passed_over
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite)
+        self._resumed.put_back(self)
         if self.save_on_signal:
             self._signals = self._stop_signals.install()
 
@@ -245,6 +246,7 @@ class StateManagerAddon(AddOnBase):
     def teardown(self) -> None:
         """Wait for the last save, and give folder and signals back."""
         self._began_at = self._rested_at = -1
+        self._resumed.leave(self)
         try:
             self._settle_save()
         finally:

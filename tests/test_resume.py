@@ -710,3 +710,33 @@ def test_e12_e13_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog:
         with pytest.raises(CheckpointMismatch, match=message):
             made.load_state()
         assert everything(made) == before
+
+
+@pytest.mark.parametrize("between", ["restore_best", "apply_weights"])
+def test_p12_p55_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:
+    """P-12, P-55: killed in the second call of run, it restores the best of the first once more: not upon the state."""
+
+    def script(place: Path, seed: int, **more: Any) -> Any:
+        faults.ambient(seed)
+        made = CASES["plain"].build(place, scheduler_step_on_batch=False, **more)
+        made.scheduler = None
+        loader, valid = hand.loader(), hand.loader(9, 4, seed=8, shuffle=False)
+        made.evaluate(valid)
+        made.run(2, loader, valid)
+        if between == "restore_best":
+            made.restore_best()
+        else:
+            made.apply_weights({name: torch.zeros_like(value) for name, value in made.model_state().items()})
+        weights = hand.digest(made.unwrap())
+        made.evaluate(valid)
+        made.run(1, loader, valid)
+        made.run(1, loader, valid)
+        return everything(made), weights
+
+    whole, weights = answer(script, folder / "whole", 0)
+    for step in (7, 13, 19):
+        place = folder / str(step)
+        assert forked(lambda place=place, step=step: script(place, 1, kill_at=step) and None).status == -9
+        end, again = answer(script, place, 2)
+        assert end == whole, step
+        assert again == weights or (between == "restore_best" and step > 12), "in between it is what the script says"

@@ -18,6 +18,56 @@ __all__ = ["check_places", "check_ranks", "check_resume", "find_checkpoint", "fo
 _log = logging.getLogger("zae")
 
 
+class Resumed:
+    """What a trainer has resumed from, and what its script has done since.
+
+    A script that begins again makes all its calls of ``run``. Those that were over when its state was saved do nothing
+    now, but what stands between them is done once more, ``restore_best()`` for instance: on the weights of the state,
+    which is of a later call. They are put back when that call goes on.
+
+    Attributes
+    ----------
+    path : Path or None
+        The checkpoint.
+
+    Examples
+    --------
+    >>> Resumed().path is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._is_done = self._is_left = False
+
+    def __bool__(self) -> bool:
+        """Whether a checkpoint was looked for."""
+        return self._is_done
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Whether to look for a checkpoint: as a trainer is set up for the first time; asked before that."""
+        # The calls that ranks have made, which have ended since, count; what they resumed from is not known here.
+        is_begun = self._is_done or (trainer._seeded and trainer._calls > 0 and not _is_ahead(trainer))
+        self._is_done = True
+        return not is_begun
+
+    def leave(self, trainer: Trainer) -> None:
+        """Note, as a trainer is torn down, that its script has it from now on."""
+        self._is_left = self.path is not None and _is_ahead(trainer)
+
+    def put_back(self, trainer: Trainer) -> None:
+        """Load the weights again, where a call of ``run`` goes on that others came before."""
+        if self._is_left and not _is_ahead(trainer):
+            self._is_left = False
+            _, model, state = files.load_checkpoint(self.path)  # type: ignore[arg-type]
+            trainer.load_evaluation_state({"model": model, **state})
+
+
+def _is_ahead(trainer: Trainer) -> bool:
+    """Whether a state is of a call of ``run`` that the script has not come to yet."""
+    return trainer._calls < len(trainer.progress_checker.run_starts)
+
+
 def check_resume(
     resume: object, on_save_error: object, allow_partial: Collection[str], mid_epoch: object = "skip"
 ) -> None:

@@ -781,6 +781,20 @@ def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
     assert after == there
 
 
+def test_p55_what_the_caller_does_between_two_runs_stays(tmp_path):
+    """P-55, P-12: resume="auto" is for the first run of a script: the ranks of a second one begin from the caller's."""
+    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=20.0, save_path=tmp_path / "run",
+                    resume="auto")  # fmt: skip
+    with forks():
+        trainer.run(1, loader(8, 2))
+        trainer.apply_weights({name: torch.zeros_like(value) for name, value in trainer.model_state().items()})
+        trainer.optimizer.param_groups[0]["lr"] = 0.0
+        trainer.run(1, loader(8, 2))
+    assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2
+    assert trainer.progress_checker.epoch == 2
+    assert not any(weight.any() for weight in trainer.unwrap().parameters())
+
+
 class Drawn(Sampler):
     """A sampler with a generator of NumPy's, which nobody else seeds."""
 
