@@ -338,14 +338,14 @@ def metrics_of(trainer: Trainer) -> MetricsDict:
 
 def losses_of(trainer: Trainer, mode: str) -> list[float]:
     """The mean loss of each epoch of training, or of each validation."""
+    if mode not in ("train", "test", "valid"):
+        raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{did_you_mean(str(mode), ('train', 'test'))}")
     rows, name = (trainer.train_history, "train_loss") if mode == "train" else (trainer.valid_history, "valid_loss")
     return [row[name] for row in rows if name in row]
 
 
 def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
     """Look the monitored metric up, under its own name or without a split before it."""
-    if mode not in ("train", "test", "valid"):
-        raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{did_you_mean(str(mode), ('train', 'test'))}")
     prefix, bare = split_prefix(trainer.monitor)
     source = trainer.train_metrics if prefix == "train" and trainer.monitor not in list(metrics) else metrics
     for name in (trainer.monitor, bare):
