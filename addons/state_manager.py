@@ -13,11 +13,11 @@ from zae import files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_flags, check_folder
 from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
-from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, ConfigError, NonFiniteError
+from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
 from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
-from zae.retention import Retention, present_score
+from zae.retention import Retention, best_of, present_score
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
 
@@ -163,8 +163,8 @@ class StateManagerAddon(AddOnBase):
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
         self._settle_save()
-        ranked = (self.save_path / name for name in self._retention.ranked())
-        return next((path for path in ranked if path.is_dir()), None)  # Somebody may have removed one.
+        # Somebody may have removed one.
+        return next((path for name in self._retention.ranked() if (path := self.save_path / name).is_dir()), None)
 
     def setup(self) -> None:
         """Resume, the first time."""
@@ -283,7 +283,7 @@ class StateManagerAddon(AddOnBase):
         """
         self._settle_save()
         progress = self.progress_checker
-        target = self._path_at(progress.step) if path is None else Path(path)
+        target = self._path_at(progress.step) if path is None else Path(path).expanduser()
         self._undo_save = (dict(self._retention.scores), self._to_replace)
         if path is None:
             self._retention.scores[target.name] = present_score(self)
@@ -345,10 +345,9 @@ class StateManagerAddon(AddOnBase):
             With what to do.
         """
         self._settle_save()
-        found = Path(path) if path is not None else self.save_path
-        if files.list_checkpoints(found):
-            newest = files.newest_valid(found)
-            found = newest[0] if newest else found
+        found = Path(path).expanduser() if path is not None else self.save_path
+        newest = files.newest_valid(found)
+        found = newest[0] if newest else found
         self.allow_partial = list(allow_partial)
         self._load_from(found, strict)
 
@@ -382,14 +381,9 @@ class StateManagerAddon(AddOnBase):
         Raises
         ------
         CheckpointNotFound
-            Nothing that was validated has been saved.
+            Nothing that was validated has been saved, or none of it by the run that this trainer goes on with.
         """
-        path = self.best_path
-        if path is None:
-            raise CheckpointNotFound(
-                f"no checkpoint in {self.save_path} has a score: no validation returned monitor={self.monitor!r}; give "
-                "run() a valid_loader, and monitor= the name of a metric that test_step returns"
-            )
+        path = best_of(self)
         _, model, state = files.load_checkpoint(path)
         self.load_evaluation_state({"model": model, **state})
         return path

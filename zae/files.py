@@ -601,7 +601,7 @@ def save_weights(
     ...     load_weights(save_weights(Path(folder, "model.ckpt"), {"w": torch.ones(2)}))
     {'w': tensor([1., 1.])}
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(os.path.expanduser(path)))
     writer = partial(write_ckpt, tensors=model_state)
     if weights_format(path) == "safetensors":
         writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
@@ -649,7 +649,7 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
     zae.errors.ConfigError: runs/model.h5: the suffix '.h5' is no format of weights; write .safetensors, .safetensor, \
 .ckpt, .pt or .pth
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         return _load_model(path, _read_manifest(path))
     kind = weights_format(path)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from zae import files
+from zae.errors import CheckpointNotFound
+from zae.evaluation import session_of
 from zae.records import split_prefix
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Retention", "present_score"]
+__all__ = ["Retention", "best_of", "present_score"]
 
 
 class Retention:
@@ -77,3 +81,39 @@ def present_score(trainer: Trainer) -> float | None:
     if not history or history[-1]["step"] != trainer.progress_checker.step:
         return None
     return trainer.score_of(trainer.train_metrics if by_training else trainer.test_metrics)
+
+
+def best_of(trainer: Any) -> Path:
+    """Return the best checkpoint of a run; a run that is still to be gone on with is taken up first, to know it.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        One with the add-on ``StateManagerAddon``.
+
+    Returns
+    -------
+    Path
+        The checkpoint.
+
+    Raises
+    ------
+    CheckpointNotFound
+        No checkpoint of the run has a score, or none is of this run.
+    """
+    if trainer.best_path is None and trainer.resume is not False:
+        with session_of(trainer):  # It resumes as it is set up.
+            pass
+    path: Path | None = trainer.best_path
+    if path is not None:
+        return path
+    folder = trainer.save_path
+    if trainer.last_path is None and (older := files.list_checkpoints(folder)):
+        raise CheckpointNotFound(
+            f"{folder} holds {len(older)} checkpoints of another run (newest: {older[0].name}), and none of this "
+            "trainer's; write resume=True to take that run up"
+        )
+    raise CheckpointNotFound(
+        f"no checkpoint in {folder} has a score: no validation returned monitor={trainer.monitor!r}; give run() a "
+        "valid_loader, and monitor= the name of a metric that test_step returns"
+    )

@@ -125,6 +125,45 @@ def test_resume_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path)
     trainer.run(1, loader())
 
 
+@pytest.mark.parametrize("more", [(), (EMAAddon,)])
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp_path: Path) -> None:
+    """P-23: a script that only evaluates; the newest is taken up first, and does not come back over the best."""
+    scores, options = (3.0, 1.0, 2.0), {"decay": 0.5} if more else {}
+    first = build(tmp_path, scores, *more, **options)
+    first.run(3, loader(4), loader(4))
+    best = first.restore_best()
+    later = build(tmp_path, scores, *more, resume=resume, **options)
+    assert later.restore_best() == best != first.last_path
+    assert digest(later.model) == digest(first.model)
+    later.evaluate(loader(4))
+    assert digest(later.model) == digest(first.model)
+    with pytest.raises(CheckpointNotFound, match="holds 2 checkpoints of another run.*; write resume=True to take"):
+        build(tmp_path, scores, *more, **options).restore_best()
+    with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
+        build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
+
+
+def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path that may be given is meant alike: none makes a folder that is called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    trainer = build("~/run", (), EMAAddon)
+    trainer.run(1, loader())
+    saved = trainer.save_state("~/kept")
+    assert saved == tmp_path / "home/kept"
+    build("~/other", (), EMAAddon, resume="~/kept").run(2, loader())
+    other = build("~/third", (), EMAAddon)
+    other.load_state("~/run")
+    assert digest(other.model) == digest(trainer.model)
+    for suffix in ("safetensors", "pt"):
+        assert trainer.save_model(f"~/model.{suffix}") == tmp_path / f"home/model.{suffix}"
+        assert trainer.save_average(f"~/average.{suffix}").parent == tmp_path / "home"
+        assert other.apply_weights(f"~/average.{suffix}") == ([], [])
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 @pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
 @pytest.mark.parametrize("stop", [3, 6, 8])
 def test_f_b1_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:
