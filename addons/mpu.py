@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.addons.distributed import DistributedAddon
-from zae.addons.replica import Replica, alike, broadcast
+from zae.addons.replica import Replica, alike, broadcast, sparse_in
 from zae.checks import check_flags
 from zae.errors import DistributedError
 
@@ -80,6 +80,7 @@ class MultiGPUAddon(DistributedAddon):
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
         self._inner: Any = None  # The model as it is wrapped.
         self._engine: Replica | None = None
+        self._sparse: set[int] = set()  # The parameters whose gradients are.
         self._known: list[int] = []  # The parameters that are trained, as the wrapper was made for them.
         self._owners: list[dict[str, Tensor | None]] = []  # What holds the buffers: a forward may put another there.
         self._has_unsent = False  # Whether the forward of a step may have changed buffers that no rank has been sent.
@@ -119,7 +120,7 @@ class MultiGPUAddon(DistributedAddon):
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
     def _wrap(self) -> Any:
-        self._engine = None
+        self._engine, self._sparse = None, sparse_in(self._inner)
         if any(parameter.requires_grad for parameter in self._inner.parameters()):
             self._engine = Replica(
                 self._inner,
@@ -144,9 +145,12 @@ class MultiGPUAddon(DistributedAddon):
 
     @contextmanager
     def _alone(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        assert self._engine is not None
-        with inner, self._engine.no_sync():
-            yield
+        whole, self.model = self.model, self._inner
+        try:
+            with inner:
+                yield
+        finally:
+            self.model = whole
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Average the gradients over the ranks."""
@@ -155,7 +159,7 @@ class MultiGPUAddon(DistributedAddon):
         if self._known != self._trained():  # Something was frozen or thawed, or has come.
             self.model = self._wrap()
             self._begin_alike()
-        self._has_unsent, whole = True, self.model
+        self._has_unsent = True
         if self._engine is not None:
             self._engine._used = False
         try:
@@ -165,13 +169,15 @@ class MultiGPUAddon(DistributedAddon):
                 raise self._left_out([]) from error
             raise
         finally:
-            self.model = whole
+            self.model = self._engine or self._inner
 
     def micro_batches(self, batch: Any) -> Any:
         """Leave the wrapper out of a step in which some rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
-        if self._leaves_out and self._engine is not None:
-            self.model = self._inner
+        if self._world > 1 and self.static_graph and max(len(found), len(self._optimizers)) > 1:
+            self._engine = None  # A static graph is one forward and one backward for it.
+        if self._leaves_out or self._engine is None:
+            self.model = self._inner or self.model
         return found
 
     def normalize(self, num_targets: list[Any]) -> None:
@@ -207,13 +213,12 @@ class MultiGPUAddon(DistributedAddon):
         for parameter in parameters:
             if not has_samples:
                 parameter.grad = None
-        sparse = set() if self._engine is None else self._engine._sparse
         for group in alike(present):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
             flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
                 grad = part.view_as(parameter)
-                parameter.grad = grad.to_sparse(1) if id(parameter) in sparse else grad
+                parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
 
     def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters out: the wrapper has then not averaged the others either."""

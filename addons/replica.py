@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Replica", "alike", "broadcast"]
+__all__ = ["Replica", "alike", "broadcast", "sparse_in"]
 
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
@@ -38,11 +38,6 @@ class Replica(DistributedDataParallel):
         if hasattr(module, "dim"):
             del self.dim  # Of several devices for one process. A model may well have one of its own.
         self._held = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._sparse = {
-            id(each.weight)
-            for each in module.modules()
-            if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
-        }
         # The buckets of gradients are arranged now, by the order of the parameters. That is otherwise done after the
         # first step, by the order in which its gradients came. The order of a sum over three or more ranks hangs on
         # it: the first step after a resume would differ in its last bits.
@@ -129,3 +124,16 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             if dist.get_rank():
                 for tensor, part in zip(group, flat.split([t.numel() for t in group])):
                     tensor.copy_(part.view_as(tensor))
+
+
+def sparse_in(model: nn.Module) -> set[int]:
+    """Find the parameters of a model whose gradients are sparse, by their ids.
+
+    Examples
+    --------
+    >>> table = nn.Embedding(2, 1, sparse=True)
+    >>> sparse_in(nn.Sequential(table, nn.Linear(1, 1))) == {id(table.weight)}
+    True
+    """
+    tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(each.weight) for each in tables if each.sparse}

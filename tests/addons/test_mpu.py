@@ -518,7 +518,7 @@ def any_kind_of_gradient(world, folder):
 
 
 def a_static_graph_resumes_bitwise(world, folder):
-    """P-12, F-B3: the order of a sum over three ranks hangs on how the gradients are put together."""
+    """P-02, P-12, F-B3: the order of a sum over three ranks hangs on how gradients are put together; windows of two."""
 
     def run(resume):
         torch.manual_seed(0)
@@ -533,6 +533,12 @@ def a_static_graph_resumes_bitwise(world, folder):
     first, again = run(False), run(str(folder / "False" / "step-00000001"))
     assert first.world_size == world
     assert same(weights(first), weights(again))
+    options = {"gradient_accumulation_steps": 2, "model": network(dtype=F64)}
+    trainer = build(Task, (GradientAccumulationAddon, MultiGPUAddon), static_graph=True, **options)
+    single = build(Task, (GradientAccumulationAddon,), **{**options, "model": network(dtype=F64)})
+    trainer.run(1, loader(10 * world, 2, dtype=F64))
+    single.run(1, loader(10 * world, 2 * world, dtype=F64))
+    assert distance(trainer, single) < 1e-12
 
 
 def a_parameter_left_out_of_the_last_batch_is_refused(world, folder):
