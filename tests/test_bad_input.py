@@ -963,3 +963,10 @@ def test_e11_the_losses_of_a_misspelt_mode():
     assert trainer.get_loss_history() != trainer.get_loss_history("test") == trainer.get_loss_history("valid")
     with pytest.raises(ConfigError, match="mode='trian'; it must be 'train' or 'test'; did you mean 'train'"):
         trainer.get_loss_history("trian")
+
+
+@pytest.mark.parametrize("weights", [torch.nn.Linear(3, 1), None, 3])
+def test_e12_weights_that_are_neither_a_path_nor_a_state(weights):
+    """E12: a whole model, for instance."""
+    with pytest.raises(ConfigError, match=f"weights is a {type(weights).__name__}; .* a state dict: model.state_dict"):
+        make().apply_weights(weights)

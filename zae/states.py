@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zae import files, optim
-from zae.errors import CheckpointMismatch
+from zae.errors import CheckpointMismatch, ConfigError
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
 
@@ -147,6 +148,10 @@ def _load_records(trainer: Trainer, records: Mapping[str, Any]) -> None:
 
 def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
     """Load weights into a module, or raise and leave it unchanged; return the keys that were missing and unexpected."""
+    if not isinstance(weights, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
+        )
     found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
     keys = module.load_state_dict(_fit(module, found, strict), strict=strict)
     return list(keys.missing_keys), list(keys.unexpected_keys)
