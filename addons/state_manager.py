@@ -174,7 +174,8 @@ class StateManagerAddon(AddOnBase):
             found, self._passed_over = find_checkpoint(self.resume, self.save_path)
             self._resumed.path, calls = found, self._calls
             if found is not None:
-                self._load_from(found, strict=True, resuming=True)
+                with self._resumed.strictly():
+                    self._load_from(found, strict=True, resuming=True)
                 if self.mid_epoch == "restart":
                     restart_epoch(self)
                 self._calls = calls  # The calls of run that this script has made, not those that were saved.

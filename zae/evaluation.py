@@ -48,9 +48,10 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
     mode, root = trainer.mode, trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
     training = [module for module in root.modules() if module.training]
-    position, pinned = trainer._position, trainer._position.pinned
+    position, pinned, is_within = trainer._position, trainer._position.pinned, trainer._position.is_evaluating
     try:
         trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
+        position.is_evaluating = True
         direct.bind(trainer)
         root.eval()
         drawn = rng.isolated(*rng.generators_of(loader))
@@ -59,7 +60,7 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        trainer.mode, position.pinned = mode, pinned
+        trainer.mode, position.pinned, position.is_evaluating = mode, pinned, is_within
         direct.bind(trainer)
 
 

@@ -131,6 +131,7 @@ class Position:
     def __init__(self, fast: bool = True) -> None:
         self.loader: Any = None
         self.pinned = False  # Whether the batches of the open epoch are copied to a GPU without waiting.
+        self.is_evaluating = False  # Whether weights and random streams are those of an evaluation at this moment.
         self._fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None

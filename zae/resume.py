@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zae import files
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
+from zae.names import step_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["check_places", "check_ranks", "check_resume", "find_checkpoint", "foreign_checkpoints", "restart_epoch"]
+__all__ = [
+    "Resumed",
+    "check_places",
+    "check_ranks",
+    "check_resume",
+    "find_checkpoint",
+    "foreign_checkpoints",
+    "restart_epoch",
+]
 
 _log = logging.getLogger("zae")
 
@@ -50,6 +61,17 @@ class Resumed:
         is_begun = self._is_done or (trainer._seeded and trainer._calls > 0 and not _is_ahead(trainer))
         self._is_done = True
         return not is_begun
+
+    @contextlib.contextmanager
+    def strictly(self) -> Iterator[None]:
+        """Say of a state that is refused for its add-ons how to load it: a resume is always strict."""
+        try:
+            yield
+        except CheckpointMismatch as error:
+            if "strict=False" in str(error):
+                error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
+                               "makes so many epochs more")  # fmt: skip
+            raise
 
     def leave(self, trainer: Trainer) -> None:
         """Note, as a trainer is torn down, that its script has it from now on."""
@@ -130,6 +152,7 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     if folder != save_path and not files.list_checkpoints(folder):
         return folder, set()
     found = files.newest_valid(folder)
+    _refuse_links(folder, found[0] if found else None)
     if found is None:
         crashed = max(folder.glob("crash-*"), default=None)
         hint = f"; resume={str(crashed)!r} goes on from what a failed run has left" if crashed else ""
@@ -143,6 +166,17 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     for damaged, why in passed_over:
         _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
     return path, {damaged.name for damaged, _ in passed_over}
+
+
+def _refuse_links(folder: Path, found: Path | None) -> None:
+    """Refuse to begin afresh, or at an older place, where links stand for checkpoints: no link is followed."""
+    steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
+    newest = max(steps, key=lambda path: steps[path], default=None)
+    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
+        raise CheckpointNotFound(
+            f"{newest} is a link, and only folders are taken for checkpoints; write "
+            f"resume={os.path.realpath(newest)!r}, give the folder that they are in as save_path, or remove the link"
+        )
 
 
 def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool) -> list[Path]:

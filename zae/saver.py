@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,12 +91,36 @@ def job_of(
     -------
     Job
         Nothing is written yet.
+
+    Raises
+    ------
+    CheckpointError
+        An evaluation is under way: weights and random streams are not those of training.
     """
+    _check_moment(trainer, target)
     progress = trainer.progress_checker
     composition = [add_on.__name__ for add_on in add_ons_of(type(trainer))]
     about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}
     trained = {name for name, parameter in trainer.unwrap().named_parameters() if parameter.requires_grad}
     return Job(target, state, kind, about, replaces, trained)
+
+
+def _check_moment(trainer: Trainer, target: Path) -> None:
+    """Refuse a save within an evaluation, and say what one within a step is worth."""
+    if trainer._position.is_evaluating:
+        raise CheckpointError(
+            f"{target} was not saved: an evaluation is under way, whose weights and random numbers are not those of "
+            "training; call save_state() in on_epoch_end(), which comes after the validation"
+        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "run_batch" and frame.f_locals.get("self", frame.f_locals.get("trainer")) is trainer:
+            _log.warning(
+                "%s is saved in the middle of a step, so that what resumes from it is not exact; call save_state() in "
+                "checkpoint() or in on_epoch_end()", target,
+            )  # fmt: skip
+            return
+        frame = frame.f_back
 
 
 class Saver:

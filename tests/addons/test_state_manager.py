@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 from zae import ConfigError, Every
 from zae.addons import EMAAddon, StateManagerAddon
-from zae.errors import CheckpointNotFound
+from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zae.files import load_checkpoint
 from zae.rng import seed_everything
 
@@ -467,3 +467,65 @@ def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file, and must be a folder"):
         build(tmp_path / "file" / "states")
+
+
+@pytest.mark.parametrize("add_ons", [(), (EMAAddon,)])
+def test_p18_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path) -> None:
+    """P-18: weights are averages then, and random streams the evaluation's: refused in words, the next time too."""
+    made = build(tmp_path, (), *add_ons, keep_best=0)
+    made.metric_on_epoch_end = lambda: {} if made.mode == "train" else made.save_state() and {}
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"an evaluation is under way.*on_epoch_end\(\)"):
+            made.run(1, loader(), valid())
+    assert names(tmp_path) == set()
+    made.metric_on_epoch_end = dict
+    made.run(1, loader(), valid())
+    assert f"step-{made.progress_checker.step:08d}" in names(tmp_path)
+
+
+def test_f_b1_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-B1: what is saved in the middle of a step does not resume exactly, and one warning for each save says so."""
+    made = build(tmp_path, keep_best=0)
+    step = made.train_step
+    made.train_step = lambda batch: (made.progress_checker.step == 3 and made.save_state(), step(batch))[1]
+    made.run(1, loader())
+    said = [record.getMessage() for record in caplog.records if "in the middle of a step" in record.getMessage()]
+    assert len(said) == 1
+    assert "step-00000003" in said[0]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_fa7_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -> None:
+    """F-A7: checkpoints that were moved, links in their place: no run from its beginning, nor from an older one."""
+    build(tmp_path / "run", keep_last=2, keep_best=0, save_every=4).run(1, loader())
+    newest = tmp_path / "run" / "step-00000006"
+    if is_there:
+        shutil.move(newest, tmp_path / "far")
+    else:
+        shutil.rmtree(newest)
+    newest.symlink_to(tmp_path / "far")
+    with pytest.raises(CheckpointNotFound, match=r"is a link.*resume='.*far'"):
+        build(tmp_path / "run", resume="auto").run(2, loader())
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
+    with pytest.raises(CheckpointNotFound, match="is a link"):
+        build(tmp_path / "run", resume="auto").run(2, loader())
+    if is_there:
+        made = build(tmp_path / "run", resume=tmp_path / "far")
+        made.run(2, loader())
+        assert made.progress_checker.step == 12
+        assert build(tmp_path / "run", resume="auto").run(2, loader())["step"] == 12
+
+
+def test_p17_other_add_ons_than_were_saved(tmp_path: Path) -> None:
+    """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run goes on from there."""
+    build(tmp_path).run(1, loader(), valid())
+    with pytest.raises(CheckpointMismatch, match="the state holds nothing of EMAAddon") as caught:
+        build(tmp_path, (), EMAAddon, resume="auto").run(2, loader(), valid())
+    assert "trainer.load_state(strict=False) before run()" in caught.value.__notes__[0]
+    made = build(tmp_path, (), EMAAddon)
+    made.load_state(strict=False)
+    assert made.run(1, loader(), valid())["step"] == 12
+    assert made.best_path is not None
+    with pytest.raises(CheckpointMismatch, match="nobody here takes the state of EMAAddon") as caught:
+        build(tmp_path, resume="auto").run(2, loader(), valid())
+    assert "load_state(strict=False)" in caught.value.__notes__[0]
