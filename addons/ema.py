@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae import files
 from zae.addon import AddOnBase
@@ -64,6 +64,7 @@ class EMAAddon(AddOnBase):
         self.average: dict[str, Tensor] = {}
         self._averaged: list[tuple[Tensor, Tensor]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[str, Any, str | None]] = []  # Of each copied one: its key, who holds it, and as what.
         self._paired = 0  # How many parameters there were when they were paired.
 
     def setup(self) -> None:
@@ -89,6 +90,11 @@ class EMAAddon(AddOnBase):
         ]
         averaged = {id(pair[1]) for pair in self._averaged}
         self._copied = [pair for key, pair in pairs.items() if key not in averaged]
+        found, names = _places_in(module), {id(value): key for key, value in live.items()}
+        self._places = [
+            (names[id(value)], *(found.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
+            for _, value in self._copied
+        ]
         self._paired = len(vars(self).get("parameters", ()))  # A state may be loaded before they are listed.
 
     def optimizer_step(self) -> bool:
@@ -100,14 +106,26 @@ class EMAAddon(AddOnBase):
             with torch.no_grad():
                 for average, weight in self._averaged:
                     average.mul_(self.decay).add_(weight, alpha=1 - self.decay)
+                self._follow()
                 for average, buffer in self._copied:
                     average.copy_(buffer)
         return stepped
+
+    def _follow(self) -> None:
+        """Take up the buffers that the model has made anew since, or in another shape."""
+        for index, ((key, owner, name), (average, before)) in enumerate(zip(self._places, self._copied, strict=True)):
+            value = owner.get_extra_state() if name is None else owner[name]
+            if not isinstance(value, Tensor) or (value is before and value.shape == average.shape):
+                continue
+            if value.shape != average.shape:
+                average = self.average[key] = value.detach().clone()
+            self._copied[index] = (average, value)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Evaluate with the average in the model; the training weights come back, whatever happens."""
         with super().evaluation_context(), torch.no_grad():
+            self._follow()
             pairs = [*self._averaged, *self._copied]
             kept = [weight.detach().clone() for _, weight in pairs]
             try:
@@ -153,10 +171,11 @@ class EMAAddon(AddOnBase):
         """Take the average over."""
         own, rest = self.take(state, "EMAAddon", strict)
         if own is not None:
-            live = self.unwrap().state_dict()
+            live, trained = self.unwrap().state_dict(), dict(self.unwrap().named_parameters(remove_duplicate=False))
             average = own.get("average") if isinstance(own, Mapping) else None
+            # The shape of a buffer is the model's own business: that of an observer is known after its first batch.
             fits = isinstance(average, Mapping) and all(
-                key in live and isinstance(value, Tensor) and value.shape == live[key].shape
+                key in live and isinstance(value, Tensor) and (key not in trained or value.shape == trained[key].shape)
                 for key, value in average.items()
             )
             if not fits:
@@ -166,3 +185,15 @@ class EMAAddon(AddOnBase):
             self.average = {key: value.detach().clone() for key, value in own["average"].items()}
             if self.average:
                 self._pair()
+
+
+def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:
+    """Where each parameter and each buffer of a model is held, and by which name."""
+    owners = [owner for each in module.modules() for owner in (each._parameters, each._buffers)]
+    return {id(value): (owner, name) for owner in owners for name, value in owner.items() if value is not None}
+
+
+def _place_of_extra(module: nn.Module, key: str, value: Tensor) -> tuple[Any, str | None]:
+    """Where the rest of a state comes from: a module is asked for its extra state, and anything else stays as it is."""
+    path, _, name = key.rpartition(".")
+    return (module.get_submodule(path), None) if name == "_extra_state" else ({key: value}, key)

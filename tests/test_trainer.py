@@ -833,6 +833,51 @@ def test_p12_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
         grown.apply_weights(whole.model.state_dict())
 
 
+class Observer(nn.Module):
+    """Knows its shape after its first batch, and loads another one itself, as those of quantization-aware training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            low = inputs.detach().amin(0)
+            self.low.resize_(low.shape).copy_(torch.minimum(low, self.low) if len(self.low) else low)
+        return inputs - self.low if len(self.low) else inputs
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if prefix + "low" in state and state[prefix + "low"].dim() == 1:
+            self.low.resize_(state[prefix + "low"].shape)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_p12_f_e12_a_module_that_loads_another_shape_itself_is_resumed(tmp_path: Any) -> None:
+    """P-12, F-E12: with its average; what neither it nor torch's own modules take is refused before anything loads."""
+
+    def make(**options: Any) -> Any:
+        model = nn.Sequential(Observer(), network())
+        return build(EMAAddon, StateManagerAddon, model=model, save_every=1, decay=0.5, **options)
+
+    torch.manual_seed(4)
+    whole = make(save_path=tmp_path / "whole")
+    whole.run(2, loader(), valid())
+    torch.manual_seed(4)
+    make(save_path=tmp_path / "s").run(2, loader(), valid(), max_steps=7)
+    resumed = make(save_path=tmp_path / "s", resume=True)
+    resumed.run(2, loader(), valid(), max_steps=7)
+    assert resumed.progress_checker.step == 7
+    resumed.run(1, loader(), valid())
+    assert digest(whole.model) == digest(resumed.model)
+    assert digest(*whole.average.values()) == digest(*resumed.average.values())
+    fresh, state = make(save_path=tmp_path / "fresh"), whole.model.state_dict()
+    before = digest(fresh.model)
+    for key, wrong in (("0.low", torch.zeros(2, 2)), ("1.1.running_mean", torch.zeros(9))):
+        with pytest.raises(CheckpointMismatch, match=f"shapes differ .*{key} is"):
+            fresh.apply_weights({**state, key: wrong})
+    assert digest(fresh.model) == before
+
+
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])
 def test_p10_averages_of_odd_models(kind: Any) -> None:
     """P-10: tied weights have one average, complex ones are averaged, and frozen ones stay."""

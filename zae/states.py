@@ -87,16 +87,20 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
-    # A torch optimizer takes the tensors of a state over as its own: without a copy, two trainers would share them.
     for name, optimizer in optimizers.items():
-        optimizer.load_state_dict(copy.deepcopy(state["optimizer"][name]))
-        optim.lay_out(optimizer)
+        _load_optimizer(optimizer, state["optimizer"][name])
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
     trainer.progress_checker, trainer.log_train = progress, log
     trainer._due, trainer._calls = due, len(progress.run_starts)
     trainer._position.load_state_dict(state["position"])
     _load_records(trainer, state["records"])
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    # A torch optimizer takes the tensors of a state over as its own: without a copy, two trainers would share them.
+    optimizer.load_state_dict(copy.deepcopy(state))
+    optim.lay_out(optimizer)
 
 
 def _due_of(state: Mapping[str, Any]) -> str:
@@ -172,6 +176,7 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
         f"{key} is {tuple(value.shape)} and must be {tuple(made[key].shape)}"
         for key, value in weights.items()
         if key in made and isinstance(value, Tensor) and value.shape != made[key].shape
+        if not _takes(module, key.rpartition(".")[0], weights)
     ]
     # A shape is refused with strict=False too: torch would raise in the middle of loading.
     wrong = {"shapes differ": shapes} | ({"missing": missing, "unexpected": unexpected} if strict else {})
@@ -186,6 +191,20 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     if not strict and (missing or unexpected):
         _log.warning("weights missing: %s; unexpected: %s", missing[:_SHOWN], unexpected[:_SHOWN])
     return weights
+
+
+def _takes(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a module loads weights of other shapes in a way of its own, as an observer does; a copy tries it."""
+    prefix = f"{path}." if path else ""
+    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    try:
+        owner = module.get_submodule(path)
+        if type(owner)._load_from_state_dict is nn.Module._load_from_state_dict:
+            return False
+        copy.deepcopy(owner).load_state_dict(own, strict=False)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def _made(state: Mapping[str, Any]) -> dict[str, Tensor]:

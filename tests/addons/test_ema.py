@@ -9,6 +9,7 @@ import pytest
 import torch
 from hand import digest, loader, network
 from table import Task
+from torch import nn
 from torch.optim import AdamW
 
 from zae import ConfigError
@@ -71,6 +72,50 @@ def test_buffers_are_copied() -> None:
     trainer.run(1, loader())
     for name, buffer in trainer.model.named_buffers():
         assert torch.equal(trainer.average[name], buffer)
+
+
+class Renewing(nn.Module):
+    """Buffers that are made anew in each step, one of them in another shape, and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls = network(), 0
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+            self.seen = torch.cat([self.seen, inputs])[-40:]
+            self.calls += 1
+        return self.line(inputs - self.mean)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.calls = int(state)
+
+
+def test_p10_buffers_that_are_made_anew_are_followed(tmp_path: Any) -> None:
+    """P-10, P-18: the average holds, saves and evaluates them as they are, whatever object they have become."""
+    model = Renewing()
+    trainer = Task.add_on(EMAAddon)(model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), decay=0.9)
+    trainer.run(2, loader(), valid(), valid_every=5)
+    assert trainer.average["_extra_state"] == 12
+    twin = Renewing()
+    twin.seen = torch.zeros(40, 4)  # For torch; whose module it is knows how.
+    twin.load_state_dict(torch.load(trainer.save_average(tmp_path / "average.pt"), weights_only=True))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(trainer.average[name], buffer)
+        assert torch.equal(dict(twin.named_buffers())[name], buffer)
+    before, trained = digest(model.mean, model.seen), model.mean.clone()
+    model.mean = model.mean + 1.0  # As after a step that was skipped: the average is of before it.
+    with trainer.evaluation_context():
+        assert torch.equal(model.mean, trained)
+    assert torch.equal(model.mean, trained + 1.0)
+    model.mean = trained
+    assert digest(model.mean, model.seen) == before
 
 
 def test_a_second_run_goes_on_with_the_average() -> None:
