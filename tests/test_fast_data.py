@@ -335,6 +335,19 @@ def test_a_subset_with_rows_that_are_not_there_fails_where_the_plain_loader_does
             next(batches)
 
 
+class Ending(Rows):
+    """Has no more rows than three, and says so as an iterator does."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if max(indices) > 2:
+            raise StopIteration
+        return super().__getitems__(indices)
+
+
+def test_a_dataset_that_says_that_it_ends_ends_the_epoch() -> None:
+    assert [len(list(batches_of(DataLoader(Ending(9)), fast))) for fast in (True, False)] == [3, 3]
+
+
 class Doubled(TensorDataset):
     """Gives other samples than a TensorDataset."""
 

@@ -11,6 +11,7 @@ has, as ever; only indices of a ``Subset`` that are changed in place are read as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -80,7 +81,7 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     entries = iter(batches)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if not _is_of_tensors(_innermost(dataset)):
-        return (_asked(loader, entry) for entry in entries)
+        return map(partial(_asked, loader), entries)  # Not a generator: there a StopIteration would be an error.
     kind = type(batches.sampler) if type(batches) is BatchSampler else None
     if kind is SequentialSampler and batches.sampler.data_source is dataset:
         return _gathered(loader, _in_order(batches))
