@@ -202,8 +202,8 @@ class StateManagerAddon(AddOnBase):
         super().checkpoint()
         progress = self.progress_checker
         self._rested_at = progress.batch
-        if self._saver.background:
-            self._settle_save(wait=False)
+        if self._saver.is_open:
+            self._share_save()
         every, step = self.save_every, progress.step
         if progress.epoch_batch:  # After a step: most often nothing is due.
             due = every.due_at_step(step)
@@ -218,6 +218,7 @@ class StateManagerAddon(AddOnBase):
         super().on_run_end()
         progress = self.progress_checker
         signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
+        self._share_save()
         if self._saved_at != (progress.epoch, progress.step, self._due):
             self.save_state()
         if signal is not None:
@@ -286,6 +287,7 @@ class StateManagerAddon(AddOnBase):
         progress = self.progress_checker
         target = self._path_at(progress.step) if path is None else Path(path).expanduser()
         self._undo_save = (dict(self._retention.scores), self._to_replace)
+        self._saver.begin(self.world_size)
         if path is None:
             self._retention.scores[target.name] = present_score(self)
             doomed = self._retention.doomed()
@@ -316,6 +318,12 @@ class StateManagerAddon(AddOnBase):
             self._saver.wait() if wait else self._saver.poll()
         except BaseException as error:
             self._take_save_back(error)
+
+    def _share_save(self) -> None:
+        """Take note on every rank of what became of the last save: all decide by that what is due."""
+        self._settle_save(wait=False)
+        if self._saver.learns(self.gather):
+            (self._retention.scores, self._to_replace), self._saved_at = self._undo_save, None
 
     def _take_save_back(self, error: BaseException) -> None:
         """Forget a save that failed; what was there is still there."""
@@ -391,8 +399,7 @@ class StateManagerAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Say when it saves, and what room that takes."""
-        own = plan.keep(self.save_every, self.keep_last, self.keep_best, self.save_path)
-        return [*super().plan_lines(plan), *own]
+        return [*super().plan_lines(plan), *plan.keep(self.save_every, self.keep_last, self.keep_best, self.save_path)]
 
     def state_dict(self) -> dict[str, Any]:
         """Add the run's name, and what is kept with which score."""

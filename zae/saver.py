@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,6 +132,11 @@ class Saver:
         Whether `save` returns once the state is copied; a thread then writes it. A failure is raised by the next
         `save`, `wait` or `poll`.
 
+    Attributes
+    ----------
+    is_open : bool
+        Whether it is still to be told, to this rank too, what has become of the last save.
+
     Examples
     --------
     >>> Saver(background=True).wait()
@@ -142,6 +147,7 @@ class Saver:
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.is_open = self._failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
@@ -150,11 +156,33 @@ class Saver:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(state["background"])  # type: ignore[misc]
 
+    def begin(self, world_size: int) -> None:
+        """Note, on every rank, that one of so many is going to save."""
+        self.is_open, self._failed = self.background or world_size > 1, False
+
+    def learns(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Tell whether the last save has failed where it was written, and this rank has not known; all ranks call it.
+
+        Parameters
+        ----------
+        gather : callable
+            That of the trainer.
+
+        Returns
+        -------
+        bool
+            Always False on the rank that writes.
+        """
+        self.is_open, failed = gather((self._thread is not None, self._failed))[0]
+        known, self._failed = self._failed, failed
+        return bool(failed and not known)
+
     def save(self, job: Job) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         if not self.background:
-            job.write()
+            self._work(job)
+            self.poll()
             return
         copied = job._replace(state=self._snapshots.take(job.state))
         # No daemon: a script that ends waits for its last checkpoint.
@@ -168,10 +196,11 @@ class Saver:
             self.poll()
 
     def poll(self) -> None:
-        """Raise what the last background save failed with, when it is over."""
-        if self._thread is not None and not self._thread.is_alive():
+        """Raise what the last save failed with, when it is over."""
+        if self._thread is None or not self._thread.is_alive():
             self._thread, error, self._error = None, self._error, None
             if error is not None:
+                self._failed = True
                 raise error
 
     def _work(self, job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import re
 import warnings
 from pathlib import Path
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -517,6 +519,22 @@ def any_kind_of_gradient(world, folder):
         assert distance(trainer, single) < 1e-5
 
 
+def a_gradient_lies_in_memory_as_its_weight(world, folder):
+    """P-37: a fused kernel goes through both number by number, also where ranks have no samples in the last step."""
+
+    def run(add_ons, batch_size, fused=False):
+        model = network(dtype=F64)
+        model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=fused)
+        trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False)
+        trainer.run(2, loader(4 * world + 1, batch_size, dtype=F64))
+        return trainer
+
+    trainer = run((MultiGPUAddon,), 2, fused=True)
+    assert trainer.world_size == world
+    assert distance(trainer, run((), 2 * world)) < 1e-12
+
+
 def a_static_graph_resumes_bitwise(world, folder):
     """P-02, P-12, F-B3: the order of a sum over three ranks hangs on how gradients are put together; windows of two."""
 
@@ -676,6 +694,21 @@ def all_ranks_begin_and_judge_alike(world, folder):
     dist.barrier()
 
 
+def a_disk_that_refuses_ends_no_run(world, folder):
+    """F-D2, P-36: only rank 0 sees that a save fails: all know by the next, and decide alike what is to be saved."""
+    for save_async in (False, True):
+        trainer = build(
+            Task, (MultiGPUAddon, StateManagerAddon), save_path=folder / str(save_async), save_every=1,
+            on_save_error="warn", save_async=save_async,
+        )  # fmt: skip
+        with faults.installed(faults.RefusingDisk(20, errno.ENOSPC)) as disk:
+            trainer.run(2, loader(4 * world, 2), loader(3, 2))
+        assert trainer.world_size == world
+        assert trainer.is_main == (disk.now > 20)
+        assert trainer.run(1, loader(4 * world, 2), loader(3, 2))["step"] == 6
+        assert trainer.gather(trainer.last_path.name) == ["step-00000006"] * world
+
+
 CHECKS = (
     one_rank_logs,
     every_size_is_the_big_batch,
@@ -693,12 +726,14 @@ CHECKS = (
     a_compiled_model_is_averaged,
     unused_parameters_are_named,
     all_ranks_begin_and_judge_alike,
+    a_disk_that_refuses_ends_no_run,
     a_sampler_of_one_s_own_loses_nothing,
     a_loader_with_a_place_of_its_own_resumes,
     what_is_trained_may_change_meanwhile,
     a_step_sees_the_model_itself,
     buffers_are_those_of_rank_0,
     any_kind_of_gradient,
+    a_gradient_lies_in_memory_as_its_weight,
     a_static_graph_resumes_bitwise,
     a_parameter_left_out_of_the_last_batch_is_refused,
 )
