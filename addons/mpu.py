@@ -218,6 +218,8 @@ class MultiGPUAddon(DistributedAddon):
             flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
                 grad = part.view_as(parameter)
+                if not parameter.is_contiguous():  # A fused kernel goes through both as they lie in memory.
+                    grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
                 parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
 
     def _check_used(self, engine: Replica) -> None:
