@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hand import loader, network
+from hand import Gan, digest, loader, network
 from table import Task
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from zae import ConfigError, optim
+from zae import ConfigError, Trainer, optim
+from zae.addons import EMAAddon, GradientAccumulationAddon
 
 
 def test_every_form_is_named() -> None:
@@ -163,3 +164,69 @@ def test_p08_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
         with pytest.raises(ConfigError, match=re.escape(refused)):
             call(loader=stream, **given)
     assert bool(trainer.progress_checker.step) is not bool(refused)
+
+
+class Clearing(SGD):
+    """Keeps what it has seen of a step until it is told that the step is over, as optimizers for privacy do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.steps_of_now: list[int] = []
+        self.cleared = 0
+
+    def step(self, closure: Any = None) -> None:
+        assert not self.steps_of_now
+        self.steps_of_now.append(1)
+        super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.steps_of_now.clear()
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon, EMAAddon)])
+def test_p51_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> None:
+    """P-51: after each step, and as an epoch begins; nobody pays for it whose optimizer has none."""
+    model, by_hand = network(), network()
+    optimizer, twin = Clearing(model.parameters(), lr=0.1), Clearing(by_hand.parameters(), lr=0.1)
+    trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=[optimizer])
+    batches = list(loader())
+    torch.manual_seed(3)
+    trainer.run(2, batches)
+    torch.manual_seed(3)
+    for inputs, targets in batches * 2:
+        nn.functional.cross_entropy(by_hand(inputs), targets).backward()
+        twin.step()
+        twin.zero_grad()
+    assert digest(model) == digest(by_hand)
+    assert optimizer.cleared == 12 + 2
+    assert twin.cleared == 12
+
+
+def test_p11_a_network_that_is_frozen_for_a_while_has_no_gradient_of_its_loss() -> None:
+    """P-11: the loss of the other one still goes through it; its own is nobody's."""
+    gan, by_hand = Gan(), Gan()
+    batches = [torch.randn(4, 4) for _ in range(3)]
+
+    class Adversarial(Trainer):
+        def train_step(self, batch: Any) -> Any:
+            self.model.critic.requires_grad_(self.progress_checker.step == 0)
+            return {"loss": self.model.losses(batch)}
+
+        test_step = train_step
+
+    torch.manual_seed(3)
+    Adversarial(gan, "cpu", optimizer=gan.optimizers()).run(1, batches)
+    torch.manual_seed(3)
+    optimizers = by_hand.optimizers()
+    for step, batch in enumerate(batches):
+        by_hand.critic.requires_grad_(step == 0)
+        losses = by_hand.losses(batch)
+        losses["generator"].backward(inputs=list(by_hand.generator.parameters()), retain_graph=True)
+        if step == 0:
+            losses["critic"].backward(inputs=list(by_hand.critic.parameters()))
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert digest(gan) == digest(by_hand)

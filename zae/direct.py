@@ -110,7 +110,7 @@ def _own(trainer: Trainer) -> Own:
         batch=trainer.device.type == "cpu" and _are_plain(trainer, ("to_device", "weight_of")),
         backward=is_plain(trainer, "backward"),
         micro_batch=micro_batch,
-        step=micro_batch and optimizer is not None and _are_plain(trainer, _OF_A_STEP),
+        step=micro_batch and optimizer is not None and not trainer._clearing and _are_plain(trainer, _OF_A_STEP),
         optimizer=optimizer,
     )
 

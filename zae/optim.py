@@ -179,7 +179,8 @@ def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimiz
     last = list(losses)[-1]
     for name, loss in losses.items():
         inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
-        loss.backward(inputs=inputs, retain_graph=name != last)
+        if inputs:  # Else all of them are frozen for the time being.
+            loss.backward(inputs=inputs, retain_graph=name != last)
 
 
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
@@ -382,16 +383,18 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
-def listed(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """List what is clipped together, and the parameters of the model and of the optimizers, once each.
+def listed(
+    optimizers: Mapping[str, Optimizer], model: nn.Module
+) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
+    """List what is clipped together, all parameters once each, and the optimizers whose ``zero_grad`` is their own.
 
-    Both lists follow an optimizer that is given another group of parameters, until `unlisted` is called.
+    The lists of parameters follow an optimizer that is given another group of parameters, until `unlisted` is called.
 
     Examples
     --------
     >>> weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     >>> optimizer = torch.optim.SGD(weights[:1])
-    >>> clipped, everything = listed({"0": optimizer}, nn.Tanh())
+    >>> clipped, everything, _ = listed({"0": optimizer}, nn.Tanh())
     >>> optimizer.add_param_group({"params": weights[1:]})
     >>> len(clipped[0]), len(everything)
     (2, 2)
@@ -404,7 +407,7 @@ def listed(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[
 
     for optimizer in optimizers.values():  # On the object: to look for new groups in every step would take time there.
         vars(optimizer)["add_param_group"] = partial(add, optimizer)
-    return clipped, everything
+    return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
 
 
 def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:

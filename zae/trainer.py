@@ -138,11 +138,10 @@ class Trainer(metaclass=TrainerMeta):
         """What a trainer keeps, before anything has happened."""
         self.progress_checker = ProgressChecker()
         self.log_train, self.log_test = EpochLog("log_train"), EpochLog("log_test")
-        self.train_metrics, self.test_metrics = Metrics(), Metrics()
+        self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
         self.train_history: list[Metrics] = []
         self.valid_history: list[Metrics] = []
         self.log_history: list[dict[str, Any]] = []
-        self.best = Metrics()
         self.grad_norm: Tensor | None = None
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
@@ -286,7 +285,8 @@ class Trainer(metaclass=TrainerMeta):
         self._set_up()
         if self.mode == "test":
             return evaluation.test_epoch(self, loader, None)
-        self._clipped, self.parameters = optim.listed(self._optimizers, self._module)  # It may have grown.
+        # Anew, for the model may have grown.
+        self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
         loader = self.wrap_loader(loader, True)
         session.open_epoch(self, loader)
         complete = True
@@ -480,9 +480,11 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def zero_grad(self) -> None:
-        """Drop every gradient at once: none outlives its step."""
+        """Drop every gradient at once: none outlives its step. An optimizer that does more of its own is asked, too."""
         for parameter in self.parameters:
             parameter.grad = None
+        for optimizer in self._clearing:
+            optimizer.zero_grad()
 
     @seam
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
@@ -508,7 +510,7 @@ class Trainer(metaclass=TrainerMeta):
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
-        self._clipped, self.parameters = optim.listed(self._optimizers, self._module)
+        self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
         self._bar = Bar(self.log_bar and self.is_main)
 
     @seam
