@@ -189,6 +189,18 @@ def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
     assert trainer.state_dict()["records"]["log_train"]["kept"] == {}, "a closed epoch is of no use to a resume"
 
 
+def test_outputs_of_a_last_batch_of_one_sample_are_kept_with_the_others() -> None:
+    """F-E5: ``squeeze()`` leaves a number of it, and it was all that the log held."""
+    trainer = build(lambda trainer, batch: {"output": batch[0].sum(1).squeeze()})
+    found = trainer.evaluate(hand.loader(9, shuffle=False))
+    assert "output" not in found
+    assert [tuple(each.shape) for each in trainer.log_test["output"]] == [(4,), (4,), ()]
+    log = EpochLog()
+    for value in (None, 1.0, torch.tensor(3.0)):
+        log.record({"penalty": value})
+    assert log.means() == {"penalty": 2.0}
+
+
 def test_num_targets_is_no_metric() -> None:
     for count in (4, torch.tensor(4)):
         trainer = build(lambda trainer, batch, count=count: {"num_targets": count})

@@ -182,7 +182,9 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _record_other(self, key: str, value: Any, weight: Any) -> None:
         """Keep what is no number on the host of an entry that is there already."""
-        if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+        if isinstance(value, Tensor) and isinstance(self._kept.get(key, [None])[-1], Tensor):
+            self._kept[key].append(to_host(value))  # Squeezed, a batch of one sample has no dimension any more.
+        elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             series = self._series.setdefault(key, _Series())
             if value.is_cpu:
                 series.add(value.item(), weight)
