@@ -970,3 +970,42 @@ def test_e12_weights_that_are_neither_a_path_nor_a_state(weights):
     """E12: a whole model, for instance."""
     with pytest.raises(ConfigError, match=f"weights is a {type(weights).__name__}; .* a state dict: model.state_dict"):
         make().apply_weights(weights)
+
+
+@pytest.mark.parametrize("use", [lambda each: each.run(1, loader()), lambda each: each.evaluate(loader())])
+def test_another_model_in_the_place_of_the_one_that_is_trained(use):
+    """P-51: it was put back without a word, and the first one trained."""
+
+    class Wrapping(Task):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model = torch.nn.Sequential(self.model)
+
+    replaced = make()
+    replaced.model = torch.nn.Linear(3, 1)
+    for trainer, kind in ((replaced, "Linear"), (make(Wrapping), "Sequential")):
+        with pytest.raises(ConfigError, match=f"trainer.model was set to a {kind}, .* new trainer .* wrap_model"):
+            use(trainer)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_what_is_replaced_within_a_run(name):
+    """P-51: the one before went on stepping; between two calls of run it is taken."""
+    made = {
+        "optimizer": lambda trainer: torch.optim.SGD(trainer.unwrap().parameters(), lr=0.0),
+        "scheduler": lambda trainer: torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda epoch: 0.0),
+    }[name]
+
+    class Replacing(Task):
+        def on_epoch_end(self):
+            super().on_epoch_end()
+            if self.progress_checker.epoch == 1:
+                setattr(self, name, made(self))
+
+    trainer = make(Replacing)
+    with pytest.raises(ConfigError, match=f"trainer.{name} was replaced within a run.*between two calls of run"):
+        trainer.run(2, loader())
+    assert trainer.progress_checker.step == 3
+    before = trainer.model.weight.clone()
+    trainer.run(1, loader())
+    assert torch.equal(trainer.model.weight, before)

@@ -25,6 +25,7 @@ __all__ = [
     "check_model",
     "check_number",
     "check_outputs",
+    "check_same",
     "count_of",
     "describe_batch",
     "explain_outputs",
@@ -38,6 +39,17 @@ def check_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that returns one")
     return model
+
+
+def check_same(present: Any, given: nn.Module) -> nn.Module:
+    """Refuse another model in the place of the one that is trained, saved and loaded."""
+    if present is not given:
+        raise ConfigError(
+            f"trainer.model was set to a {type(present).__name__}, and what is trained is the {type(given).__name__} "
+            "that was given; make a new trainer for another model, or override wrap_model(model), which returns what "
+            "train_step is to call"
+        )
+    return given
 
 
 def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> list[Any]:

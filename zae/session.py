@@ -99,6 +99,12 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     progress = trainer.progress_checker
     if trainer.optimizer is None:
         raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
+    for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
+        if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
+            raise ConfigError(
+                f"trainer.{name} was replaced within a run, which goes on with the one it has; replace it between two "
+                "calls of run, or change what is in its param_groups"
+            )
     if progress.epoch_batch and not trainer._position.is_of(loader):
         _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
         progress.close_epoch()

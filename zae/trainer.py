@@ -504,7 +504,7 @@ class Trainer(metaclass=TrainerMeta):
         if self.seed is not None and not self._seeded:
             rng.seed_everything(self.seed)
         self._seeded = True
-        self._module.to(self.device)
+        checks.check_same(self.model, self._module).to(self.device)
         self.model = self.wrap_model(self._module)
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
@@ -862,7 +862,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up."""
-        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False)}
+        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False), "model": self._module}
 
     def _set_up(self) -> None:
         if not self._ready:
