@@ -11,7 +11,7 @@ from hand import Gan, digest, loader, network
 from table import Task
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from zae import ConfigError, Trainer, optim
 from zae.addons import EMAAddon, GradientAccumulationAddon
@@ -51,6 +51,52 @@ def test_factories_that_return_something_else() -> None:
     for call in (trainer.run, trainer.plan):
         with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
             call(1, loader())
+
+
+def test_classes_are_factories_wherever_a_state_is_read_or_loaded() -> None:
+    """As for ``run``: a plan, a state of before the first run, and one that is loaded then."""
+    model, other = network(), network()
+    first, second = (Task(m, "cpu", optimizer=Adam, scheduler=ReduceLROnPlateau) for m in (model, other))
+    assert first.plan(2, loader(), loader()).last_step == 12
+    assert first.state_dict()["optimizer"] == {}
+    torch.manual_seed(3)
+    first.run(2, loader(), loader())
+    torch.manual_seed(3)
+    third = Task(network(), "cpu", optimizer=Adam, scheduler=ReduceLROnPlateau)
+    third.run(1, loader(), loader())
+    second.load_state_dict(third.state_dict())
+    second.run(1, loader(), loader())
+    assert digest(model) == digest(other)
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+
+
+class Relative(SGD):
+    """Finds its rate itself, as Adafactor does with relative steps: there is None, or none at all."""
+
+    def __init__(self, parameters: Any, **entry: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group.pop("lr")
+            group.update(entry)
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in optim.parameters_of(self):
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("entry", [{"lr": None}, {}])
+def test_p51_an_optimizer_that_has_no_rate_to_show_is_trained_with(entry: dict[str, Any]) -> None:
+    """P-51: planned, logged and recorded as any other, without a rate."""
+    model, twin = network(), network()
+    trainer = Task(model, "cpu", optimizer=Relative(model.parameters(), **entry), log_every=1)
+    assert trainer.plan(1, loader()).learning_rates == {}
+    torch.manual_seed(3)
+    trainer.run(1, loader())
+    torch.manual_seed(3)
+    Task(twin, "cpu", optimizer=SGD(twin.parameters(), lr=0.1)).run(1, loader())
+    assert digest(model) == digest(twin)
+    assert set(trainer.train_history[-1]) == {"epoch", "step", "train_loss"}
+    assert len(trainer.log_history) == 6
 
 
 def test_a_list_of_factories_makes_several_schedulers_of_one_optimizer() -> None:

@@ -52,8 +52,9 @@ def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
             memo[id(optimizer)] = twins[name]
         schedulers = {}
         for name, scheduler in optim.named(trainer.scheduler).items():
-            known = hasattr(scheduler, "state_dict")
-            schedulers[name] = copy.deepcopy(scheduler, dict(memo)) if known else scheduler(optim.driven_by(twins, name))
+            is_factory = optim.is_factory(scheduler)
+            made = scheduler(optim.driven_by(twins, name)) if is_factory else copy.deepcopy(scheduler, dict(memo))
+            schedulers[name] = made
         return twins, schedulers
 
 

@@ -56,6 +56,11 @@ def named(value: Any) -> dict[str, Any]:
     return {_SINGLE: value}
 
 
+def is_factory(each: Any) -> bool:
+    """Whether what was given is yet to be called: a function, or the class itself."""
+    return isinstance(each, type) or not hasattr(each, "state_dict")
+
+
 def rebuild(value: Any, make: Callable[[str, Any], Any]) -> Any:
     """Apply a function to one object, or to each of a list or a dict, keeping the form."""
     if value is None:
@@ -313,12 +318,16 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
 
 
 def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
-    """Name the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several."""
+    """Name the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several.
+
+    An optimizer that finds its rate itself has None for one, or none at all, and is left out.
+    """
     rates: dict[str, float] = {}
     for name, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             parts = ["lr", *([name] if len(optimizers) > 1 else []), *([str(index)] if index else [])]
-            rates["/".join(parts)] = float(group["lr"])
+            if group.get("lr") is not None:
+                rates["/".join(parts)] = float(group["lr"])
     return rates
 
 

@@ -237,4 +237,4 @@ def _schedulers(trainer: Trainer) -> dict[str, Any]:
 
 
 def _built(ready: dict[str, Any], given: Any) -> dict[str, Any]:
-    return ready or {name: each for name, each in optim.named(given).items() if hasattr(each, "state_dict")}
+    return ready or {name: each for name, each in optim.named(given).items() if not optim.is_factory(each)}
