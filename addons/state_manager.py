@@ -355,8 +355,7 @@ class StateManagerAddon(AddOnBase):
         """
         self._settle_save()
         found = Path(path).expanduser() if path is not None else self.save_path
-        newest = files.newest_valid(found)
-        found = newest[0] if newest else found
+        found = (files.newest_valid(found) or (found,))[0]
         self.allow_partial = list(allow_partial)
         self._load_from(found, strict)
 
