@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from zae.errors import ConfigError
 __all__ = ["culprit", "mark_stepped", "pack", "unpack"]
 
 _DEPTH = 12
+_ABSENT = re.compile(r"Can't get attribute '([\w.]+)' on <module")
 
 
 def pack(value: Any, path: Path, name: str = "") -> None:
@@ -82,6 +84,11 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     object
         The value.
 
+    Raises
+    ------
+    ConfigError
+        A class or function is not there when this process imports its module.
+
     Examples
     --------
     >>> import tempfile
@@ -90,8 +97,17 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     ...     unpack(Path(folder, "value"))
     {'weight': tensor([1., 1.])}
     """
-    # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
-    return torch.load(path, map_location=dict(devices or {}), weights_only=False)
+    try:
+        # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
+        return torch.load(path, map_location=dict(devices or {}), weights_only=False)
+    except AttributeError as error:
+        absent = _ABSENT.search(str(error))
+        if absent is None:
+            raise
+        raise ConfigError(
+            f"{absent[1]} is not there when another process imports its module; define it at the top level, not under "
+            'if __name__ == "__main__": or in what is only called there'
+        ) from error
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

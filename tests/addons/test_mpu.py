@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from zae import ConfigError, DistributedError, Trainer
+from zae import ConfigError, DistributedError, Trainer, travel
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -868,6 +869,17 @@ def test_e15_what_cannot_travel_is_named_before_anything_starts():
     with pytest.raises(ConfigError, match=r"class .*Local.*top level of a module"):
         build(Local, (MultiGPUAddon,), ["cpu", "cpu"]).run(1, loader(4, 2))
     assert trainer.world_size == 1
+
+
+def test_p38_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
+    """P-38: below the guard of a script a class is there in the script's own process only."""
+    late = type("Late", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Late", late, raising=False)
+    travel.pack({"sample": late()}, tmp_path / "begin")
+    assert type(travel.unpack(tmp_path / "begin")["sample"]) is late
+    monkeypatch.delattr(sys.modules["__main__"], "Late")
+    with pytest.raises(ConfigError, match=r"Late is not there when another process .* not under if __name__"):
+        travel.unpack(tmp_path / "begin")
 
 
 def test_p44_devices_are_those_asked_for():
