@@ -190,8 +190,7 @@ class MultiGPUAddon(DistributedAddon):
                 self._average(self.parameters, True)
             else:
                 self._check_used(engine)
-                held = set(map(id, engine._held))
-                self._average([p for p in self.parameters if p.requires_grad and id(p) not in held], True)
+                self._average([p for p in self.parameters if p.requires_grad and id(p) not in engine._held], True)
         super().normalize(num_targets)
 
     def _finish_short(self, num_targets: list[Any]) -> list[Any]:
@@ -224,8 +223,8 @@ class MultiGPUAddon(DistributedAddon):
 
     def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters out: the wrapper has then not averaged the others either."""
-        if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in engine._held):
-            held = set(map(id, engine._held))
+        held = engine._held
+        if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in held.values()):
             raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
         engine._check_reducer_finalized()  # type: ignore[no-untyped-call]  # It raises.
 

@@ -37,7 +37,7 @@ class Replica(DistributedDataParallel):
         super().__init__(module, **{_SYNC_BUFFERS: False}, **options)
         if hasattr(module, "dim"):
             del self.dim  # Of several devices for one process. A model may well have one of its own.
-        self._held = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
         # The buckets of gradients are arranged now, by the order of the parameters. That is otherwise done after the
         # first step, by the order in which its gradients came. The order of a sum over three or more ranks hangs on
         # it: the first step after a resume would differ in its last bits.
