@@ -171,20 +171,33 @@ class EMAAddon(AddOnBase):
         """Take the average over."""
         own, rest = self.take(state, "EMAAddon", strict)
         if own is not None:
-            live, trained = self.unwrap().state_dict(), dict(self.unwrap().named_parameters(remove_duplicate=False))
-            average = own.get("average") if isinstance(own, Mapping) else None
-            # The shape of a buffer is the model's own business: that of an observer is known after its first batch.
-            fits = isinstance(average, Mapping) and all(
-                key in live and isinstance(value, Tensor) and (key not in trained or value.shape == trained[key].shape)
-                for key, value in average.items()
-            )
-            if not fits:
-                raise CheckpointMismatch("the state of EMAAddon holds no average of this model's weights")
+            misfit = _misfit(own.get("average") if isinstance(own, Mapping) else None, self.unwrap())
+            if misfit:
+                raise CheckpointMismatch(
+                    f"the state of EMAAddon holds no average of this model's weights: {misfit}; build the model as it "
+                    "was saved, or load the weights alone: apply_weights(path)"
+                )
         super().load_state_dict(rest, strict)
         if own is not None:
             self.average = {key: value.detach().clone() for key, value in own["average"].items()}
             if self.average:
                 self._pair()
+
+
+def _misfit(average: Any, module: nn.Module) -> str:
+    """What of a saved average does not fit a model; empty where all does."""
+    if not isinstance(average, Mapping):
+        return f"it is {average!r:.40}"
+    live, trained = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
+    for key, value in average.items():
+        if key not in live:
+            return f"{key} is not in {type(module).__name__}"
+        if not isinstance(value, Tensor):
+            return f"{key} is a {type(value).__name__}"
+        # The shape of a buffer is the model's own business: that of an observer is known after its first batch.
+        if key in trained and value.shape != trained[key].shape:
+            return f"{key} is {tuple(value.shape)} and must be {tuple(trained[key].shape)}"
+    return ""
 
 
 def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:

@@ -131,8 +131,15 @@ def test_a_second_run_goes_on_with_the_average() -> None:
 def test_the_average_of_another_model_is_refused() -> None:
     trainer = build()
     trainer.run(1, loader())
-    for own in (3, {}, {"average": 3}, {"average": {"x": torch.ones(1)}}, {"average": {"0.bias": torch.ones(3)}}):
+    for own, what in (
+        (3, "it is None"),
+        ({}, "it is None"),
+        ({"average": 3}, "it is 3"),
+        ({"average": {"x": torch.ones(1)}}, "x is not in Sequential"),
+        ({"average": {"0.bias": torch.ones(3)}}, r"0.bias is \(3,\) and must be \(8,\)"),
+        ({"average": {"0.bias": 3.0}}, "0.bias is a float"),
+    ):
         before = copy.deepcopy(trainer.average)
-        with pytest.raises(CheckpointMismatch, match="EMAAddon holds no average of this model's weights"):
+        with pytest.raises(CheckpointMismatch, match=f"no average of this model's weights: {what}; build .*apply"):
             trainer.load_state_dict({**trainer.state_dict(), "EMAAddon": own})
         assert all(torch.equal(before[key], trainer.average[key]) for key in before)
