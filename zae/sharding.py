@@ -141,6 +141,12 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     dealt: Any = BatchShards(inner, each_is_batch, training, ranks)
     if training and type(inner) is BatchSampler:
         dealt = SampleShards(inner.sampler, inner.batch_size, inner.drop_last, ranks)
+        if inner.drop_last and not len(dealt):
+            raise LoaderError(
+                f"a step of {ranks.size} ranks takes {ranks.size * inner.batch_size} samples, {inner.batch_size} each, "
+                f"and the loader's sampler gives {len(inner.sampler)}: drop_last=True leaves no step; give it more "
+                "data, a smaller batch_size, or drop_last=False"
+            )
     return _with_batches(loader, dealt, each_is_batch, training, ranks.rank)
 
 
@@ -301,8 +307,9 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
         object.__setattr__(made, name, value)
     if hasattr(loader, "load_state_dict"):
         made.__class__ = _without_state(type(loader))
-    plain = loader.collate_fn is default_collate and _is_of_torch(batches.sampler)
-    if each_is_batch or (training and (batches.leaves_out or not plain)):  # Of another, the length may change.
+    # The length of another sampler, or of a dataset that is told the epoch, may change.
+    fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
+    if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
         made.collate_fn = _Collate(loader.collate_fn, each_is_batch, training)
     if rank and loader.generator is not None and loader.num_workers:
         made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)

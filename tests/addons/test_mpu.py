@@ -600,6 +600,22 @@ class Budget:
         return len(list(iter(self)))
 
 
+class Grows:
+    """A dataset that shows one sample more in its second epoch."""
+
+    def __init__(self, samples):
+        self.samples, self.shown = samples, len(samples) - 1
+
+    def set_epoch(self, epoch):
+        self.shown = len(self.samples) - 1 + epoch
+
+    def __len__(self):
+        return self.shown
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
 class Given(Sampler):
     """What it was told to give, with the length that it was told."""
 
@@ -625,6 +641,14 @@ def a_sampler_of_one_s_own_loses_nothing(world, folder):
         bad = DataLoader(dataset(12), 2, sampler=Given(range(given), 22 - given))
         with pytest.raises(LoaderError, match=f"length of {22 - given} and gave {given} entries.*mend its __len__"):
             build(Seen, (MultiGPUAddon,)).run(1, bad)
+    short = loader(2 * world - 1, 2, drop_last=True)
+    with pytest.raises(LoaderError, match=f"takes {2 * world} samples, 2 each, .* gives {2 * world - 1}: drop_last"):
+        build(Seen, (MultiGPUAddon,)).run(1, short)
+    trainer = build(Seen, (MultiGPUAddon,))
+    trainer.run(2, DataLoader(Grows(dataset(2 * world + 1)), 2))
+    for epoch in (0, 1):
+        seen = itertools.chain(*trainer.gather(trainer.seen.get(epoch, [])))
+        assert sorted(seen) == list(range(2 * world + epoch))
     own = range(dist.get_rank(), 4 * world, world)
     dealt = DataLoader(dataset(4 * world), 2, sampler=Given(own, 4))
     with pytest.raises(LoaderError, match=r"the Given .* not give every one .* same entries.*is_sharded = True"):
