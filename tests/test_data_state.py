@@ -255,6 +255,11 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [part for part, value in one.items() if fingerprint(other[part]) != fingerprint(value)]
 
 
+LOADERS["torchdata's loader"] = lambda: StatefulDataLoader(
+    hand.data(SIZE), 4, shuffle=True, generator=torch.Generator().manual_seed(3)
+)
+
+
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_p12_fb2_whatever_the_parts_of_a_loader_keep(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """P-12, F-B2: streams in transforms, places of samplers and streams, loaders that iterate in a way of their own."""
@@ -328,6 +333,24 @@ def test_p12_p55_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
         again.load_state_dict(state)
         again._calls = 0
         assert differing(end, train(again, make(), 3, 5)) == [], state["progress"]
+
+
+def test_p12_workers_that_persist_draw_their_seed_once() -> None:
+    """P-12: in an uninterrupted run they get it in the first epoch; a resumed one begins them later, and must not draw.
+
+    Else every later epoch has another order: samples twice, and others not at all.
+    """
+
+    def make() -> Any:
+        return DataLoader(hand.data(SIZE), 8, shuffle=True, num_workers=1, persistent_workers=True)
+
+    states, end = states_of(make, build())
+    assert states[1]["position"].get("persists") is None, "the first epoch draws it"
+    middle, again = build(), list[Any]()
+    middle.checkpoint = lambda: again.append(through_disk(middle.state_dict()))
+    assert differing(end, goes_on(middle, states[4], make())) == [], "in the second epoch, begun by a copy"
+    assert differing(end, goes_on(build(), again[-3], make())) == [], "in the third"
+    assert differing(end, goes_on(build(), states[3], make())) == [], "between two epochs"
 
 
 def test_p12_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:

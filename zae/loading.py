@@ -141,6 +141,8 @@ class Position:
         self._another = False  # Whether the loader that goes on is another one than the state is of.
         self._expected: int | None = None  # The batches of an open epoch, where their number may be another in each.
         self._is_copied = False  # Whether a copy of the loader is walked: the loader's own state is another then.
+        # Whether the workers of the loader go on in the next epoch, and whether they did so in the open one.
+        self._persists = self._persisted = False
         self._ended_at: int | None = None  # Batches in all when an iterator has ended; it may begin again.
         self._pad = 0  # What stands before the open epoch's order, since it was dealt anew.
         self._padded: tuple[Any, Any] = (None, None)
@@ -153,7 +155,9 @@ class Position:
         """Return the state of the data and of every random stream, at this moment."""
         if self._resume is not None:
             return {key: value for key, value in self._resume.items() if key != "may_deal_anew"}
-        absent = {"absent": list(self._absent), "absent_before": self._absent_before}
+        absent: dict[str, Any] = {"absent": list(self._absent), "absent_before": self._absent_before}
+        if self._persists if self._begin is None else self._persisted:
+            absent["persists"] = True
         state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if _is_stateful(self.loader) and not self._is_copied:
@@ -264,7 +268,7 @@ class Position:
             self._expected = before["number of batches"] if self._resume["begin"] else None
             return
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
-        self._resume = {**self._resume, "begin": None, "present": present, "loader": None}
+        self._resume = {**self._resume, "begin": None, "present": present, "loader": None, "persists": False}
         self._another = True
 
     def restore_random(self) -> None:
@@ -309,12 +313,13 @@ class Position:
             Batches; those that are None are passed over.
         """
         resume, self._resume, self._another = self._resume, None, False
+        self._note_workers(loader, used, resume)
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
         unmute_workers()
         once = isinstance(loader, Iterator)  # It need not start again: it stands where it was left.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
-            iterator = loader if used else batches_of(loader, self._fast)
+            iterator = loader if used else self._open(loader, 0)
             return self._present(_on(iterator) if once else iterator, used, used_before - used)
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
@@ -326,12 +331,16 @@ class Position:
             self._restore(present)
             loader.load_state_dict(resume["loader"])
             iterator = iter(loader)
+            if not used and isinstance(loader, DataLoader) and not loader.persistent_workers:
+                # It began where it had ended, and then again, with draws that an uninterrupted run makes once.
+                self._restore(present)
+                iterator = iter(loader)
         elif earlier:
-            iterator, self._is_copied = _skip(loader, skip + earlier, self._fast)
+            iterator = self._open(loader, skip + earlier)
         else:
             self._rewind(begin if used and begin is not None else present)
             begin = begin if used and begin is not None else self._capture()
-            iterator, self._is_copied = _skip(loader, skip, self._fast)
+            iterator = self._open(loader, skip)
         expected, self._expected = self._expected, None
         if expected is not None and length_of(loader) != expected:
             raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
@@ -340,6 +349,26 @@ class Position:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
             self._restore(present)
         return self._present(_on(iterator) if once else iterator, used, used_before - used)
+
+    def _note_workers(self, loader: Any, used: int, resume: Mapping[str, Any] | None) -> None:
+        """Note whether workers would go on here in a run that was not interrupted: they were given their seed then."""
+        if resume is not None:
+            self._persisted = bool(resume.get("persists"))
+        elif not used:
+            self._persisted = self._persists and self.loader is loader
+        self._persists = bool(getattr(loader, "persistent_workers", False))
+
+    def _open(self, loader: Any, count: int) -> Iterator[Any]:
+        """Begin to walk a loader after its first batches, with no other draw than where its workers go on."""
+        if not self._persisted or getattr(loader, "_iterator", None) is not None:
+            iterator, self._is_copied = _skip(loader, count, self._fast)
+            return iterator
+        own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
+        try:
+            iterator, self._is_copied = _skip(loader, count, self._fast)
+        finally:
+            loader.generator = own
+        return iterator
 
     def _present(self, iterator: Iterator[Any], given: int, before: int) -> Iterator[Any]:
         """Pass over batches that are None; refuse a loader that gives more of them than of others."""
