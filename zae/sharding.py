@@ -140,11 +140,12 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
         )
     dealt: Any = BatchShards(inner, each_is_batch, training, ranks)
     if training and type(inner) is BatchSampler:
-        dealt = SampleShards(inner.sampler, inner.batch_size, inner.drop_last, ranks)
+        entries: Any = inner.sampler
+        dealt = SampleShards(entries, inner.batch_size, inner.drop_last, ranks)
         if inner.drop_last and not len(dealt):
             raise LoaderError(
                 f"a step of {ranks.size} ranks takes {ranks.size * inner.batch_size} samples, {inner.batch_size} each, "
-                f"and the loader's sampler gives {len(inner.sampler)}: drop_last=True leaves no step; give it more "
+                f"and the loader's sampler gives {len(entries)}: drop_last=True leaves no step; give it more "
                 "data, a smaller batch_size, or drop_last=False"
             )
     return _with_batches(loader, dealt, each_is_batch, training, ranks.rank)
