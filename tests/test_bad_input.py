@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import multiprocessing
 import re
@@ -17,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import (
+    AddOnBase,
     AddOnConflict,
     AddOnError,
     AddOnOrder,
@@ -1009,3 +1011,30 @@ def test_what_is_replaced_within_a_run(name):
     before = trainer.model.weight.clone()
     trainer.run(1, loader())
     assert torch.equal(trainer.model.weight, before)
+
+
+def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
+    """P-51: the loop sets it up itself once more, and a copy made in the run is set up from the beginning."""
+
+    class WrapAddon(AddOnBase):
+        """Put the model into another module."""
+
+        layer = "model"
+        copied = None
+
+        def wrap_model(self, model):
+            return torch.nn.Sequential(super().wrap_model(model))
+
+        def on_epoch_end(self):
+            super().on_epoch_end()
+            self.copied = self.copied or copy.deepcopy(self)
+
+    trainer = make(Task.add_on(WrapAddon))
+    trainer.setup()
+    assert isinstance(trainer.run_epoch(loader()), dict)
+    trainer.teardown()
+    assert trainer.run(2, loader())["step"] == 9
+    copied = trainer.copied
+    assert copied.progress_checker.step == 6
+    assert copied.run(1, loader())["step"] == 9
+    assert torch.equal(copied.model.weight, trainer.model.weight)

@@ -41,9 +41,9 @@ def check_model(model: Any) -> nn.Module:
     return model
 
 
-def check_same(present: Any, given: nn.Module) -> nn.Module:
-    """Refuse another model in the place of the one that is trained, saved and loaded."""
-    if present is not given:
+def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
+    """Refuse another model in the place of the one that is trained, saved and loaded, or of its wrapper."""
+    if present is not given and present is not wrapped:
         raise ConfigError(
             f"trainer.model was set to a {type(present).__name__}, and what is trained is the {type(given).__name__} "
             "that was given; make a new trainer for another model, or override wrap_model(model), which returns what "

@@ -504,8 +504,8 @@ class Trainer(metaclass=TrainerMeta):
         if self.seed is not None and not self._seeded:
             rng.seed_everything(self.seed)
         self._seeded = True
-        checks.check_same(self.model, self._module).to(self.device)
-        self.model = self.wrap_model(self._module)
+        checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
+        self.model = self._wrapped = self.wrap_model(self._module)
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
@@ -519,7 +519,7 @@ class Trainer(metaclass=TrainerMeta):
         direct.release(self)
         self._bar.close()
         self._ready, self._valid = False, (None, Every(epochs=1))
-        self.model = self._module
+        self.model = self._wrapped = self._module
 
     @seam
     def wrap_model(self, model: nn.Module) -> Any:
@@ -862,7 +862,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up."""
-        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False), "model": self._module}
+        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False), "model": self._module, "_wrapped": None}
 
     def _set_up(self) -> None:
         if not self._ready:
