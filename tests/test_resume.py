@@ -279,6 +279,27 @@ def test_fb2_stateful_loader_with_workers(folder: Path, at: int) -> None:
     assert resumed == whole
 
 
+def test_p26_fd2_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> None:
+    """P-26, F-D2: what is saved after SIGTERM is the place of StatefulDataLoader at that step, not at its beginning."""
+
+    def run(seed: int, **more: Any) -> Any:
+        faults.ambient(1)
+        loader = StatefulDataLoader(hand.data(), batch_size=4, shuffle=True, num_workers=2)
+        faults.ambient(seed)
+        model = faults.classifier()
+        made = faults.Task.add_on(StateManagerAddon, KillAddon)(
+            model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), save_path=folder / str(seed // 9),
+            resume="auto", seed=7, log_bar=False, **more,
+        )  # fmt: skip
+        made.run(2, loader)
+        return everything(made)
+
+    whole = answer(run, 1)
+    for at in (2, 9):
+        assert forked(lambda at=at: run(10 + at // 9, kill_at=at, kill_with=signal.SIGTERM) and None).status == 143
+    assert answer(run, 12)["model"] == whole["model"]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_fb2_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """F-B2: random numbers in the workers of a plain loader cannot be exact, and one warning says so."""

@@ -140,6 +140,7 @@ class Position:
         self._absent_before = 0
         self._another = False  # Whether the loader that goes on is another one than the state is of.
         self._expected: int | None = None  # The batches of an open epoch, where their number may be another in each.
+        self._kept: Any = None  # The loader's own state, where it was asked for the last time.
         self._is_copied = False  # Whether a copy of the loader is walked: the loader's own state is another then.
         # Whether the workers of the loader go on in the next epoch, and whether they did so in the open one.
         self._persists = self._persisted = False
@@ -161,7 +162,7 @@ class Position:
         state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if _is_stateful(self.loader) and not self._is_copied:
-            state["loader"] = self.loader.state_dict()
+            state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -314,6 +315,7 @@ class Position:
         """
         resume, self._resume, self._another = self._resume, None, False
         self._note_workers(loader, used, resume)
+        self._kept = None
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
         unmute_workers()
         once = isinstance(loader, Iterator)  # It need not start again: it stands where it was left.
@@ -360,7 +362,7 @@ class Position:
 
     def _open(self, loader: Any, count: int) -> Iterator[Any]:
         """Begin to walk a loader after its first batches, with no other draw than where its workers go on."""
-        if not self._persisted or getattr(loader, "_iterator", None) is not None:
+        if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
             iterator, self._is_copied = _skip(loader, count, self._fast)
             return iterator
         own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
@@ -384,6 +386,8 @@ class Position:
             raise
         finally:
             if deaths_expected():
+                if _is_stateful(self.loader) and not self._is_copied:
+                    self._kept = self.loader.state_dict()  # Parted from its workers, it would tell of its beginning.
                 part_from_workers(iterator, self.loader)
         if isinstance(self.loader, Iterator):
             self._ended_at = before + given
