@@ -843,7 +843,8 @@ class Observer(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
             low = inputs.detach().amin(0)
-            self.low.resize_(low.shape).copy_(torch.minimum(low, self.low) if len(self.low) else low)
+            low = torch.minimum(low, self.low) if len(self.low) else low
+            self.low.resize_(low.shape).copy_(low)
         return inputs - self.low if len(self.low) else inputs
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
