@@ -143,6 +143,7 @@ class CompileAddon(AddOnBase):
         elif graphs.is_off():
             self._give_up("torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE or its stance)")
         else:
+            graphs.hold(-1, self._settings)  # Of a setup that nobody has undone.
             self._settings = graphs.hold(1, graphs.GUARDS if alone else graphs.TRACES)
 
     def is_idle(self) -> bool:

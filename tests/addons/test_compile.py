@@ -232,6 +232,10 @@ def test_teardown_leaves_the_compiler_and_the_optimizer_as_they_were() -> None:
     task = trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FAST)
     assert torch._dynamo.config.trace_autograd_ops == before
     assert task.optimizer.param_groups[0]["fused"] is None
+    task.setup()
+    task.setup()
+    task.teardown()
+    assert torch._dynamo.config.trace_autograd_ops == before
 
 
 def test_inductor_draws_dropout_like_eager_on_request() -> None:
