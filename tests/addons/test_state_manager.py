@@ -138,7 +138,7 @@ def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any,
     assert digest(later.model) == digest(first.model)
     later.evaluate(loader(4))
     assert digest(later.model) == digest(first.model)
-    with pytest.raises(CheckpointNotFound, match="holds 2 checkpoints of another run.*; write resume=True to take"):
+    with pytest.raises(CheckpointNotFound, match=r"holds 2 checkpoints of another run.*; write resume=True to take"):
         build(tmp_path, scores, *more, **options).restore_best()
     with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
         build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
