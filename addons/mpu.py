@@ -226,7 +226,7 @@ class MultiGPUAddon(DistributedAddon):
         held = engine._held
         if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in held.values()):
             raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
-        engine._check_reducer_finalized()  # type: ignore[no-untyped-call]  # It raises.
+        engine._check_reducer_finalized()  # It raises.
 
     def _left_out(self, names: list[str]) -> DistributedError:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -34,7 +34,8 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         # The last parameters come first, where buckets are arranged at once: their gradients are there first.
         vars(self)["_step"] = 1 if options["find_unused_parameters"] and not options["static_graph"] else -1
-        super().__init__(module, **{_SYNC_BUFFERS: False}, **options)
+        options[_SYNC_BUFFERS] = False
+        super().__init__(module, **options)
         if hasattr(module, "dim"):
             del self.dim  # Of several devices for one process. A model may well have one of its own.
         self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -46,7 +47,7 @@ class Replica(DistributedDataParallel):
         self._made = True
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters, expect_sparse = super()._build_params_for_reducer()
         return parameters[:: self._step], expect_sparse[:: self._step]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

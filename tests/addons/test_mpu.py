@@ -899,6 +899,7 @@ def test_p38_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_pat
     """P-38: below the guard of a script a class is there in the script's own process only."""
     late = type("Late", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Late", late, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     travel.pack({"sample": late()}, tmp_path / "begin")
     assert type(travel.unpack(tmp_path / "begin")["sample"]) is late
     monkeypatch.delattr(sys.modules["__main__"], "Late")
