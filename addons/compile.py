@@ -226,7 +226,7 @@ class CompileAddon(AddOnBase):
         if self._shapes is None:
             # The same on any way to this step: a resumed run may begin with the short batch. A lazy layer takes its
             # weights from the random stream, which the compiler puts back.
-            full = self._full in (None, leading_dimension(batch)) and not graphs.are_lazy(self.parameters)
+            full = self._full in (None, leading_dimension(batch)) and not optim.are_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
                 self._settle_on(shapes)
         if shapes != self._shapes:

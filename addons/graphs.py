@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.errors import ConfigError, did_you_mean
 from zae.explain import owners_of
-from zae.optim import leaves_kernel_open, parameters_of
+from zae.optim import laid_out, leaves_kernel_open, parameters_of
 from zae.seams import slots_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ __all__ = [
     "TRACES",
     "WITH_KERNEL",
     "add_gradients",
-    "are_lazy",
     "by_kernel",
     "called_by",
     "check_compiler",
@@ -209,17 +208,6 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def are_lazy(parameters: Iterable[Tensor]) -> bool:
-    """Whether some parameters have yet to be made, by the first step.
-
-    Examples
-    --------
-    >>> are_lazy(nn.LazyLinear(2).parameters()), are_lazy(nn.Linear(2, 2).parameters())
-    (True, False)
-    """
-    return any(map(nn.parameter.is_lazy, parameters))
-
-
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody waits for a parameter's gradient: a graph calls nobody.
 
@@ -295,7 +283,7 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if id(parameter) in copied and gradient is not None:
-            gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            gradient = laid_out(gradient, parameter)
         if parameter.grad is None:
             parameter.grad = gradient
         elif gradient is not None:

@@ -13,6 +13,7 @@ from zae.addons.distributed import DistributedAddon
 from zae.addons.replica import Replica, alike, broadcast, sparse_in
 from zae.checks import check_flags
 from zae.errors import DistributedError
+from zae.optim import laid_out
 
 __all__ = ["MultiGPUAddon"]
 
@@ -218,7 +219,7 @@ class MultiGPUAddon(DistributedAddon):
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
                 grad = part.view_as(parameter)
                 if not parameter.is_contiguous():  # A fused kernel goes through both as they lie in memory.
-                    grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+                    grad = laid_out(grad, parameter)
                 parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
 
     def _check_used(self, engine: Replica) -> None:

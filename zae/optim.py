@@ -16,6 +16,7 @@ from zae.errors import CheckpointMismatch, ConfigError, StepError
 from zae.schedulers import is_plateau, planned_length, steps_taken
 
 __all__ = [
+    "are_lazy",
     "backward_each",
     "build",
     "check_closures",
@@ -24,6 +25,7 @@ __all__ = [
     "check_schedule",
     "driven_by",
     "fused_hints",
+    "laid_out",
     "lay_out",
     "learning_rates",
     "leaves_kernel_open",
@@ -131,6 +133,29 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
             )
 
 
+def are_lazy(parameters: Iterable[Tensor]) -> bool:
+    """Whether some parameters have yet to be made, by the first step.
+
+    Examples
+    --------
+    >>> are_lazy(nn.LazyLinear(2).parameters()), are_lazy(nn.Linear(2, 2).parameters())
+    (True, False)
+    """
+    return any(map(nn.parameter.is_lazy, parameters))
+
+
+def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Copy what stands beside a parameter number by number into the parameter's order in memory.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
+    >>> laid_out(torch.arange(6.0).view(3, 2), weight).stride() == weight.stride()
+    True
+    """
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
 def lay_out(optimizer: Optimizer) -> None:
     """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
 
@@ -149,7 +174,7 @@ def lay_out(optimizer: Optimizer) -> None:
         state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
         for name, value in list(state.items()) if isinstance(state, dict) else ():
             if _is_like(value, parameter) and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+                state[name] = laid_out(value, parameter)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

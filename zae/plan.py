@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.parameter import is_lazy
-
 from zae import optim, session
 from zae.device import leading_dimension
 from zae.dry_run import checkpoint_bytes, metric_names, simulated
@@ -245,7 +243,7 @@ def plan(
     made.logs_at = made.due(self.log_every)
     made.validates_at = [] if valid_loader is None else made.due(asked.valid_every)
     _try_metrics(self, made, loader, valid_loader)
-    if any(map(is_lazy, self._module.parameters())):
+    if optim.are_lazy(self._module.parameters()):
         made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
     else:
         made.bytes_per_checkpoint = checkpoint_bytes(self)
