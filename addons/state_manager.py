@@ -20,6 +20,7 @@ from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, fore
 from zae.retention import Retention, best_of, present_score
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
+from zae.states import load_weights_of
 
 __all__ = ["StateManagerAddon"]
 
@@ -392,8 +393,7 @@ class StateManagerAddon(AddOnBase):
             Nothing that was validated has been saved, or none of it by the run that this trainer goes on with.
         """
         path = best_of(self)
-        _, model, state = files.load_checkpoint(path)
-        self.load_evaluation_state({"model": model, **state})
+        load_weights_of(self, path)
         return path
 
     def plan_lines(self, plan: Any) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zae import files
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.names import step_of
+from zae.states import load_weights_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -81,8 +82,7 @@ class Resumed:
         """Load the weights again, where a call of ``run`` goes on that others came before."""
         if self._is_left and not _is_ahead(trainer):
             self._is_left = False
-            _, model, state = files.load_checkpoint(self.path)  # type: ignore[arg-type]
-            trainer.load_evaluation_state({"model": model, **state})
+            load_weights_of(trainer, self.path)  # type: ignore[arg-type]
 
 
 def _is_ahead(trainer: Trainer) -> bool:

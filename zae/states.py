@@ -20,7 +20,7 @@ from zae.records import EpochLog, Metrics
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Weights", "load_core", "load_weights", "read_core"]
+__all__ = ["Weights", "load_core", "load_weights", "load_weights_of", "read_core"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
@@ -159,6 +159,20 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
     found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
     keys = module.load_state_dict(_fit(module, found, strict), strict=strict)
     return list(keys.missing_keys), list(keys.unexpected_keys)
+
+
+def load_weights_of(trainer: Trainer, path: Path) -> None:
+    """Load of a checkpoint what evaluation needs: the weights, and an average of them where there is one.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose model it is.
+    path : Path
+        The checkpoint.
+    """
+    _, model, state = files.load_checkpoint(path)
+    trainer.load_evaluation_state({"model": model, **state})
 
 
 def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
