@@ -223,12 +223,11 @@ def count_of(trainer: Any, num_targets: Any) -> Any:
     """Take over the number of targets that a step counted; one on an accelerator is not read yet."""
     if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
         return num_targets.reshape(())
-    _check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets)
-    return float(num_targets)
+    return float(_check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets))
 
 
-def _check_targets(where: str, count: Any) -> None:
-    """Refuse a number of targets that is none."""
+def _check_targets(where: str, count: Any) -> Any:
+    """Refuse a number of targets that is none; give it back, read from its tensor."""
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
     good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
@@ -237,6 +236,7 @@ def _check_targets(where: str, count: Any) -> None:
             f"{where} returned num_targets {_describe(count)}; return how many targets the loss is the mean over, "
             "for instance 'num_targets': targets.numel()"
         )
+    return count
 
 
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:

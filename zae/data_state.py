@@ -357,12 +357,10 @@ def _read(stream: Any) -> Any:
 def _write(stream: Any, state: Any) -> None:
     if isinstance(stream, np.random.Generator):
         stream.bit_generator.state = state
-    elif isinstance(stream, np.random.RandomState):
+    elif isinstance(stream, (np.random.RandomState, torch.Generator)):
         stream.set_state(state)
     elif isinstance(stream, random.Random):
         stream.setstate(state)
-    elif isinstance(stream, torch.Generator):
-        stream.set_state(state)
     else:
         stream.load_state_dict(state)
 
