@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zae import checks
+from zae import checks, optim
 from zae.device import samples_on_host
 from zae.seams import add_ons_of, is_add_on
 
@@ -121,7 +121,8 @@ def _unbind(trainer: Trainer) -> None:
 
 
 def release(trainer: Trainer) -> None:
-    """Take away what `bind` has bound."""
+    """Take away what `bind` has bound, and what follows the optimizers."""
+    optim.unlisted(trainer._optimizers)
     if "_ways" in vars(trainer):
         _unbind(trainer)
         del vars(trainer)["_ways"]

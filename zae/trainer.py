@@ -10,6 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -516,7 +517,6 @@ class Trainer(metaclass=TrainerMeta):
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         direct.release(self)
-        optim.unlisted(self._optimizers)
         self._bar.close()
         self._ready, self._valid = False, (None, Every(epochs=1))
         self.model = self._wrapped = self._module
@@ -534,7 +534,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.build(self.scheduler, lambda n: optim.driven_by(self._optimizers, n), LRScheduler, "scheduler")
+        return optim.build(self.scheduler, partial(optim.driven_by, self._optimizers), LRScheduler, "scheduler")
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
