@@ -28,7 +28,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from zae import Every, Trainer, files
-from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    JSONLLoggerAddon,
+    LedgerAddon,
+    StateManagerAddon,
+    TensorBoardLoggerAddon,
+)
 from zae.addons.mpu import MultiGPUAddon
 from zae.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError
 from zae.nonfinite import LATEST, NonFiniteGuard
@@ -787,11 +795,29 @@ def test_fd13_places_that_cannot_be_written(folder: Path) -> None:
             os.setuid(65534)
         with pytest.raises(ConfigError, match="cannot be written to"):
             build(faults.Task, StateManagerAddon, save_path=folder / "closed" / "run")
+        for add_on, option in ((StateManagerAddon, "save_path"), (JSONLLoggerAddon, "jsonl_path")):
+            with pytest.raises(ConfigError, match=rf"{option}='.*/shut/deep/run': .* cannot be written to"):
+                build(faults.Task, add_on, **{option: folder / "shut" / "deep" / "run"})
 
     os.chmod(folder, 0o755)
+    (folder / "shut").mkdir(mode=0o000)  # Not even to be looked into.
     (folder / "closed").mkdir(mode=0o555)
     answer(as_nobody)
+    (folder / "shut").chmod(0o755)
     build(faults.Task, StateManagerAddon, save_path=folder / "missing" / "deep" / "run")
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "~nobody-has-this-name/run"])
+@pytest.mark.parametrize(
+    ("add_on", "option"),
+    [(StateManagerAddon, "save_path"), (JSONLLoggerAddon, "jsonl_path"), (LedgerAddon, "ledger_path"),
+     (TensorBoardLoggerAddon, "log_dir")],
+    ids=str,
+)  # fmt: skip
+def test_fd13_paths_that_no_system_takes(add_on: Any, option: str, path: str) -> None:
+    """F-D13, F-E: refused at construction, in words."""
+    with pytest.raises(ConfigError, match=rf"^{option}='.*(cannot be a path|has no home folder)"):
+        build(faults.Task, add_on, **{option: path})
 
 
 def test_p34_the_log_is_true(caplog: pytest.LogCaptureFixture) -> None:

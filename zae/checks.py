@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 from collections.abc import Mapping
@@ -98,30 +99,46 @@ def check_flags(**flags: Any) -> list[bool]:
 
 def check_folder(path: Any, name: str) -> Path:
     """Refuse what cannot be a folder to write to, without making it."""
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(f"{name}={path!r}; it must be the path of a folder")
-    folder = Path(path).expanduser()
-    present = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not present.is_dir():
-        raise ConfigError(f"{name}={str(path)!r}: {present} is a file, and must be a folder; give another path")
-    if not os.access(present, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{name}={str(path)!r}: {present} cannot be written to; give another path or change its rights"
-        )
+    folder = _path_of(path, name, "folder")
+    _check_place(folder.absolute(), f"{name}={str(path)!r}")
     return folder
 
 
 def check_file(path: Any, name: str, example: str) -> Path:
     """Refuse what cannot be a file to write to, without making it."""
+    file = _path_of(path, name, "file").absolute()
+    if os.path.isdir(file):
+        raise ConfigError(f"{name}={str(file)!r} is a folder; give a file in it: {str(file / example)!r}")
+    _check_place(file.parent, f"{name}={str(path)!r}")
+    if os.path.exists(file) and not os.access(file, os.W_OK):
+        raise ConfigError(f"{name}={str(file)!r} cannot be written to; give another path or change its rights")
+    return file
+
+
+def _path_of(path: Any, name: str, kind: str) -> Path:
+    """Take a path over, or say why it is none."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(f"{name}={path!r}; it must be the path of a file")
-    path = Path(path).expanduser().absolute()
-    if path.is_dir():
-        raise ConfigError(f"{name}={str(path)!r} is a folder; give a file in it: {str(path / example)!r}")
-    check_folder(path.parent, name)
-    if path.exists() and not os.access(path, os.W_OK):
-        raise ConfigError(f"{name}={str(path)!r} cannot be written to; give another path or change its rights")
-    return path
+        raise ConfigError(f"{name}={path!r}; it must be the path of a {kind}")
+    try:
+        found = Path(path).expanduser()
+        os.stat(found)
+    except RuntimeError:
+        raise ConfigError(f"{name}={str(path)!r} has no home folder here; write the path in full") from None
+    except (OSError, ValueError) as error:  # That nothing is there, or that it may not be looked at, is no fault yet.
+        if isinstance(error, ValueError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{name}={str(path)!r} cannot be a path: {why}; give another one") from None
+    return found
+
+
+def _check_place(folder: Path, option: str) -> None:
+    """Refuse a folder that nothing can be written to, or that cannot be made."""
+    # Unlike those of a Path, these tests say False of what may not even be looked at.
+    present = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not os.path.isdir(present):
+        raise ConfigError(f"{option}: {present} is a file, and must be a folder; give another path")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: {present} cannot be written to; give another path or change its rights")
 
 
 def describe_batch(batch: Any, depth: int = 0) -> str:
