@@ -94,6 +94,8 @@ def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFix
     (tmp_path / "empty").mkdir()
     assert doctor(capsys, tmp_path / "empty")[0] == 1
     assert doctor(capsys, tmp_path / "missing")[0] == 2
+    assert doctor(capsys, "~nobody-has-this-name/run")[0] == 2
+    assert doctor(capsys, "x" * 300)[0] == 2  # No system looks that up: the status of a finding would be wrong.
 
 
 def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

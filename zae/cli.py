@@ -1,8 +1,8 @@
 """The commands of `python -m zae`: each is a module of its own, imported only when it is the one that was asked for.
 
 A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, whose result is the exit status: 0 when
-all is well, 1 when it found something, 2 for wrong usage. Neither this module nor theirs may import torch at the top:
-``--help`` answers at once.
+all is well, 1 when it found something, 2 for wrong usage and for what cannot be read. Neither this module nor theirs
+may import torch at the top: ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -52,5 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_usage(sys.stderr)
         return 2
-    status: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+    try:
+        status: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+    except OSError as error:  # What cannot be read is no finding, of which 1 would tell.
+        sys.stderr.write(f"{error}\n")
+        return 2
     return status

@@ -60,7 +60,7 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
     path = Path(path)
     file = path / "ledger.jsonl" if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError as error:
         raise ConfigError(
             f"{path} holds no ledger ({error.strerror}); give the file that LedgerAddon wrote, or the folder of a run "

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     int
         0 when the newest checkpoint is whole, 1 when it is not or there is none, 2 when there is no such folder.
     """
-    path = Path(arguments.path).expanduser()
+    path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
         sys.stderr.write(f"{_plain(path)} is no folder; give the save_path of a run, or one checkpoint\n")
         return 2

@@ -294,6 +294,9 @@ def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert (found["same"], found["step"], found["stage"], found["what"]) == (False, 7, "clip", "gradients")
     assert main(["diff", str(a), str(tmp_path / "missing")]) == 2
     assert "holds no ledger (No such file or directory)" in capsys.readouterr().err
+    (tmp_path / "weights").write_bytes(b"\xff\xfe\n{}\n")
+    assert main(["diff", str(a), str(tmp_path / "weights")]) == 2  # Not 1: nothing was compared.
+    assert "weights, line 1 is not one of a ledger" in capsys.readouterr().err
     train(b, n_epoch=2)
     assert main(["diff", str(a), str(b)]) == 1
     assert "runA goes on to step 12, runB to step 8" in capsys.readouterr().out
