@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -79,7 +81,7 @@ class AMPAddon(AddOnBase):
                     f"precision={precision!r}; it must be 'auto', 'bf16', 'fp16', 'fp32' or a list of them"
                     + did_you_mean(str(name), _TYPES)
                 )
-        if not (isinstance(loss_scale, (tuple, list)) and len(loss_scale) == 2 and 0 < loss_scale[1] <= loss_scale[0]):
+        if not _is_scale(loss_scale):
             raise ConfigError(f"loss_scale={loss_scale!r}; it must be (first, least) with 0 < least <= first")
         self._wanted = wanted
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
@@ -196,6 +198,14 @@ class AMPAddon(AddOnBase):
             self._scaler_state = dict(own["scaler"])
             if self.scaler is not None and self._scaler_state:
                 self.scaler.load_state_dict(self._scaler_state)
+
+
+def _is_scale(given: Any) -> bool:
+    """Whether these are two finite numbers, the second of them not the larger one."""
+    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        return False
+    real = all(isinstance(each, numbers.Real) and not isinstance(each, bool) for each in given)
+    return real and 0 < given[1] <= given[0] < math.inf
 
 
 def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:

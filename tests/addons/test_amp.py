@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -42,8 +43,13 @@ def test_a_precision_that_is_none(precision: Any) -> None:
         build(precision=precision)
 
 
-@pytest.mark.parametrize("scale", [(0.0, 0.0), (1.0, 2.0), (4.0,), 4.0, (4.0, -1.0)])
+@pytest.mark.parametrize(
+    "scale",
+    [(0.0, 0.0), (1.0, 2.0), (4.0,), 4.0, (4.0, -1.0), ("4", "1"), (4.0, None), (math.inf, 1.0), (True, True)],
+    ids=str,
+)
 def test_a_loss_scale_that_cannot_be_meant(scale: Any) -> None:
+    """F-E11; from an infinite one no step would ever take place."""
     with pytest.raises(ConfigError, match=r"loss_scale=.*\(first, least\)"):
         build(precision="fp16", loss_scale=scale)
 
