@@ -18,7 +18,7 @@ _WORD = (
 )
 _KEY = re.compile(rf"(?i)(?:^|[^a-z]){_WORD}(?:$|[^a-z])")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_OF_URL = re.compile(r"(?<=://)[^\s/@]+@")
+_OF_URL = re.compile(r"(?<=://)[^\s/?#]+@")  # Up to the last @: a password may hold one.
 _NAMED = re.compile(rf"(?i)\b({_WORD}[\"']?\s*[:=]\s*[\"']?)[^\s\"',;)}}]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|xox[abp]-|wandb_v1_)[\w-]{8,}")

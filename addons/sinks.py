@@ -188,7 +188,8 @@ def _move_aside(path: Path) -> None:
 
 
 def _strict(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    # A float64 of NumPy is a float, and shows itself otherwise.
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_lines(path: Path, records: int | None, step: int | None) -> None:

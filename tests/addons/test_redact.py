@@ -33,6 +33,8 @@ def test_numbers_are_no_secrets():
     [
         ("cloning https://me:canary@host:80/x failed", "cloning https://***@host:80/x failed"),
         ("https://canary@host", "https://***@host"),
+        ("https://me:can@ary@host/x", "https://***@host/x"),
+        ("https://host?who=a@b", "https://host?who=a@b"),
         ("use hf_canarycanary now", "use *** now"),
         ("api_key=canary1", "api_key=***"),
         ("{'api_token': 'canary1', 'x': 1}", "{'api_token': '***', 'x': 1}"),

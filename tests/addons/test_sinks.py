@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from logger_kit import lines
 
@@ -38,6 +39,13 @@ def test_every_line_is_strict_json(tmp_path):
     write(path, RunInfo("a"), (1, math.nan), (2, math.inf), (3, -math.inf), (4, 0.1), (5, 7), (6, True), (7, "ü\n"))
     assert [row["x"] for row in lines(path)] == ["nan", "inf", "-inf", 0.1, 7, True, "ü\n"]
     assert len(path.read_bytes().splitlines()) == 7
+
+
+def test_numbers_of_numpy_are_written_like_pythons(tmp_path):
+    """D9, FEATURES 142: a NaN of NumPy is the text "nan", too; its float64 is a float that shows itself otherwise."""
+    path = tmp_path / "run.jsonl"
+    write(path, RunInfo("a"), (1, np.float64("nan")), (2, np.float64("-inf")), (3, np.float64(0.1)))
+    assert [row["x"] for row in lines(path)] == ["nan", "-inf", 0.1]
 
 
 def test_each_line_is_there_at_once(tmp_path):
