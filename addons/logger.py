@@ -91,8 +91,9 @@ class LoggerAddon(AddOnBase):
         if not isinstance(logger_fallback, (str, os.PathLike)) or not str(logger_fallback):
             raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
         (self.logger_required,) = check_flags(logger_required=logger_required)
-        self.logger_fallback = Path(logger_fallback).expanduser()
-        self.logger_timeout = check_number("logger_timeout", logger_timeout, 0.1)
+        self.logger_fallback = Path(os.path.expanduser(logger_fallback))
+        # No lock waits for longer than its system can count; eleven days are as good as for ever.
+        self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
         self._guards: list[Guard] = []
         self._opened = self._failed = False
         self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them once more.

@@ -135,6 +135,8 @@ class WandBSink(Sink):
         self._is_own = wandb.run is None
         entries = dict(self._entries)
         settings = _settings_of(entries)
+        if _is_disabled():
+            entries["mode"] = "disabled"
         if "api_key" in entries:
             settings["api_key"] = entries.pop("api_key")
         # The client's own limits, so that it gives up by itself, and says so on its own terms, too.
@@ -196,15 +198,25 @@ def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
     settings = entries.get("settings")
     find = settings.get if isinstance(settings, Mapping) else lambda key: getattr(settings, key, None)
     filed = configparser.ConfigParser(interpolation=None)
-    folders = (os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb", Path("wandb"))
+    folders = (os.environ.get("WANDB_CONFIG_DIR") or _home() / ".config" / "wandb", Path("wandb"))
     with contextlib.suppress(OSError, configparser.Error):
         filed.read([Path(folder, "settings") for folder in folders])
     kept = dict(filed["default"]) if "default" in filed else {}
     mode = entries.get("mode") or find("mode") or os.environ.get("WANDB_MODE") or kept.get("mode") or "online"
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+    if _is_disabled():
         mode = "disabled"
     host = find("base_url") or os.environ.get("WANDB_BASE_URL") or kept.get("base_url") or _HOST
     return str(mode), str(host)
+
+
+def _is_disabled() -> bool:
+    """Whether the environment forbids it, by a name that present clients pass over."""
+    return os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
+
+
+def _home() -> Path:
+    """The home folder; where there is none, as in some containers, what is looked up in it is not there."""
+    return Path(os.path.expanduser("~"))
 
 
 def _has_key(entries: Mapping[str, Any], host: str) -> bool:
@@ -213,7 +225,7 @@ def _has_key(entries: Mapping[str, Any], host: str) -> bool:
     given = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
     if given or entries.get("api_key") or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE")):
         return True
-    for path in (Path(os.environ.get("NETRC") or "no-netrc"), Path.home() / ".netrc", Path.home() / "_netrc"):
+    for path in (Path(os.environ.get("NETRC") or "no-netrc"), _home() / ".netrc", _home() / "_netrc"):
         try:
             if netrc.netrc(path).authenticators(urlsplit(host).hostname or ""):
                 return True

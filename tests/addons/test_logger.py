@@ -316,6 +316,13 @@ def test_options_that_cannot_be_meant(options, text):
         listing(**options)
 
 
+def test_a_time_limit_as_good_as_none():
+    """D8: more seconds than a lock can wait for."""
+    trainer = listing(logger_timeout=1e300)
+    trainer.run(1, loader())
+    assert trainer.progress_checker.epoch == 1
+
+
 def test_fault_fd8_the_folder_of_the_local_files(caplog, tmp_path):
     trainer = listing(Drawing(fails_at=1), logger_fallback=tmp_path / "elsewhere")
     trainer.run(1, loader())

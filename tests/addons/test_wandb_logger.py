@@ -311,6 +311,23 @@ def test_disabled_writes_nothing():
     assert not Path("wandb").exists()
 
 
+def test_disabled_by_the_environment(monkeypatch, caplog):
+    """P-30: whoever writes WANDB_DISABLED=true sends nothing; wandb itself reads that no more."""
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    logger(web_logger={"wandb": {"project": "p", "mode": "offline"}}).run(1, loader())
+    assert not Path("wandb").exists()
+    assert "failed" not in caplog.text
+
+
+def test_no_home_folder(monkeypatch):
+    """F-E: a container may have a user without a home."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(AddOnRequirement, match="log in with: wandb login"):
+        logger(web_logger={"wandb": {}})
+
+
 def test_an_entry_that_wandb_does_not_take():
     trainer = logger(web_logger={"wandb": {"mode": "offline", "projct": "p"}})
     with pytest.raises(ConfigError, match=r"'projct' that wandb.init does not take; did you mean 'project'\?"):
