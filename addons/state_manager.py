@@ -164,8 +164,7 @@ class StateManagerAddon(AddOnBase):
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
         self._settle_save()
-        # Somebody may have removed one.
-        return next((path for name in self._retention.ranked() if (path := self.save_path / name).is_dir()), None)
+        return self._retention.best_in(self.save_path)
 
     def setup(self) -> None:
         """Resume, the first time."""
@@ -190,8 +189,9 @@ class StateManagerAddon(AddOnBase):
         if self.is_main:
             self._folder_lock.acquire()
             forget_claims(self.save_path)
-            known = self._retention.scores.keys() | self._passed_over
-            self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite)
+            files.put_back(self.save_path)
+            known, step = self._retention.scores.keys() | self._passed_over, self.progress_checker.step
+            self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite, self.run_id, step)
         self._resumed.put_back(self)
         if self.save_on_signal:
             self._signals = self._stop_signals.install()
@@ -374,8 +374,7 @@ class StateManagerAddon(AddOnBase):
             state["position"] = {**state["position"], "may_deal_anew": True}
         self.load_state_dict({"model": model or self.model_state(), **state}, strict)
         self.run_id = manifest["run_id"]
-        if found in files.list_checkpoints(self.save_path):
-            self._retention.scores.setdefault(found.name, None)  # It itself was not yet in its own list.
+        self._retention.add(found, self.save_path)
         self._saved_at = (self.progress_checker.epoch, self.progress_checker.step, self._due)
         _log.info("loaded %s (step %d)", found, self.progress_checker.step)
 
@@ -405,7 +404,8 @@ class StateManagerAddon(AddOnBase):
         state = super().state_dict()
         if state["progress"]["stop_reason"] == _SIGNALED:
             state["progress"]["stop_reason"] = None  # It goes on when it is resumed.
-        return {**state, "StateManagerAddon": {"run_id": self.run_id, "scores": dict(self._retention.scores)}}
+        own = {"run_id": self.run_id, "scores": dict(self._retention.scores), **self._resumed.unsaved.state_dict(self)}
+        return {**state, "StateManagerAddon": own}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take the list of checkpoints over."""
@@ -414,7 +414,5 @@ class StateManagerAddon(AddOnBase):
             raise CheckpointMismatch("the state of StateManagerAddon holds no list of scores")
         super().load_state_dict(rest, strict)
         if own is not None:
-            # What was kept when this was saved may be gone by now, or be in another folder.
-            listed = {path.name for path in files.list_checkpoints(self.save_path)}
-            self._retention.scores = {name: score for name, score in own["scores"].items() if name in listed}
-            self.run_id = own["run_id"]
+            self._retention.take_over(own["scores"], self.save_path)
+            self.run_id, self._resumed.unsaved.names = own["run_id"], list(own.get("unsaved", ()))

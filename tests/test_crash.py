@@ -26,7 +26,7 @@ from faults import Child, JournalDisk, KillingDisk, RefusingDisk, answer, everyt
 
 from zae import files
 from zae.addons import StateManagerAddon
-from zae.errors import CheckpointDamaged, CheckpointError
+from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
 Saving = faults.Task.add_on(StateManagerAddon)
 STEPS = 4  # The save of this step is the one that is broken.
@@ -301,6 +301,82 @@ def test_fa5_what_does_not_read_back_removes_nothing(folder: Path) -> None:
         scene.save(place, Rotting())
     assert _is_whole(place / "step-00000003")
     assert scene.check(place) == 3
+
+
+class Scored(faults.Task):
+    """The first epoch is the best."""
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": (0.1, 0.5, 0.4)[self.progress_checker.epoch - 1]}
+
+
+def test_fa1_fa5_p22_killed_while_the_best_is_saved_once_more(folder: Path) -> None:
+    """F-A1, F-A5, P-22: the run resumes by itself from either of the two of one step, and the best stays the best."""
+
+    def build(place: Path) -> Any:
+        model, cls = faults.classifier(), Scored.add_on(StateManagerAddon)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options = {"save_path": place, "keep_last": 1, "resume": "auto", "log_bar": False}
+        return cls(model, "cpu", optimizer=optimizer, seed=5, **options)
+
+    def run(place: Path, epochs: int) -> Any:
+        made = build(place)
+        made.run(epochs, hand.loader(), [hand.data()[:4]])
+        return made
+
+    def save_again(place: Path, disk: Any) -> None:
+        made = run(place, 1)
+        with installed(disk):
+            made.save_state()
+
+    whole = run(folder / "whole", 3)
+    save_again(folder / "counted", disk := faults.Disk())
+    renames = [index for index, (name, _) in enumerate(disk.log) if name == "rename"]
+    assert ".replaced-" in str(disk.log[renames[0]][1][1])
+    for at in (renames[1], renames[1] + 1, len(disk.log) - 2):  # One is moved aside; both are there; one is half gone.
+        place = folder / f"at-{at}"
+        assert forked(save_again, place, KillingDisk(at)).status == -signal.SIGKILL
+        assert build(place).restore_best().name == "step-00000006"
+        went_on = run(place, 3)
+        assert everything(went_on) == everything(whole)
+        assert sorted(os.listdir(place)) == sorted(os.listdir(folder / "whole")) == ["step-00000006", "step-00000018"]
+        assert went_on.best_path == place / "step-00000006"
+        assert _is_whole(went_on.restore_best())
+
+
+def test_fa7_p15_what_was_passed_over_once_is_no_other_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-A7, P-15: a damaged checkpoint that later ones do not replace stops no later start of the script."""
+    options = {"save_every": 2, "keep_last": 3}
+    train(folder / "run", 4, **options)
+    train(folder / "run", 5, **options)  # Step 5 is the end of this one, and of no other.
+    state = folder / "run" / "step-00000005" / "state.json"
+    state.write_bytes(state.read_bytes()[:-1])
+    train(folder / "run", 8, **options)
+    assert "passed over" in caplog.text
+    caplog.clear()
+    ended = train(folder / "run", 10, **options)
+    assert "passed over" not in caplog.text
+    assert everything(ended) == everything(train(folder / "whole", 10, **options))
+    assert state.exists(), "what may be restored from a copy is left where it is"
+
+
+def test_fa5_d10_what_could_not_be_removed_is_no_other_run(folder: Path) -> None:
+    """F-A5: an old checkpoint that the disk did not let go stops no later start; one of another run does."""
+
+    class Holding(faults.Disk):
+        def before(self, name: str, args: tuple[Any, ...]) -> None:
+            if name == "rename" and ".deleting-" in str(args[1]):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(args[0]))
+
+    with installed(Holding()):
+        train(folder / "run", 3, keep_last=1)
+    assert len(files.list_checkpoints(folder / "run")) == 3
+    ended = train(folder / "run", 4, keep_last=1)
+    assert ended.progress_checker.step == 4
+    train(folder / "other", 1)
+    shutil.copytree(folder / "other" / "step-00000001", folder / "run" / "step-00000001", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=r"1 checkpoints of another run.*step-00000001"):
+        train(folder / "run", 5, keep_last=1)
 
 
 def test_fa6_nothing_leaves_the_folder(folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_a8_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
     for index in range(len(good)):
         path.write_bytes(good[:index] + bytes([good[index] ^ 1 << index % 8]) + good[index + 1 :])
         with pytest.raises(CheckpointDamaged):
-            files._read_manifest(directory)
+            files.read_manifest(directory)
     path.write_bytes(good.replace(b'"format": 1', b'"format": 3'))
     with pytest.raises(CheckpointDamaged, match=r"changed since it was written: .* \(or it was written by zae"):
         verify(directory)

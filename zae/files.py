@@ -54,6 +54,7 @@ from zae.names import (
     aside_name,
     checkpoint_name,
     is_abandoned,
+    original_name,
     parse_format,
     set_aside,
     staging_name,
@@ -86,6 +87,8 @@ __all__ = [
     "newest_valid",
     "not_saved",
     "parse_format",
+    "put_back",
+    "read_manifest",
     "remove_checkpoint",
     "save_checkpoint",
     "save_weights",
@@ -305,6 +308,36 @@ def save_checkpoint(
     return directory
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """Read what a checkpoint says of itself, and look at none of its other files.
+
+    Parameters
+    ----------
+    directory : Path
+        The checkpoint.
+
+    Returns
+    -------
+    Manifest
+        Compared with its own hash.
+
+    Raises
+    ------
+    CheckpointDamaged
+        The manifest is absent, no plain file, or changed.
+    CheckpointMismatch
+        A newer zae wrote it.
+
+    Examples
+    --------
+    >>> read_manifest(Path("runs/no-such-run"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointDamaged: runs/no-such-run/manifest.json: is missing. Restore the file...
+    """
+    return parse(bytes(read_whole(directory / _MANIFEST, limit=MANIFEST_LIMIT)), str(directory / _MANIFEST))
+
+
 def verify(directory: str | os.PathLike[str]) -> Manifest:
     """Read every byte of a checkpoint and compare it with the manifest.
 
@@ -336,7 +369,7 @@ def verify(directory: str | os.PathLike[str]) -> Manifest:
 give the directory that holds manifest.json
     """
     directory = _standing(Path(directory))
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
         with opened(directory / name, size=entry["size"]) as source:
             source.finish(entry["sha256"])
@@ -394,7 +427,7 @@ def load_checkpoint(
     if unknown := sorted(set(allow_partial) - (_KNOWN - {_MANIFEST})):
         raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(_KNOWN - {_MANIFEST})}")
     directory = _standing(Path(directory))
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
     state: dict[Any, Any] = {}
     try:
@@ -407,8 +440,7 @@ def load_checkpoint(
         tensors = _load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
         blamed = STATE
         entry = manifest["files"][STATE]
-        text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
-        where = str(directory / STATE)
+        text, where = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"]), str(directory / STATE)
         state = decode(strict_json(bytes(text), where), tensors, where=where)
     except CheckpointDamaged:
         if blamed not in allow_partial:
@@ -444,13 +476,12 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
     """
     found: list[tuple[int, bool, float, Path]] = []
     for entry in _entries(Path(save_path)):
-        replaced = set_aside(entry.name, "replaced")
-        step = step_of(replaced or entry.name)
-        if step is None or not entry.is_dir(follow_symlinks=False):
+        own = original_name(entry.name)
+        if (step := step_of(own)) is None or not entry.is_dir(follow_symlinks=False):
             continue
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             age = entry.stat(follow_symlinks=False).st_mtime
-            found.append((step, replaced is None, age, Path(entry.path)))
+            found.append((step, own == entry.name, age, Path(entry.path)))
     return [path for *_, path in sorted(found, reverse=True)]
 
 
@@ -535,6 +566,25 @@ give the directory that holds manifest.json
         _remove_tree(gone)
     except OSError as error:
         raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it by hand") from error
+
+
+def put_back(parent: str | os.PathLike[str]) -> None:
+    """Give what a killed save had moved aside its name again, where nothing that is whole stands there.
+
+    Parameters
+    ----------
+    parent : path-like
+        Where checkpoints stand; nobody else saves there.
+
+    Examples
+    --------
+    >>> put_back("runs/no-such-run")
+    """
+    for path in list_checkpoints(parent):
+        place = path.with_name(original_name(path.name))
+        if place != path and not _stands(place) and _stands(path):
+            with contextlib.suppress(OSError):  # it stands in until it can be renamed
+                _install(path, place)
 
 
 def sweep(parent: str | os.PathLike[str]) -> list[Path]:
@@ -651,7 +701,7 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        return _load_model(path, _read_manifest(path))
+        return _load_model(path, read_manifest(path))
     kind = weights_format(path)
     if not path.exists():
         raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
@@ -758,17 +808,16 @@ def _is_stray(path: Path) -> bool:
     if set_aside(path.name, "deleting") is not None:
         return True
     if (replaced := set_aside(path.name, "replaced")) is not None:
-        return path.with_name(replaced).is_dir() and _verifies(path.with_name(replaced))
+        return _stands(path.with_name(replaced))
     return path.name not in _active and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
 
 
-def _verifies(directory: Path) -> bool:
-    """Say whether a checkpoint is whole."""
+def _stands(directory: Path) -> bool:
+    """Say whether a checkpoint is at its place, and whole."""
     try:
-        verify(directory)
+        return directory.is_dir() and bool(verify(directory))
     except CheckpointError:
         return False
-    return True
 
 
 def _entries(parent: Path) -> list[os.DirEntry[str]]:
@@ -795,8 +844,7 @@ def _remove_tree(path: Path) -> None:
 
 def _refuse_foreign(directory: Path) -> None:
     """Refuse to replace or remove what is not plainly a checkpoint: a wrong path must not cost anybody's files."""
-    name = set_aside(directory.name, "replaced") or directory.name
-    if not os.path.lexists(directory) or step_of(name) is not None:
+    if not os.path.lexists(directory) or step_of(original_name(directory.name)) is not None:
         return
     foreign = sorted(entry.name for entry in _entries(directory) if entry.name not in _KNOWN)
     if foreign:
@@ -843,9 +891,3 @@ def _free_bytes(path: Path) -> int:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
     return 0
-
-
-def _read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint."""
-    path = directory / _MANIFEST
-    return parse(bytes(read_whole(path, limit=MANIFEST_LIMIT)), str(path))

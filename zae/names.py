@@ -15,6 +15,7 @@ __all__ = [
     "aside_name",
     "checkpoint_name",
     "is_abandoned",
+    "original_name",
     "parse_format",
     "set_aside",
     "staging_name",
@@ -171,6 +172,27 @@ def set_aside(name: str, kind: str) -> str | None:
     """
     match = _ASIDE.fullmatch(name)
     return match[2] if match is not None and match[1] == kind else None
+
+
+def original_name(name: str) -> str:
+    """Return the name that a checkpoint is to have, also of one that a killed save has left moved aside.
+
+    Parameters
+    ----------
+    name : str
+        Any name.
+
+    Returns
+    -------
+    str
+        Where `aside_name` has not made it for what is replaced, the name itself.
+
+    Examples
+    --------
+    >>> original_name(aside_name("step-00000012", "replaced")), original_name("step-00000012")
+    ('step-00000012', 'step-00000012')
+    """
+    return set_aside(name, "replaced") or name
 
 
 def parse_format(name: str) -> str:

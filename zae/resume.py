@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zae import files
-from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
-from zae.names import step_of
+from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
+from zae.names import original_name, step_of
 from zae.states import load_weights_of
+from zae.unsaved import Unsaved
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -41,6 +42,8 @@ class Resumed:
     ----------
     path : Path or None
         The checkpoint.
+    unsaved : Unsaved
+        What it lacks.
 
     Examples
     --------
@@ -50,6 +53,7 @@ class Resumed:
 
     def __init__(self) -> None:
         self.path: Path | None = None
+        self.unsaved = Unsaved()
         self._is_done = self._is_left = False
 
     def __bool__(self) -> bool:
@@ -79,7 +83,8 @@ class Resumed:
         self._is_left = self.path is not None and _is_ahead(trainer)
 
     def put_back(self, trainer: Trainer) -> None:
-        """Load the weights again, where a call of ``run`` goes on that others came before."""
+        """Load the weights again, where a call of ``run`` goes on that others came before; say what the state lacks."""
+        self.unsaved.begin(trainer)
         if self._is_left and not _is_ahead(trainer):
             self._is_left = False
             load_weights_of(trainer, self.path)  # type: ignore[arg-type]
@@ -179,8 +184,13 @@ def _refuse_links(folder: Path, found: Path | None) -> None:
         )
 
 
-def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool) -> list[Path]:
+def foreign_checkpoints(
+    save_path: Path, known: Collection[str], overwrite: bool, run_id: str = "", step: int = 0
+) -> list[Path]:
     """List the checkpoints of another run in a folder, and refuse to mix two runs unless that was asked for.
+
+    What the run itself has left behind is not among them: an older checkpoint that it has not removed, or one before
+    its present step that is damaged.
 
     Parameters
     ----------
@@ -190,6 +200,10 @@ def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool
         The names of its own checkpoints.
     overwrite : bool
         Whether the others may be replaced.
+    run_id : str
+        The run.
+    step : int
+        Where it stands.
 
     Returns
     -------
@@ -206,7 +220,11 @@ def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool
     >>> foreign_checkpoints(Path("runs/no-such-run"), (), overwrite=False)
     []
     """
-    others = [path for path in files.list_checkpoints(save_path) if path.name not in known]
+    others = [
+        path
+        for path in files.list_checkpoints(save_path)
+        if path.name not in known and not (known and _is_left_over(path, run_id, step))
+    ]
     if others and not overwrite:
         raise ConfigError(
             f"save_path={str(save_path)!r} holds {len(others)} checkpoints of another run, or newer than this one "
@@ -214,6 +232,16 @@ def foreign_checkpoints(save_path: Path, known: Collection[str], overwrite: bool
             "to replace them"
         )
     return others
+
+
+def _is_left_over(path: Path, run_id: str, step: int) -> bool:
+    """Whether a checkpoint of a step before the present one is of this run, or damaged."""
+    if (step_of(original_name(path.name)) or 0) > step:
+        return False
+    try:
+        return files.read_manifest(path)["run_id"] == run_id
+    except (CheckpointDamaged, CheckpointNotFound):
+        return True
 
 
 def check_ranks(found: Path, saved: int, present: int, reshard: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae import files
 from zae.errors import CheckpointNotFound
 from zae.evaluation import session_of
+from zae.names import original_name
 from zae.records import split_prefix
 
 if TYPE_CHECKING:
@@ -56,10 +58,30 @@ class Retention:
         kept = set(names if self.last is None else names[-self.last :]) | set(self.ranked()[: self.best])
         return [name for name in names if name not in kept]
 
+    def best_in(self, folder: Path) -> Path | None:
+        """Return the best of those that are in a folder, where somebody may have removed one."""
+        there = _names_in(folder)
+        return next((folder / name for name in self.ranked() if name in there), None)
+
+    def take_over(self, scores: Mapping[str, float | None], folder: Path) -> None:
+        """Take over what was kept when a state was saved, as far as it is in a folder now."""
+        there = _names_in(folder)
+        self.scores = {name: score for name, score in scores.items() if name in there}
+
+    def add(self, path: Path, folder: Path) -> None:
+        """Keep a checkpoint of a folder that was loaded: its state was saved before it was in its own list."""
+        if path.parent == folder and original_name(path.name) in _names_in(folder):
+            self.scores.setdefault(original_name(path.name), None)
+
     def lacks_score(self, name: str, trainer: Trainer) -> bool:
         """Tell whether a checkpoint of the present step was saved before that was validated, and the score counts."""
         is_without = name in self.scores and self.scores[name] is None
         return self.best > 0 and is_without and present_score(trainer) is not None
+
+
+def _names_in(folder: Path) -> set[str]:
+    """The names of the checkpoints in a folder; one that was moved aside counts under its own."""
+    return {original_name(path.name) for path in files.list_checkpoints(folder)}
 
 
 def present_score(trainer: Trainer) -> float | None:
