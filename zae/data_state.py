@@ -302,9 +302,11 @@ def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> It
         if isinstance(value, _STREAMS):
             yield place, value
             continue
-        inner: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-        inner = inner if isinstance(inner, dict) else vars(inner)
-        for key, each in sorted(inner.items(), key=lambda item: str(item[0])) if len(inner) <= _MANY else ():
+        inner: Any = value if isinstance(value, (list, tuple, dict)) else vars(value)
+        if len(inner) > _MANY:
+            continue
+        inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
+        for key, each in sorted(inner.items(), key=lambda item: str(item[0])):
             is_open = isinstance(each, (*_STREAMS, list, tuple, dict)) or hasattr(each, "__dict__")
             if is_open and not isinstance(each, _CLOSED) and id(each) not in seen and id(each) not in others:
                 left.append((f"{place}.{key}", each))
