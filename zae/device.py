@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from zae.errors import ConfigError, did_you_mean
@@ -109,7 +110,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         return _move(batch, device, non_blocking)
     on_host = device == _HOST
     for item in items:
-        if type(item) is not torch.Tensor or not (item.is_cpu if on_host else item.device == device):
+        if type(item) is not Tensor or not (item.is_cpu if on_host else item.device == device):
             return _move(batch, device, non_blocking)
     return batch
 
@@ -136,7 +137,7 @@ def copies_by_itself(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type != "mps"
 
 
-def plain_tensors(batch: Any) -> list[torch.Tensor] | None:
+def plain_tensors(batch: Any) -> list[Tensor] | None:
     """List the tensors that :func:`to_device` moves, where it is torch that moves each of them.
 
     Parameters
@@ -146,7 +147,7 @@ def plain_tensors(batch: Any) -> list[torch.Tensor] | None:
 
     Returns
     -------
-    list[torch.Tensor] or None
+    list[Tensor] or None
         In their order; None where something moves itself: an object with a method ``to``, or a tensor of a class or a
         layout of its own.
 
@@ -158,11 +159,11 @@ def plain_tensors(batch: Any) -> list[torch.Tensor] | None:
     >>> plain_tensors([torch.zeros(2).to_sparse()]) is None
     True
     """
-    if type(batch) is torch.Tensor:
+    if type(batch) is Tensor:
         return [batch] if batch.layout is torch.strided and not batch.is_nested else None
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
         return None
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     for child in _children(batch):
         tensors = plain_tensors(child)
         if tensors is None:
@@ -198,9 +199,9 @@ def leading_dimension(batch: Any) -> int | None:
     kind = type(batch)
     if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours
         first = batch[0]
-        if type(first) is torch.Tensor and not first.is_nested and first.ndim:
+        if type(first) is Tensor and not first.is_nested and first.ndim:
             return first.shape[0]  # size(0) is twice as slow.
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else None  # not shape[0]: a nested tensor has no shape
     if isinstance(batch, np.ndarray):
         return int(batch.shape[0]) if batch.ndim else None
@@ -244,7 +245,7 @@ def samples_on_host(batch: Any) -> int:
     if (kind is not tuple and kind is not list) or not batch:
         return 0
     for item in batch:
-        if type(item) is not torch.Tensor or not item.is_cpu:
+        if type(item) is not Tensor or not item.is_cpu:
             return 0
     try:
         samples: int = batch[0].shape[0]
@@ -362,7 +363,7 @@ def _show(spec: Sequence[Any]) -> str:
 
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     """Return the value with its tensors on the device; the very value if nothing moved."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(type(value), "to", None)) and not isinstance(value, type):
         return _ask_to_move(value, device, non_blocking)

@@ -100,13 +100,13 @@ def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int]
     """
     context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
     record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
-    own, test_step, count = trainer._own, trainer.test_step, 0
+    is_ours, test_step, count = trainer._own.batch, trainer.test_step, 0
     for batch in batches:
         if signals:
             return None
         if batch is None:
             continue
-        samples = samples_on_host(batch) if own.batch else 0
+        samples = samples_on_host(batch) if is_ours else 0
         if not samples:
             batch = trainer.to_device(batch)
         if context is None:

@@ -171,10 +171,11 @@ class EpochLog(Mapping[str, list[Any]]):
         weight : float or Tensor
             How many samples (or targets) the numbers are the mean over; a tensor is read with them.
         """
-        for key, value in step_dict.items():
+        for key in step_dict:  # Takes less time than `items`, of so few.
+            value = step_dict[key]
             series, kind = self._series.get(key), type(value)
             # A number on the host of an entry that is there already comes with every step: no detours.
-            if (kind is float or (kind is Tensor and value.is_cpu and not value.ndim)) and series and not series.waits:
+            if series and not series.waits and (kind is float or (kind is Tensor and value.is_cpu and not value.ndim)):
                 series.values.append(value if kind is float else value.item())
                 series.weights.append(weight)
             elif key != "num_targets":
