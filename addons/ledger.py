@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
+import logging
+import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +27,12 @@ from zae.compose import add_ons_of
 from zae.errors import ConfigError
 from zae.loading import length_of
 from zae.progress import Every
+from zae.streams import reason
 from zae.trainer import Trainer
 
 __all__ = ["LedgerAddon", "fingerprint"]
 
+_log = logging.getLogger("zae")
 _WORDS = 1 << 16  # 64-bit words that are hashed at once: half a megabyte, which stays in the cache.
 _keys: dict[torch.device, Tensor] = {}
 
@@ -41,7 +46,8 @@ class LedgerAddon(AddOnBase):
     Parameters
     ----------
     ledger_path : str or Path
-        The file, for instance ``"run/ledger.jsonl"``; a resumed run goes on in it.
+        The file, for instance ``"run/ledger.jsonl"``; a resumed run goes on in it. A disk that refuses in the middle
+        of a run gives one warning, and training goes on without it.
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
         weights.
@@ -206,12 +212,23 @@ class LedgerAddon(AddOnBase):
         if self._file is None and self.is_main:
             self.ledger_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.ledger_path.open("a", encoding="utf-8", buffering=1)
+            if _is_cut_short(self.ledger_path):
+                self._file.write("\n")
             names = [add_on.__name__ for add_on in add_ons_of(type(self))]
             self._write({"ledger": 1, "begins_after": self.progress_checker.step, "composition": names})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         self._open()
-        self._file.write(json.dumps(entry) + "\n")
+        try:
+            self._file.write(json.dumps(entry) + "\n")
+        except OSError as error:  # It watches the run, and does not end it.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = Path(os.devnull).open("w")  # noqa: SIM115  (teardown closes it; the rest goes there)
+            _log.warning(
+                "the ledger %s cannot be written: %s. Training goes on, and its steps from here on are missing there; "
+                "free some space, or give another ledger_path", self.ledger_path, reason(error),
+            )  # fmt: skip
 
     def teardown(self) -> None:
         """Close the file."""
@@ -219,6 +236,14 @@ class LedgerAddon(AddOnBase):
             self._file.close()
             self._file = None
         super().teardown()
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether a file does not end with the end of a line: a process was killed, or the disk was full."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
 
 
 class _NotingSampler:

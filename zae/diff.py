@@ -76,8 +76,8 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
                 continue
             entries[int(entry["step"])] = {**entry, "stages": dict(entry["stages"])}
         except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                break  # A run that was killed leaves half a line.
+            if number == len(lines) or (line[:1] == "{" and lines[number].startswith('{"ledger"')):
+                continue  # A run that was killed leaves half a line; resumed, it goes on in the next.
             raise ConfigError(f"{file}, line {number} is not one of a ledger: {line:.60}") from None
     return entries
 

@@ -250,12 +250,10 @@ def test_ledger_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> None:
     last.rmdir()
     with (tmp_path / "b").open("a") as file:
         file.write('{"step": 9, "stages": {"ba')
-    # The rest of that line is overwritten by nothing: the ledger is only ever written to at its end.
-    text = (tmp_path / "b").read_text()
-    (tmp_path / "b").write_text(text[: text.rindex("\n") + 1])
     resumed = train(tmp_path / "b", StateManagerAddon, save_path=tmp_path / "cut", **options)
     assert resumed.progress_checker.step == 12
-    assert [entry.get("begins_after") for entry in lines(tmp_path / "b") if "ledger" in entry] == [0, 6]
+    headers = [json.loads(line) for line in (tmp_path / "b").read_text().splitlines() if "ledger" in line]
+    assert [header["begins_after"] for header in headers] == [0, 6]
     assert compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b")) is None
     assert read_ledger(tmp_path / "a").keys() == read_ledger(tmp_path / "b").keys()
 
@@ -275,6 +273,19 @@ def test_ledger_that_a_kill_cut_short_is_read_up_to_there(tmp_path: Path) -> Non
     (tmp_path / "a").write_text("no ledger\n" + text)
     with pytest.raises(ConfigError, match="line 1 is not one of a ledger: no ledger"):
         read_ledger(tmp_path / "a")
+
+
+def test_f_d9_a_ledger_that_the_disk_refuses_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F-D9, F-A3: one warning with the file, and the weights are those of a run without it."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    watched = train(tmp_path / "full", n_epoch=1)
+    assert [record.getMessage().partition(". Training")[0] for record in caplog.records] == [
+        f"the ledger {tmp_path / 'full'} cannot be written: No space left on device"
+    ]
+    plain = train(tmp_path / "a", n_epoch=1)
+    assert fingerprint(watched.unwrap().parameters()) == fingerprint(plain.unwrap().parameters())
 
 
 def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
