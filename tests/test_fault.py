@@ -488,6 +488,23 @@ def test_fd4_an_exception_saves_apart(folder: Path) -> None:
     assert looked.progress_checker.step == 7
 
 
+def test_fd4_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> None:
+    """F-D4: the state of a later failure takes the place of the earlier one, and of no folder that is named alike."""
+    run = folder / "run"
+    made = build(Failing, StateManagerAddon, save_path=run, save_every=Every(epochs=1))
+    with pytest.raises(ValueError, match="own words"):
+        made.run(3, hand.loader())
+    kept = Path(shutil.copytree(run / "crash-00000007", run / "crash-00000007.kept"))
+    (run / "crash-tests").mkdir()
+    made = build(Failing, StateManagerAddon, save_path=run, save_every=Every(epochs=1), resume=True)
+    made.fail = lambda: None
+    made.test_step = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        made.run(3, hand.loader(), hand.loader())
+    assert sorted(path.name for path in run.glob("crash-*")) == ["crash-00000007.kept", "crash-00000012", "crash-tests"]
+    assert files.verify(kept)["step"] == 7
+
+
 def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-D4: when the crash checkpoint cannot be written, the error is still the user's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ from zae import files
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["crash_name", "forget_claims", "save_crash", "say_what_it_lacks", "was_in_step"]
+__all__ = ["crash_name", "crashes_in", "forget_claims", "save_crash", "say_what_it_lacks", "was_in_step"]
 
 _log = logging.getLogger("zae")
 _CLAIM = ".crash-"
+_CRASH = re.compile(r"crash-\d{8,18}")
 
 
 def crash_name(step: int) -> str:
@@ -29,6 +31,17 @@ def crash_name(step: int) -> str:
     'crash-00000012'
     """
     return f"crash-{step:08d}"
+
+
+def crashes_in(folder: Path) -> list[Path]:
+    """List the states of failed runs in a folder, the highest step first; a copy under another name is none of them.
+
+    Examples
+    --------
+    >>> crashes_in(Path("runs/no-such-run"))
+    []
+    """
+    return sorted((path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name)), reverse=True)
 
 
 def was_in_step(trainer: Trainer, error: BaseException, began_at: int, rested_at: int) -> bool | None:
@@ -120,7 +133,7 @@ def save_crash(
     try:
         if ranks[1] > 1:
             files.filesystem.mkdir(folder / f"{_CLAIM}{step:08d}-{token}")
-        older = [path for path in folder.glob("crash-*") if path != target]
+        older = [path for path in crashes_in(folder) if path != target]
         alone = {"rank": ranks[0]} if ranks[1] > 1 else {}
         write(target, older, {"error": name, **alone})
     except FileExistsError:  # Another rank was here first.

@@ -64,10 +64,11 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
     ['there is no checkpoint: resume="auto" begins afresh here']
     """
     from zae import files  # It imports torch, which takes seconds: not for --help.
+    from zae.crash import crashes_in
 
     folder = Path(path)
     paths = [folder] if (folder / "manifest.json").exists() else files.list_checkpoints(folder)
-    crashes = sorted(folder.glob("crash-*"), reverse=True) if paths != [folder] else []
+    crashes = crashes_in(folder) if paths != [folder] else []
     checkpoints = [_examined(each) for each in paths]
     whole = [each for each in checkpoints if each["whole"]]
     return {

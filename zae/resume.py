@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zae import files
+from zae.crash import crashes_in
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.names import original_name, step_of
 from zae.states import load_weights_of
@@ -159,7 +160,7 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     found = files.newest_valid(folder)
     _refuse_links(folder, found[0] if found else None)
     if found is None:
-        crashed = max(folder.glob("crash-*"), default=None)
+        crashed = next(iter(crashes_in(folder)), None)
         hint = f"; resume={str(crashed)!r} goes on from what a failed run has left" if crashed else ""
         if resume == "auto":
             _log.log(logging.WARNING if hint else logging.INFO, "no checkpoint in %s: beginning afresh%s", folder, hint)
