@@ -1,0 +1,132 @@
+"""What a run changes and no checkpoint holds is named where a run goes on from one; what is the same is not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand import data
+from torch import nn
+from torch.nn import functional as F
+
+from zae import AddOnBase, Trainer
+from zae.addons import StateManagerAddon
+
+
+class Noise(nn.Module):
+    """Draws from a stream of its own, keeps what it gave last, and counts in a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream, self.last, self.rate = torch.Generator().manual_seed(3), torch.zeros(1), 0.2
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("saved", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.saved += 1
+        self.last = inputs + 0.1 * torch.rand(inputs.shape, generator=self.stream)
+        return self.last
+
+
+class World:
+    """An environment, as a learner by reinforcement has one."""
+
+    def __init__(self) -> None:
+        self.random, self.size = np.random.default_rng(1), 4
+
+
+class Keeps(Trainer):
+    """Keeps all that a class of a user may keep between two steps, and some that stays as it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stream, self.world, self.memory = np.random.default_rng(5), World(), deque(maxlen=100)
+        self.average = copy.deepcopy(self.unwrap())
+        self.hidden: Any = None
+        self.table, self.baseline = np.zeros(1000), 0.0
+        # These do not change.
+        self.teacher, self.power, self.names = nn.Linear(4, 2), 2.0, ["a", "b"]
+        self.noise, self.levels = np.random.default_rng(6), torch.linspace(0, 1, 500)
+
+    def train_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        outputs = self.model(inputs) * float(self.stream.random()) ** self.power
+        self.world.random.normal()
+        self.memory.append((inputs, targets))
+        self.hidden = outputs.detach()
+        self.table[self.progress_checker.step] = self.baseline = 1.0 + self.baseline
+        for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(weight.data, alpha=0.1)  # By .data, which moves no version of the tensor.
+        return {"loss": F.cross_entropy(outputs + self.teacher(inputs).detach(), targets)}
+
+    def test_step(self, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(self.model(batch[0]), batch[1])}
+
+
+class Saves(Keeps):
+    """The same, with a state of its own: it is for the class to say what is in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "Saves": {"baseline": self.baseline}}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        rest = dict(state)
+        self.baseline = rest.pop("Saves")["baseline"]
+        super().load_state_dict(rest, strict)
+
+
+class Counts(AddOnBase):
+    """An add-on, which `zae.testing.check_addon` holds to what it has to save."""
+
+    layer = "loop"
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.count = getattr(self, "count", 0) + 1
+
+
+def trainer(task: Any, folder: Path, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), *([Noise()] if task is Keeps else []))
+    optimizer = torch.optim.Adam(model.parameters())
+    return task.add_on(StateManagerAddon, Counts)(
+        model, "cpu", optimizer=optimizer, save_path=folder / task.__name__, resume="auto", **options
+    )
+
+
+BATCHES = [data(8).tensors, data(8, seed=4).tensors]
+
+
+def test_fb2_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-B2, P-16: exact, or said: a stream, a hidden state, an average that the trainer or a module keeps itself."""
+    first = trainer(Keeps, tmp_path)
+    first.run(1, BATCHES)
+    first.run(1, BATCHES)
+    pickle.loads(pickle.dumps(first))
+    assert not [r for r in caplog.records if "lacks" in r.message], "in one process nothing is lost"
+    again = trainer(Keeps, tmp_path)
+    again.run(3, BATCHES)
+    (told,) = [r for r in caplog.records if "lacks" in r.message]
+    names = ("average", "baseline", "hidden", "memory", "stream", "table", "world")
+    named = [*(f"Keeps.{name}" for name in names), *(f"model.1.{name}" for name in ("calls", "last", "stream"))]
+    assert told.levelno == logging.WARNING
+    assert told.message.startswith(f"the state that this run goes on from lacks {', '.join(map(repr, named))}, which")
+    assert again.state_dict()["StateManagerAddon"]["unsaved"] == named
+
+
+def test_fb2_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-B2: a class with a state of its own is believed, and a state without anything to say has no entry for it."""
+    trainer(Saves, tmp_path).run(1, BATCHES)
+    again = trainer(Saves, tmp_path)
+    again.run(2, BATCHES)
+    assert (again.progress_checker.step, again.baseline) == (4, 4.0)
+    assert "unsaved" not in again.state_dict()["StateManagerAddon"]
+    assert not [r for r in caplog.records if "lacks" in r.message]
