@@ -24,6 +24,7 @@ from zae import optim, rng
 from zae.addon import AddOnBase
 from zae.checks import check_file
 from zae.compose import add_ons_of
+from zae.data_state import Passing
 from zae.errors import ConfigError
 from zae.loading import length_of
 from zae.progress import Every
@@ -246,17 +247,17 @@ def _is_cut_short(path: Path) -> bool:
         return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
 
 
-class _NotingSampler:
+class _NotingSampler(Passing):
     """A batch sampler that remembers what it gave."""
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
         self._given: dict[int, list[Any]] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Any]:
         # Asked for at once, as a DataLoader does: when a sampler draws its numbers decides which they are.
-        rest = iter(self._sampler)
+        rest = iter(self.passed)
         self._given, self._count = {}, 0
         return self._walk(rest)
 
@@ -271,12 +272,6 @@ class _NotingSampler:
         self._given = {key: value for key, value in self._given.items() if key >= number}
         samples = self._given.get(number)
         return samples if samples is None or all(isinstance(index, (int, str)) for index in samples) else None
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -21,7 +21,9 @@ from zae.errors import CheckpointMismatch
 
 __all__ = [
     "Padded",
+    "Passing",
     "as_begun",
+    "bare",
     "begins_again",
     "capture_parts",
     "changes_of",
@@ -64,7 +66,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
     facts["sampler"] = _kind(_sampler_of(loader))
-    facts["batch sampler"] = _kind(_bare(batch_sampler))
+    facts["batch sampler"] = _kind(bare(batch_sampler))
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 
@@ -201,7 +203,7 @@ def begins_again(loader: Any) -> bool | None:
     """
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     walked: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
-    parts = [_sampler_of(loader), _bare(batch_sampler)]
+    parts = [_sampler_of(loader), bare(batch_sampler)]
     if isinstance(dataset, IterableDataset):
         parts, walked = [None if getattr(loader, "num_workers", 0) else dataset], dataset
     if not any(_keeps_state(part) for part in parts):
@@ -249,6 +251,27 @@ class Padded:
         return getattr(self.padded, name)
 
 
+class Passing:
+    """A sampler that passes the entries of another on as they are; what it is, that one is asked."""
+
+    def __init__(self, entries: Any) -> None:
+        self.passed = entries
+
+    def __len__(self) -> int:
+        return len(self.passed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "passed":
+            raise AttributeError(name)
+        return getattr(self.passed, name)
+
+
+def bare(sampler: Any) -> Any:
+    """A sampler itself, without who passes its entries on, and without those that were put before its own."""
+    sampler = sampler.passed if isinstance(sampler, Passing) else sampler
+    return sampler.padded if isinstance(sampler, Padded) else sampler
+
+
 def global_streams() -> tuple[Any, ...]:
     """Return the present state of the global random streams, to be compared with a later one.
 
@@ -267,7 +290,7 @@ def global_streams() -> tuple[Any, ...]:
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Every part that has a state of its own, and every random stream in the others, with its place."""
     batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    parts = {"sampler": _sampler_of(loader), "batch_sampler": _bare(batch_sampler)}
+    parts = {"sampler": _sampler_of(loader), "batch_sampler": bare(batch_sampler)}
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -336,14 +359,9 @@ def _warn_of_absent(place: str) -> None:
     )  # fmt: skip
 
 
-def _bare(sampler: Any) -> Any:
-    """A sampler without the entries that were put before its own."""
-    return sampler.padded if isinstance(sampler, Padded) else sampler
-
-
 def _sampler_of(loader: Any) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return _bare(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
+    return bare(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
 
 
 def _read(stream: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from zae import rng
+from zae.data_state import bare
 from zae.device import leading_dimension
 from zae.errors import LoaderError
 from zae.loading import describe, length_of
@@ -74,7 +75,7 @@ class Shares(Protocol):
 
 def shares_of(loader: Any) -> Shares | None:
     """Find the shares of a loader that `shard` returned; None for a stream, whose shares nobody knows."""
-    for each in (loader, getattr(loader, "batch_sampler", None)):
+    for each in (loader, bare(getattr(loader, "batch_sampler", None))):
         if isinstance(each, (SampleShards, BatchShards, ListShards)):
             return each
     return None

@@ -44,6 +44,7 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
+    LedgerAddon,
     MultiGPUAddon,
     StateManagerAddon,
 )
@@ -201,6 +202,23 @@ def every_add_on_resumes_bitwise(world, folder):
             assert metrics["valid_metrics_history"] == expected["valid_metrics_history"]
             assert all(torch.equal(first.average[key], again.average[key]) for key in first.average)
             assert first.optimizer.state_dict()["state"].keys() == again.optimizer.state_dict()["state"].keys()
+
+
+def a_ledger_changes_nothing(world, folder):
+    """P-48, P-02: where ranks have unlike shares of the last batch, and where one has none; kept ones go on there."""
+    ledger = {"ledger_path": folder / "ledger.jsonl"}
+    for size in (4 * world + 1, 6 * world - 1):
+        plain, noted = build(Task, (MultiGPUAddon,)), build(Task, (MultiGPUAddon, LedgerAddon), **ledger)
+        for trainer in (plain, noted):
+            trainer.run(2, loader(size, 2, 5))
+            assert trainer.world_size == world
+        assert same(weights(plain), weights(noted)), size
+    add_ons = (MultiGPUAddon, StateManagerAddon)
+    first = build(Task, (*add_ons, LedgerAddon), save_path=folder / "noted", **ledger)
+    first.run(2, loader(size, 2, 5), max_steps=2)
+    again = build(Task, add_ons, save_path=folder / "noted", resume=True)
+    again.run(2, loader(size, 2, 5))
+    assert same(weights(plain), weights(again))
 
 
 def another_number_of_ranks_is_refused(world, folder):
@@ -742,6 +760,7 @@ CHECKS = (
     any_sampler_and_loader,
     streams_are_declared_or_refused,
     every_add_on_resumes_bitwise,
+    a_ledger_changes_nothing,
     another_number_of_ranks_is_refused,
     stopping_is_agreed,
     a_bad_step_of_one_rank_is_left_out_by_all,
