@@ -233,6 +233,7 @@ def save_checkpoint(
     *,
     model_format: str = "safetensors",
     manifest_info: Mapping[str, Any],
+    check: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write a checkpoint; when this returns, the disk has all of it.
 
@@ -252,6 +253,8 @@ def save_checkpoint(
     manifest_info : mapping
         ``run_id`` (text), ``step``, ``epoch``, ``composition`` (list of names), ``world_size``, and at will ``info``,
         a dict of plain values.
+    check : callable
+        Called once the files are written, beside their hashing; if it raises, there is no checkpoint.
 
     Returns
     -------
@@ -296,9 +299,13 @@ def save_checkpoint(
     make_directory(directory.parent)
     with _staged(directory, needed) as staging:
         filesystem.mkdir(staging)
-        for name, writer in writers.items():
-            size, digest = _write_file(staging / name, writer)
-            entry = FileEntry(size=size, sha256=digest, step=manifest["step"], run_id=manifest["run_id"])
+        with contextlib.ExitStack() as hashing:  # Of each file beside the writing of the next, and the check.
+            outputs = {name: _write_file(staging / name, writer, hashing) for name, writer in writers.items()}
+            check()
+        for name, output in outputs.items():
+            entry = FileEntry(
+                size=output.size, sha256=output.hexdigest(), step=manifest["step"], run_id=manifest["run_id"]
+            )
             manifest["files"][name] = entry
         sealed = seal(manifest)
         _write_file(staging / _MANIFEST, lambda write: write(sealed))
@@ -738,23 +745,26 @@ def _load_model(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     )
 
 
-def _write_file(path: Path, writer: Callable[[Callable[[Any], object]], object]) -> tuple[int, str]:
-    """Write one new file, wait until the disk has it, and return its size and SHA-256."""
+def _write_file(
+    path: Path, writer: Callable[[Callable[[Any], object]], object], hashing: contextlib.ExitStack | None = None
+) -> Output:
+    """Write one new file and wait until the disk has it; its hash is complete once ``hashing`` is left."""
     handle = filesystem.create(path)
     output = Output(lambda data: filesystem.write(handle, data))
-    try:
-        with output:
+    with contextlib.ExitStack() as here:
+        (hashing or here).enter_context(output)
+        try:
             writer(output.write)
             output.flush()
             filesystem.fsync(handle)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            filesystem.close(handle)
-        if output.error is not None:
-            raise output.error from None
-        raise
-    filesystem.close(handle)
-    return output.size, output.hexdigest()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                filesystem.close(handle)
+            if output.error is not None:
+                raise output.error from None
+            raise
+        filesystem.close(handle)
+    return output
 
 
 @contextlib.contextmanager

@@ -42,14 +42,10 @@ class Job(NamedTuple):
     def write(self) -> None:
         """Write, read back, and only then remove."""
         weights = self.state["model"]
-        if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
-            raise NonFiniteError(
-                f"{self.target} was not saved: the parameter {sorted(bad)[0]} holds NaN or an infinity"
-                + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
-                + "; go on from an older checkpoint, with a lower learning rate or gradient_clip=1.0"
-            )
         rest = {key: value for key, value in self.state.items() if key != "model"}
-        files.save_checkpoint(self.target, weights, rest, model_format=self.model_format, manifest_info=self.about)
+        files.save_checkpoint(
+            self.target, weights, rest, check=self._check, model_format=self.model_format, manifest_info=self.about
+        )
         if not self.replaces:
             return
         files.verify(self.target)
@@ -60,6 +56,16 @@ class Job(NamedTuple):
                 continue
             except CheckpointError as error:  # A folder that stays costs space, not the run.
                 _log.warning("%s", error)
+
+    def _check(self) -> None:
+        """Refuse weights that are not finite."""
+        weights = self.state["model"]
+        if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
+            raise NonFiniteError(
+                f"{self.target} was not saved: the parameter {sorted(bad)[0]} holds NaN or an infinity"
+                + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
+                + "; go on from an older checkpoint, with a lower learning rate or gradient_clip=1.0"
+            )
 
 
 def job_of(
