@@ -67,13 +67,27 @@ def spoil(name: str, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return {**state, "outside": {"0": [torch.ones(2)]}}, r"shapes \[\], and the state has \[\(2,\)\]"
     if name == "counter":
         return {**state, "progress": {**state["progress"], "step": "3"}}, "no proper 'step'"
+    if name in ODD:
+        part, value = ODD[name]
+        return {**state, part: {**state[part], **value}}, "is not one that zae has saved .*nothing was loaded"
     return {key: value for key, value in state.items() if key != name}, f"the state has no {name}"
+
+
+ODD: dict[str, tuple[str, dict[str, Any]]] = {  # What fits at the first look, and is hashed right where it was forged.
+    "a history of numbers": ("records", {"valid_history": [3]}),
+    "metrics in a list": ("records", {"best": [1]}),
+    "a log of other entries": ("records", {"log_train": {"series": {}}}),
+    "a place in words": ("position", {"absent_before": "x"}),
+    "a call of run that is a number": ("progress", {"run_starts": [3]}),
+    "groups of numbers": ("optimizer", {"0": {"state": {}, "param_groups": [7]}}),
+    "an order of numbers": ("order", {"0": [3]}),
+}
 
 
 @pytest.mark.parametrize(
     "name",
     ["missing weight", "unexpected weight", "shape", "leftover", "other optimizers", "groups", "no scheduler",
-     "outside", "counter", "model", "optimizer", "position", "records"],
+     "outside", "counter", "model", "optimizer", "position", "records", *ODD],
 )  # fmt: skip
 def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
     """F-E12, F-E13: one error, and model, optimizer, counters and history are as before."""
@@ -84,6 +98,66 @@ def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> Non
     with pytest.raises(CheckpointMismatch, match=text):
         trainer.load_state_dict(state)
     assert fingerprint(core_of(trainer)) == before
+
+
+class Named(nn.Sequential):
+    """Parameters of one shape, which an optimizer's state could go to any of."""
+
+    def groups(self, order: list[int]) -> list[dict[str, Any]]:
+        made = [self[index].bias for index in order]
+        return [{"params": made[:2]}, {"params": made[2:], "lr": 0.2, "weight_decay": 0.1}]
+
+
+def chain(order: list[int], kind: Any = AdamW) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Named(nn.Linear(4, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    return build(model=model, optimizer=kind(model.groups(order), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)])
+def test_f_b1_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -> None:
+    """F-B1: those of a set have another order in each process; each of them goes on with the state that is its own."""
+    whole, first, second = (chain(order, kind) for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 3, 2]))
+    whole.run(4, list(loader(shuffle=False)))
+    first.run(2, list(loader(shuffle=False)))
+    second.load_state_dict(first.state_dict())
+    second.run(2, list(loader(shuffle=False)))
+    assert digest(second.model) == digest(whole.model)
+    states = [{id(p): n for n, p in each.model.named_parameters()} for each in (whole, second)]
+    assert [names[id(each.optimizer.param_groups[0]["params"][0])] for names, each in zip(states, (whole, second))] == [
+        "0.bias", "1.bias",
+    ]  # fmt: skip
+
+
+def test_fc11_a_state_without_the_order_of_the_parameters_is_read() -> None:
+    """F-C11: as it was saved before; each parameter takes the state of its place."""
+    state = trained().state_dict()
+    loaded = build()
+    loaded.load_state_dict({key: value for key, value in state.items() if key != "order"})
+    assert fingerprint(core_of(loaded)) == fingerprint(core_of(trained()))
+
+
+def test_f_b5_an_optimizer_of_other_parameters_is_refused() -> None:
+    """F-B5: as many as were saved, of the same shapes, but not the same; and a state that is of all at once."""
+    state = chain([0, 1, 2]).state_dict()
+    with pytest.raises(
+        CheckpointMismatch, match=r"optimizer 0 \(AdamW\) was saved with other parameters \(2.*, 3.bias"
+    ):
+        chain([0, 1, 3]).load_state_dict(state)
+
+    class Flat(SGD):
+        """Keeps one state for all, as LBFGS does."""
+
+        def step(self, closure: Any = None) -> Any:
+            self.state[self.param_groups[0]["params"][0]]["all"] = torch.ones(1)
+            return super().step(closure)
+
+    flat = chain([0, 1, 2, 3], Flat)
+    flat.run(1, list(loader()))
+    chain([0, 1, 2, 3], Flat).load_state_dict(flat.state_dict())
+    with pytest.raises(CheckpointMismatch, match="with its parameters in another order; build it as it was"):
+        chain([1, 0, 2, 3], Flat).load_state_dict(flat.state_dict())
 
 
 def test_f_e12_many_differences_are_listed_by_tens() -> None:

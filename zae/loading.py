@@ -174,9 +174,9 @@ class Position:
             What `state_dict` returned. ``"may_deal_anew": True`` in it lets another batch size, or another number of
             ranks (``"ranks"`` says of how many it is), go on with the samples that are left.
         """
-        self._resume = dict(state)
-        self._pad = int(state.get("pad", 0))
-        self._absent, self._absent_before = list(state["absent"]), int(state["absent_before"])
+        made, absent = dict(state), list(state["absent"])  # What may fail comes before anything is changed.
+        self._pad, self._absent_before = int(state.get("pad", 0)), int(state["absent_before"])
+        self._resume, self._absent = made, absent
 
     def dealt(self, loader: Any) -> Any:
         """Return the loader to train on: in an epoch that was dealt anew, one with what was used before the rest."""

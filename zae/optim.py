@@ -322,7 +322,8 @@ def check_schedule(
 
 def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
     """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
-    if not isinstance(state, Mapping) or "param_groups" not in state:
+    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zae import files, optim
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import CheckpointMismatch, ConfigError, ZaeError
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
 
@@ -37,6 +39,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},
         # Parameters that an optimizer trains and the model does not hold, a learnt loss weight for instance.
         "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in _optimizers(trainer).items()},
+        "order": {name: _order_of(trainer, each) for name, each in _optimizers(trainer).items()},
         "scheduler": {name: each.state_dict() for name, each in _schedulers(trainer).items()},
         "progress": trainer.progress_checker.state_dict(),
         "records": {
@@ -58,7 +61,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Check the whole state first, and only then take it over."""
     missing = [key for key in _KEYS if key not in state]
-    leftover = [str(key) for key in state if key not in (*_KEYS, "validation")]
+    leftover = [str(key) for key in state if key not in (*_KEYS, "order", "validation")]
     if missing:
         raise _incomplete(missing, state)
     if leftover:
@@ -76,31 +79,78 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
                 f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(present)}; build the "
                 "trainer as it was, or load only the weights: apply_weights(path)"
             )
-    for name, optimizer in optimizers.items():
-        optim.check_groups(name, optimizer, state["optimizer"][name])
-    outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
-    progress, log, due = ProgressChecker(), EpochLog("log_train"), _due_of(state)
-    progress.load_state_dict(state["progress"])
-    log.load_state_dict(state["records"]["log_train"])
+    with _in_words("nothing was loaded"):
+        for name, optimizer in optimizers.items():
+            optim.check_groups(name, optimizer, state["optimizer"][name])
+        states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
+        outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
+        progress, due, records = ProgressChecker(), _due_of(state), _read_records(state["records"])
+        progress.load_state_dict(state["progress"])
+        trainer._position.load_state_dict(state["position"])
 
     trainer.unwrap().load_state_dict(weights, strict=strict)
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
-    for name, optimizer in optimizers.items():
-        _load_optimizer(optimizer, state["optimizer"][name])
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
-    trainer.progress_checker, trainer.log_train = progress, log
-    trainer._due, trainer._calls = due, len(progress.run_starts)
-    trainer._position.load_state_dict(state["position"])
-    _load_records(trainer, state["records"])
+    with _in_words("of it the weights were loaded; make the trainer anew"):
+        for name, optimizer in optimizers.items():
+            # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
+            optimizer.load_state_dict(copy.deepcopy(states[name]))
+            optim.lay_out(optimizer)
+        for name, scheduler in schedulers.items():
+            scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
+    trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
+    for name, value in records.items():
+        setattr(trainer, name, value)
 
 
-def _load_optimizer(optimizer: Any, state: Any) -> None:
-    # A torch optimizer takes the tensors of a state over as its own: without a copy, two trainers would share them.
-    optimizer.load_state_dict(copy.deepcopy(state))
-    optim.lay_out(optimizer)
+@contextlib.contextmanager
+def _in_words(so_far: str) -> Iterator[None]:
+    """Say of a state that is not made like one of zae's what it has led to."""
+    try:
+        yield
+    except (ZaeError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointMismatch(
+            f"the state is not one that zae has saved ({type(error).__name__}: {str(error)[:200]!r}); {so_far}. Give "
+            "what state_dict() returned, or another checkpoint"
+        ) from error
+
+
+def _order_of(trainer: Trainer, optimizer: Any) -> list[list[str]]:
+    """The names of an optimizer's parameters, group by group: its own state knows only their places."""
+    names = {id(parameter): name for name, parameter in trainer.unwrap().named_parameters()}
+    outside = itertools.count()
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[names.get(id(each)) or f"outside {next(outside)}" for each in group] for group in groups]
+
+
+def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, Any], strict: bool) -> Any:
+    """Return an optimizer's state with the parameters in the order of this time, as those of a set have another."""
+    own, saved, present = state["optimizer"][name], state.get("order", {}).get(name), _order_of(trainer, optimizer)
+    if saved is None or saved == present:  # An older zae has not saved it.
+        return own
+    places = {
+        key: place for keys, group in zip(saved, own["param_groups"]) for key, place in zip(keys, group["params"])
+    }
+    differ = sorted(places.keys() ^ set(itertools.chain(*present)))
+    if not differ and (len(own["state"]) != 1 or len(places) == 1):
+        groups = zip(own["param_groups"], present)
+        made = [{**group, "params": [places[key] for key in keys]} for group, keys in groups]
+        # Names that torch itself keeps are of the order of this time too.
+        return {**own, "param_groups": [{k: v for k, v in group.items() if k != "param_names"} for group in made]}
+    if not strict:
+        return own
+    raise CheckpointMismatch(
+        f"optimizer {name} ({type(optimizer).__name__}) was saved "
+        + (
+            f"with other parameters ({', '.join(differ[:_SHOWN])})"
+            if differ
+            else "with its parameters in another order"
+        )
+        + "; build it as it was, or load only the weights: apply_weights(path)"
+    )
 
 
 def _due_of(state: Mapping[str, Any]) -> str:
@@ -140,14 +190,13 @@ def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMisma
     )
 
 
-def _load_records(trainer: Trainer, records: Mapping[str, Any]) -> None:
-    trainer.train_metrics = Metrics(records["train_metrics"])
-    trainer.test_metrics = Metrics(records["test_metrics"])
-    trainer.train_history = [Metrics(row) for row in records["train_history"]]
-    trainer.valid_history = [Metrics(row) for row in records["valid_history"]]
-    trainer.log_history = [dict(row) for row in records["log_history"]]
-    trainer.best = Metrics(records["best"])
-    trainer.grad_norm = records["grad_norm"]
+def _read_records(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a trainer keeps of its steps, by the names of its attributes."""
+    made: dict[str, Any] = {"log_train": EpochLog("log_train"), "grad_norm": records["grad_norm"]}
+    made["log_train"].load_state_dict(records["log_train"])
+    made |= {name: Metrics(records[name]) for name in ("train_metrics", "test_metrics", "best")}
+    made |= {name: [Metrics(row) for row in records[name]] for name in ("train_history", "valid_history")}
+    return {**made, "log_history": [dict(row) for row in records["log_history"]]}
 
 
 def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
