@@ -393,6 +393,38 @@ def test_p48_a_validation_draws_no_number_from_what_it_shares_with_training() ->
     assert fingerprint(capture_parts(train)) == fingerprint(before)
 
 
+class Masks:
+    """A collate function that makes its stream at its first batch, as that of `transformers` for masked words does."""
+
+    def __init__(self, make: Any) -> None:
+        self.make, self.stream = make, None
+
+    def __call__(self, rows: Any) -> Any:
+        self.stream = self.stream or self.make()
+        inputs, targets = torch.utils.data.default_collate(rows)
+        drawn = torch.rand(1, generator=self.stream) if isinstance(self.stream, torch.Generator) else None
+        return inputs * (self.stream.random() if drawn is None else drawn), targets
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.Generator().manual_seed(7), lambda: np.random.default_rng(7)], ids=["torch", "numpy"]
+)
+def test_p48_an_evaluation_before_training_makes_a_stream_and_draws_nothing(make: Any) -> None:
+    """P-48: the stream that a plan or a baseline makes is given back with nothing drawn from it."""
+
+    def weights(watched: bool) -> str:
+        torch.manual_seed(0)
+        trainer, collate = build(), Masks(make)
+        train, valid = (DataLoader(hand.data(12), 4, collate_fn=collate) for _ in range(2))
+        if watched:
+            trainer.plan(1, train, valid)
+            trainer.evaluate(valid)
+        trainer.run(1, train, valid)
+        return hand.digest(trainer.unwrap())
+
+    assert weights(watched=True) == weights(watched=False)
+
+
 def test_fb2_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """F-B2: a stream that is not there yet as a run resumes is one warning; a part without its state is an error."""
     dataset = Augmented()

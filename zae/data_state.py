@@ -221,12 +221,15 @@ def undrawn(loader: Any) -> Iterator[None]:
     loader : iterable
         Any loader.
     """
-    kept = [(owner, _read(owner)) for _, owner in _owners(loader) if isinstance(owner, _STREAMS)]
+    kept = [(owner, _read(owner)) for owner in _streams_in(loader)]
     try:
         yield
     finally:
         for owner, state in kept:
             _write(owner, state)
+        known = {id(owner) for owner, _ in kept}
+        for made in [owner for owner in _streams_in(loader) if id(owner) not in known]:
+            _seed_again(made)
 
 
 class Padded:
@@ -310,6 +313,20 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
             yield name, part
         else:
             yield from _within(part, name, seen, ours - {id(part)})
+
+
+def _streams_in(loader: Any) -> list[Any]:
+    return [owner for _, owner in _owners(loader) if isinstance(owner, _STREAMS)]
+
+
+def _seed_again(stream: Any) -> None:
+    """Put a stream that was made just now, at the first use of a `collate_fn` say, back to its seed, if it tells it."""
+    if isinstance(stream, torch.Generator):
+        stream.manual_seed(stream.initial_seed())
+    elif isinstance(stream, np.random.Generator):
+        bits: Any = stream.bit_generator
+        with contextlib.suppress(AttributeError, TypeError):  # One that was given no seed, but its whole state.
+            _write(stream, type(bits)(bits.seed_seq).state)
 
 
 def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> Iterator[tuple[str, Any]]:
