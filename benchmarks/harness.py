@@ -97,15 +97,8 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Any, int, Any]]] = {
     "short": lambda: (mlp(), shuffled(vectors(640)), 50, None),
     "cnn": lambda: (cnn(), Batches(images()), 4, None),
     "all": lambda: (mlp(), shuffled(vectors(16000)), 4, Batches(vectors(3200))),
-    "eval": lambda: (mlp(), None, 4, Batches(vectors(64000))),
-}
-TITLES = {
-    "mlp": "tiny MLP, DataLoader",
-    "free": "tiny MLP, free loader",
-    "short": "tiny MLP, 50 short epochs",
-    "cnn": "CNN, 10 ms step",
-    "all": "all features on",
-    "eval": "evaluation",
+    "eval": lambda: (mlp(), None, 4, DataLoader(vectors(16000), batch_size=32)),
+    "free_eval": lambda: (mlp(), None, 4, Batches(vectors(64000))),
 }
 
 
@@ -215,8 +208,8 @@ def cpu_time(function: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def steps_of(job: Job, workload: str) -> int:
-    return job.epochs * len(job.valid if workload == "eval" else job.loader)
+def steps_of(job: Job) -> int:
+    return job.epochs * len(job.loader or job.valid)
 
 
 def measure(contestant: Any, workload: str, seconds: float) -> dict[str, Any]:
@@ -227,7 +220,7 @@ def measure(contestant: Any, workload: str, seconds: float) -> dict[str, Any]:
         warm.epochs = 1
         other = Job(**{**vars(warm), "model": copy.deepcopy(warm.model)})
         other.optimizer = sgd(other.model)
-        run, hand = (contestant.evaluate, evaluate_by_hand) if workload == "eval" else (contestant.train, by_hand)
+        run, hand = (contestant.train, by_hand) if warm.loader else (contestant.evaluate, evaluate_by_hand)
         hand(other, 1)
         run(warm)
     start = time.process_time()
@@ -252,7 +245,7 @@ def sandwich(run: Callable[[Job], Any], hand: Callable[[Job, int], Any], workloa
         first = cpu_time(lambda: hand(reference, reference.epochs // 2))
         theirs = cpu_time(lambda: run(job))
         second = cpu_time(lambda: hand(reference, reference.epochs - reference.epochs // 2))
-    steps = steps_of(job, workload)
+    steps = steps_of(job)
     return {
         "ratio": theirs / (first + second),
         "extra_us": (theirs - first - second) / steps * 1e6,

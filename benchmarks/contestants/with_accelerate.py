@@ -16,8 +16,8 @@ PACKAGES = ("accelerate",)
 def parts(job: Job) -> tuple[Any, Any, Any, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE if job.features else 1)
     model, optimizer = accelerator.prepare(job.model, job.optimizer)
-    loader = accelerator.prepare(job.loader) if isinstance(job.loader, DataLoader) else job.loader
-    return accelerator, model, optimizer, loader
+    loader = job.loader or job.valid
+    return accelerator, model, optimizer, accelerator.prepare(loader) if isinstance(loader, DataLoader) else loader
 
 
 def train(job: Job) -> None:
@@ -37,4 +37,5 @@ def train(job: Job) -> None:
 
 
 def evaluate(job: Job) -> None:
-    evaluate_with(job, parts(job)[1], job.epochs)
+    _, model, _, loader = parts(job)
+    evaluate_with(model, loader, job.epochs)

@@ -16,8 +16,8 @@ PACKAGES = ("lightning",)
 def parts(job: Job) -> tuple[Any, Any, Any, Any]:
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(job.model, job.optimizer)
-    loader = fabric.setup_dataloaders(job.loader) if isinstance(job.loader, DataLoader) else job.loader
-    return fabric, model, optimizer, loader
+    loader = job.loader or job.valid
+    return fabric, model, optimizer, fabric.setup_dataloaders(loader) if isinstance(loader, DataLoader) else loader
 
 
 def train(job: Job) -> None:
@@ -44,4 +44,5 @@ def train(job: Job) -> None:
 
 
 def evaluate(job: Job) -> None:
-    evaluate_with(job, parts(job)[1], job.epochs)
+    _, model, _, loader = parts(job)
+    evaluate_with(model, loader, job.epochs)

@@ -22,14 +22,14 @@ def train_with(job: Job, model: Any, loader: Any, step: Callable[[Any, Any], Any
                 bar.update()
         bar.close()
         if job.features:
-            evaluate_with(job, model, 1)
+            evaluate_with(model, job.valid, 1)
             save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "epoch": epoch}, job.folder)
 
 
-def evaluate_with(job: Job, model: Any, epochs: int) -> None:
+def evaluate_with(model: Any, loader: Any, epochs: int) -> None:
     for _ in range(epochs):
         model.eval()
         total, seen = 0.0, 0
         with torch.no_grad():
-            for batch in job.valid:
+            for batch in loader:
                 total, seen = total + loss_of(model, batch).item() * len(batch[0]), seen + len(batch[0])
