@@ -138,6 +138,17 @@ def test_fc11_a_state_without_the_order_of_the_parameters_is_read() -> None:
     assert fingerprint(core_of(loaded)) == fingerprint(core_of(trained()))
 
 
+def test_f_b1_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
+    """F-B1: every name began otherwise then; the weights are taken without that, and the optimizer's state by place."""
+    first, second = (chain([0, 1, 2, 3]) for _ in range(2))
+    first.run(2, list(loader(shuffle=False)))
+    state = first.state_dict()
+    state["model"] = {f"_orig_mod.{key}": value for key, value in state["model"].items()}
+    state["order"] = {"0": [[f"_orig_mod.{key}" for key in keys] for keys in state["order"]["0"]]}
+    second.load_state_dict(state)
+    assert fingerprint(core_of(second)["optimizer"]) == fingerprint(core_of(first)["optimizer"])
+
+
 def test_f_b5_an_optimizer_of_other_parameters_is_refused() -> None:
     """F-B5: as many as were saved, of the same shapes, but not the same; and a state that is of all at once."""
     state = chain([0, 1, 2]).state_dict()

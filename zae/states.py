@@ -131,6 +131,9 @@ def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, A
     own, saved, present = state["optimizer"][name], state.get("order", {}).get(name), _order_of(trainer, optimizer)
     if saved is None or saved == present:  # An older zae has not saved it.
         return own
+    known = {key for key, _ in trainer.unwrap().named_parameters()}.union(itertools.chain(*present))
+    if not known.issuperset(itertools.chain(*saved)):
+        return own  # The names are others now, as those within a compiled module: their places are all there is.
     places = {
         key: place for keys, group in zip(saved, own["param_groups"]) for key, place in zip(keys, group["params"])
     }
