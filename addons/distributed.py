@@ -66,10 +66,10 @@ class DistributedAddon(ShardingAddon):
         super().__init__(*args, **kwargs)
         if not (init_method is None or isinstance(init_method, str)):
             raise ConfigError(f"init_method={init_method!r}; it must be a str such as 'tcp://localhost:12355', or None")
-        if not isinstance(backend, str) or not backend:
-            raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl'")
+        if not isinstance(backend, str) or not _is_known(backend):
+            raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method, self.backend = init_method, backend
-        self.timeout = check_number("timeout", timeout, 0.001)
+        self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The clocks of torch count no further.
         self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
         self._placed = self._loaded = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams, as the last run left them here.
@@ -313,6 +313,12 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     result = getattr(trainer, name)(*arguments.values())
     names = ("log_test", "grad_norm", "_calls", "_seeded")
     return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}
+
+
+def _is_known(backend: str) -> bool:
+    """Whether torch has a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    names = [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
+    return backend == "auto" or all(name in dist.Backend.backend_list for name in names)
 
 
 def _streams() -> tuple[bytes, bytes, str]:

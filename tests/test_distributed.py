@@ -179,7 +179,7 @@ def test_p46_a_port_in_use_is_said_before_anything_starts():
         port = taken.getsockname()[1]
         with pytest.raises(DistributedError, match=f"port {port} of localhost cannot be used .*leave init_method out"):
             spawn(add_up, {"number": 1}, CPUS, init_method=f"tcp://localhost:{port}")
-    for bad in ("tcp://", "udp://localhost:1", "env://"):
+    for bad in ("tcp://", "udp://localhost:1", "env://", "tcp://localhost:99999", "file:///no-such-folder/meeting"):
         with pytest.raises(ConfigError, match=r"left out|leave init_method out"):
             spawn(add_up, {"number": 1}, CPUS, init_method=bad)
 

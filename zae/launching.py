@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -187,7 +187,7 @@ def spawn(
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     """Serve a store for the ranks to meet at, on one address only; return it, and how a rank finds it."""
-    address = urlsplit("tcp://127.0.0.1:0" if init_method is None else init_method)
+    address = _address_of("tcp://127.0.0.1:0" if init_method is None else init_method)
     if address.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
         if not port.isdigit():
@@ -195,8 +195,13 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
                 f"init_method='env://' and MASTER_PORT={port!r}; set it to a port, or leave init_method out: a free "
                 "port is found then"
             )
-        address = urlsplit(f"tcp://{host}:{port}")
+        address = _address_of(f"tcp://{host}:{port}")
     if address.scheme == "file" and address.path:
+        folder = os.path.dirname(address.path)
+        if not os.path.isdir(folder):  # The ranks would wait for it until their time is over.
+            raise ConfigError(
+                f"init_method={init_method!r}: there is no folder {folder}; make it, or leave init_method out"
+            )
         return None, f"file://{address.path}#{os.getpid()}-{time.time_ns()}"
     if address.scheme != "tcp" or address.hostname is None:
         raise ConfigError(
@@ -224,6 +229,16 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
         master_listen_fd=listener.detach(),
     )
     return store, f"tcp://{host}:{port_number}"
+
+
+def _address_of(text: str) -> SplitResult:
+    """Take an address apart, or say that its port is none."""
+    address = urlsplit(text)
+    try:
+        _ = address.port
+    except ValueError as error:
+        raise ConfigError(f"init_method={text!r}: {error}; leave init_method out, a free port is found then") from None
+    return address
 
 
 class _Ranks:

@@ -903,6 +903,11 @@ def test_e15_what_cannot_travel_is_named_before_anything_starts():
     with open(__file__) as trainer.source, pytest.raises(ConfigError, match=r"trainer.source .*open file"):
         trainer.run(1, loader(4, 2))
     del trainer.source
+    # What torch refuses to pickle nobody can define elsewhere.
+    trainer.spare = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"trainer.spare .*parametrized(.|\n)*begin the whole script with torchrun"):
+        trainer.run(1, loader(4, 2))
+    del trainer.spare
     with pytest.raises(ConfigError, match=r"loader cannot travel .*generator"):
         trainer.run(1, (batch for batch in loader(4, 2)))
 
@@ -936,9 +941,16 @@ def test_p44_devices_are_those_asked_for():
     alone = build(Task, (MultiGPUAddon,), ["cpu"])
     assert alone.run(1, loader(4, 2))["step"] == 2
     assert alone.world_size == 1
-    for options in ({"backend": 3}, {"timeout": 0}, {"init_method": 5}):
-        with pytest.raises(ConfigError):
-            build(Task, (MultiGPUAddon,), **options)
+    for option, value in (
+        ("backend", 3),
+        ("backend", "glo"),
+        ("backend", "cpu:glo"),
+        ("timeout", 0),
+        ("init_method", 5),
+    ):
+        with pytest.raises(ConfigError, match=f"^{option}="):
+            build(Task, (MultiGPUAddon,), **{option: value})
+    build(Task, (MultiGPUAddon,), backend="cpu:gloo,cuda:nccl")
 
 
 def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
