@@ -23,6 +23,7 @@ from zae.errors import ConfigError
 __all__ = ["culprit", "mark_stepped", "pack", "unpack"]
 
 _DEPTH = 12
+_ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
 _ABSENT = re.compile(r"Can't get attribute '([\w.]+)' on <module")
 
 
@@ -51,7 +52,8 @@ def pack(value: Any, path: Path, name: str = "") -> None:
     Traceback (most recent call last):
         ...
     zae.errors.ConfigError: task cannot travel to another process: it is the function <lambda>, and that is found by \
-its name only; define it with def at the top level of a module
+its name only; define it with def at the top level of a module, or begin the whole script with torchrun: nothing \
+travels then
     """
     from_main: list[Any] = []
     module = ModuleType("zae_pickle")
@@ -168,7 +170,7 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
         found = culprit(each, key)
         if found is not None:
             path, thing, why = found
-            return f"{path} cannot travel to another process: {_describe(thing, why)}"
+            return f"{path} cannot travel to another process: {_describe(thing, why)}{_ELSE}"
     return f"{name or 'what is to be sent'} cannot travel to another process: {error}"
 
 
