@@ -317,8 +317,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
 
 def _is_known(backend: str) -> bool:
     """Whether torch has a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
-    names = [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
-    return backend == "auto" or all(name in dist.Backend.backend_list for name in names)
+    return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
 
 
 def _streams() -> tuple[bytes, bytes, str]:

@@ -197,11 +197,6 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
             )
         address = _address_of(f"tcp://{host}:{port}")
     if address.scheme == "file" and address.path:
-        folder = os.path.dirname(address.path)
-        if not os.path.isdir(folder):  # The ranks would wait for it until their time is over.
-            raise ConfigError(
-                f"init_method={init_method!r}: there is no folder {folder}; make it, or leave init_method out"
-            )
         return None, f"file://{address.path}#{os.getpid()}-{time.time_ns()}"
     if address.scheme != "tcp" or address.hostname is None:
         raise ConfigError(
@@ -232,12 +227,16 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
 
 
 def _address_of(text: str) -> SplitResult:
-    """Take an address apart, or say that its port is none."""
-    address = urlsplit(text)
+    """Take an address apart, or say that its port, or its folder, is none."""
+    address, why = urlsplit(text), ""
     try:
         _ = address.port
     except ValueError as error:
-        raise ConfigError(f"init_method={text!r}: {error}; leave init_method out, a free port is found then") from None
+        why = str(error)
+    if address.scheme == "file" and address.path and not os.path.isdir(folder := os.path.dirname(address.path)):
+        why = f"there is no folder {folder}"  # The ranks would wait for it until their time is over.
+    if why:
+        raise ConfigError(f"init_method={text!r}: {why}; leave init_method out, a free port is found then")
     return address
 
 
