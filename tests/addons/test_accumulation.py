@@ -11,7 +11,7 @@ from hand import digest, loader, network
 from table import Task
 from torch.optim import SGD
 
-from zae import ConfigError, LoaderError
+from zae import AddOnBase, ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon
 
 
@@ -53,6 +53,45 @@ def test_p01_windows_of_every_length(count: int, steps: int) -> None:
         assert (metrics["step"], trainer.progress_checker.batch) == (len(lengths), count)
         assert trainer.steps_in(batches) == len(lengths)
         ends.append(digest(trainer.model))
+    assert ends[0] == ends[1]
+
+
+class OneDict(Task):
+    """Returns the same dict from every step."""
+
+    returned: Any = None
+
+    def train_step(self, batch: Any) -> Any:
+        self.returned = {} if self.returned is None else self.returned
+        self.returned.update(super().train_step(batch), num_targets=len(batch[0]))
+        return self.returned
+
+
+class ManyDicts(OneDict):
+    """Returns a new one."""
+
+    def train_step(self, batch: Any) -> Any:
+        return dict(super().train_step(batch))
+
+
+class Unused(AddOnBase):
+    """Takes the step off its direct way."""
+
+    layer = "loop"
+
+    def forward_context(self) -> Any:
+        return super().forward_context()
+
+
+@pytest.mark.parametrize("add_ons", [(), (Unused,)])
+def test_p01_one_dict_for_all_of_a_window(add_ons: Any) -> None:
+    """P-01: each micro-batch weighs by its own targets, and has its own loss in the log."""
+    ends = []
+    for task in (OneDict, ManyDicts):
+        trainer = build(2, task.add_on(*add_ons) if add_ons else task)
+        torch.manual_seed(1)
+        metrics = trainer.run(1, [tuple(part[:size] for part in batch) for batch, size in zip(loader(28), (4, 2, 3))])
+        ends.append((digest(trainer.model), metrics["train_metrics_history"]))
     assert ends[0] == ends[1]
 
 
