@@ -917,8 +917,14 @@ def test_p08_one_cycle_that_is_too_short():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
 
     trainer = make(scheduler=cycle, scheduler_step_on_batch=True)
-    with refused(trainer, ConfigError, r"ends after 5 steps, but this run takes it to 6 \(6 optimizer steps after 0\)"):
+    with refused(
+        trainer,
+        ConfigError,
+        r"ends after 5 steps, but this run takes it to 6 \(6 optimizer steps after 0\); make it that long, or end the "
+        r"run there: run\(..., max_steps=5\)",
+    ):
         trainer.run(2, loader())
+    assert trainer.run(2, loader(), max_steps=5)["step"] == 5
     accumulating = make(
         Task.add_on(GradientAccumulationAddon),
         gradient_accumulation_steps=2,

@@ -316,8 +316,15 @@ def check_schedule(
             raise ConfigError(
                 f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, but this run takes it to "
                 f"{taken + planned} ({planned} {unit} after {taken}); make it that long"
-                + ("" if on_batch else ", or did you mean scheduler_step_on_batch=True?" if longest > planned else "")
+                + _or_else(on_batch, longest, taken, planned)
             )
+
+
+def _or_else(on_batch: bool, longest: int, taken: int, planned: int) -> str:
+    """What else may be meant: an end that the user has counted, over epochs that grow shorter, or another unit."""
+    if on_batch:
+        return f", or end the run there: run(..., max_steps={longest - taken})" if longest > taken else ""
+    return ", or did you mean scheduler_step_on_batch=True?" if longest > planned else ""
 
 
 def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
