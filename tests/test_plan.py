@@ -381,3 +381,13 @@ def test_plan_suggests_no_kernel_for_half_precision_on_the_cpu() -> None:
     plan = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)).plan(1, batches)
     assert plan.steps == 2
     assert not [note for note in plan.notes if "fused" in note]
+
+
+def test_a_run_in_mode_test_has_no_steps() -> None:
+    """FEATURES 16, P-35: run() evaluates its loader then; a monitor is nothing to it."""
+    trainer = Task(oracle.Net(), "cpu", mode="test", monitor="recall")
+    loader = [(torch.ones(2, 3), torch.ones(2, 2))] * 3
+    made = trainer.plan(2, loader)
+    assert (made.batches_per_epoch, made.steps, made.epoch_ends, made.logs_at) == (3, 0, [], [])
+    assert "nothing is trained" in str(made)
+    assert trainer.run(2, loader)["step"] == 0

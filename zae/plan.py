@@ -236,6 +236,8 @@ def plan(
     asked = session.check_run(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
     made = RunPlan(type(self).__name__, monitor=self.monitor)
     made.world_size = max(self.world_size, len(self.devices))
+    if self.mode == "test":
+        return _of_evaluation(self, made, loader)
     _count_steps(self, made, loader, asked)
     made.batch_size = _batch_size(loader)
     has_metric = valid_loader is not None or split_prefix(self.monitor)[0] == "train"
@@ -254,6 +256,15 @@ def plan(
     reason = why_not(loader) if self.fast_data else "fast_data=False"
     if reason is not None and hasattr(loader, "dataset"):
         made.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+    return made
+
+
+def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
+    """The plan of a run that trains nothing."""
+    made.batches_per_epoch, made.steps_per_epoch = length_of(loader), 0
+    made.last_step = trainer.progress_checker.step
+    made.first_step = made.last_step + 1
+    made.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
     return made
 
 
