@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zae
 from zae import ConfigError, Every, MonitorError, Trainer, rng
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.testing import PlainTask
 
 
 class Task(Trainer):
@@ -385,7 +386,7 @@ def test_plan_suggests_no_kernel_for_half_precision_on_the_cpu() -> None:
 
 def test_a_run_in_mode_test_has_no_steps() -> None:
     """FEATURES 16, P-35: run() evaluates its loader then; a monitor is nothing to it."""
-    trainer = Task(oracle.Net(), "cpu", mode="test", monitor="recall")
+    trainer = PlainTask(oracle.Net(), "cpu", mode="test", monitor="recall")
     loader = [(torch.ones(2, 3), torch.ones(2, 2))] * 3
     made = trainer.plan(2, loader)
     assert (made.batches_per_epoch, made.steps, made.epoch_ends, made.logs_at) == (3, 0, [], [])
