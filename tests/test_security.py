@@ -266,6 +266,29 @@ def test_fc10_text_of_a_checkpoint_is_not_believed(tmp_path: Path, caplog: pytes
     assert again.last_path.name == "step-00000012"
 
 
+def test_fc10_names_of_a_forged_state_reach_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F-C10: what an error or a warning quotes of a state, and of a file of weights, is escaped."""
+    made = saving(tmp_path / "run")
+    made.run(1, hand.loader())
+    evil = "\x1b]0;evil\x07"
+    state = made.state_dict()
+    group = {"params": [0, 1, 2, 3, 4, 5], evil: 1}
+    forged = [
+        {**state, evil: {}},
+        {**state, "model": {**state["model"], evil: torch.ones(1)}},
+        {**state, "optimizer": {"0": {"state": {}, "param_groups": [group]}}},
+    ]
+    for each in forged:
+        with pytest.raises(CheckpointMismatch) as caught:
+            made.load_state_dict(each)
+        assert str(caught.value).isprintable()
+    made.load_state_dict(forged[0], strict=False)
+    assert "\\x1b]0;evil\\x07" in caplog.text
+    assert "\x1b" not in caplog.text
+    with pytest.raises(CheckpointMismatch, match=r"1 unexpected \(\\x1b\]0;evil\\x07\)"):
+        made.apply_weights(forged[1]["model"])
+
+
 def test_fc11_every_released_format_is_read(tmp_path: Path) -> None:
     """F-C11: golden checkpoints of each format load to what they were; a newer one is refused in words."""
     formats = sorted(GOLDEN.glob("format-*"))

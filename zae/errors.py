@@ -55,7 +55,13 @@ __all__ = [
 
 
 class ZaeError(Exception):
-    """Base of every error that zae raises on purpose."""
+    """Base of every error that zae raises on purpose.
+
+    What its text quotes, a name in a checkpoint for instance, is shown without anything that a terminal acts on.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class OptionError(ZaeError, TypeError):
@@ -96,7 +102,7 @@ class MonitorError(ZaeError, KeyError, ValueError):
 
     def __str__(self) -> str:
         # KeyError shows the repr of its argument, which would print "\n" as two characters.
-        return Exception.__str__(self)
+        return printable(Exception.__str__(self))
 
 
 class NonFiniteError(ZaeError, ArithmeticError):
@@ -145,6 +151,27 @@ class LoggerError(ZaeError, RuntimeError):
 
 class DistributedError(ZaeError, RuntimeError):
     """Ranks failed, died or disagree."""
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines with everything escaped in it that a terminal would act on.
+
+    Parameters
+    ----------
+    text : str
+        Any text.
+
+    Returns
+    -------
+    str
+        The same, where all of it can be printed.
+
+    Examples
+    --------
+    >>> printable("a\\x1b[31m")
+    'a\\\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

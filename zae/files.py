@@ -25,7 +25,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -61,7 +60,7 @@ from zae.names import (
     step_of,
     weights_format,
 )
-from zae.streams import CURE, Output, opened, read_whole, reason
+from zae.streams import CURE, Output, free_bytes, not_saved, opened, read_whole, reason
 from zae.strict_json import strict_json
 from zae.tensors import (
     byte_count,
@@ -302,13 +301,10 @@ def save_checkpoint(
         with contextlib.ExitStack() as hashing:  # Of each file beside the writing of the next, and the check.
             outputs = {name: _write_file(staging / name, writer, hashing) for name, writer in writers.items()}
             check()
+        step, run_id = manifest["step"], manifest["run_id"]
         for name, output in outputs.items():
-            entry = FileEntry(
-                size=output.size, sha256=output.hexdigest(), step=manifest["step"], run_id=manifest["run_id"]
-            )
-            manifest["files"][name] = entry
-        sealed = seal(manifest)
-        _write_file(staging / _MANIFEST, lambda write: write(sealed))
+            manifest["files"][name] = FileEntry(size=output.size, sha256=output.hexdigest(), step=step, run_id=run_id)
+        _write_file(staging / _MANIFEST, lambda write: write(seal(manifest)))
         filesystem.fsync_directory(staging)
         _install(staging, directory)
     sweep(directory.parent)
@@ -775,7 +771,7 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
     try:
         yield staging
     except BaseException as error:
-        free = _free_bytes(target.parent)  # before the removal changes it
+        free = free_bytes(target.parent)  # before the removal changes it
         with contextlib.suppress(OSError):
             _remove_tree(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -862,42 +858,3 @@ def _refuse_foreign(directory: Path) -> None:
             f"{directory} holds {foreign[0]!r}, which is no part of a checkpoint; it is neither replaced nor removed: "
             "choose another directory"
         )
-
-
-def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
-    """Return the error for what the disk refused.
-
-    Parameters
-    ----------
-    path : Path
-        What was to be written.
-    error : OSError
-        As it was raised.
-    needed : int
-        The bytes that were to be written.
-    free : int, optional
-        The bytes that are free; counted now when not given.
-
-    Returns
-    -------
-    CheckpointError
-        Not raised yet.
-
-    Examples
-    --------
-    >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
-    'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
-    """
-    free = _free_bytes(path.parent) if free is None else free
-    return CheckpointError(
-        f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "
-        "Free some space or choose another place; what was saved before is untouched."
-    )
-
-
-def _free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk that a path is on, or would be on."""
-    for place in (path, *path.parents):
-        with contextlib.suppress(OSError):
-            return shutil.disk_usage(place).free
-    return 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zae import files, optim
-from zae.errors import CheckpointMismatch, ConfigError, ZaeError
+from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
 
@@ -68,18 +68,13 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         text = f"nobody here takes the state of {', '.join(leftover)}; add it with .add_on({', '.join(leftover)})"
         if strict:
             raise CheckpointMismatch(f"{text}, or load with strict=False to leave it out")
-        _log.warning("%s", text)
+        _log.warning("%s", printable(text))
     _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
     weights = _fit(trainer.unwrap(), state["model"], strict)
     _check_types(trainer.unwrap(), weights)
-    for what, present in (("optimizer", optimizers), ("scheduler", schedulers)):
-        if set(state[what]) != set(present):
-            raise CheckpointMismatch(
-                f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(present)}; build the "
-                "trainer as it was, or load only the weights: apply_weights(path)"
-            )
     with _in_words("nothing was loaded"):
+        _check_names(state, optimizer=optimizers, scheduler=schedulers)
         for name, optimizer in optimizers.items():
             optim.check_groups(name, optimizer, state["optimizer"][name])
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
@@ -102,6 +97,16 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
     for name, value in records.items():
         setattr(trainer, name, value)
+
+
+def _check_names(state: Mapping[str, Any], **present: Mapping[str, Any]) -> None:
+    """Refuse a state of other optimizers or schedulers."""
+    for what, own in present.items():
+        if set(state[what]) != set(own):
+            raise CheckpointMismatch(
+                f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; build the "
+                "trainer as it was, or load only the weights: apply_weights(path)"
+            )
 
 
 @contextlib.contextmanager

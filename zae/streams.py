@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import queue
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from zae.errors import CheckpointDamaged
+from zae.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["CHUNK", "CURE", "Input", "Output", "opened", "read_whole", "reason"]
+__all__ = ["CHUNK", "CURE", "Input", "Output", "free_bytes", "not_saved", "opened", "read_whole", "reason"]
 
 CURE = "Restore the file from a copy, or delete this checkpoint and resume from an older one."
 """What to do about a damaged file."""
@@ -298,6 +299,61 @@ def reason(error: OSError) -> str:
     'No space left on device (runs/model)'
     """
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+
+
+def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
+    """Return the error for what the disk refused.
+
+    Parameters
+    ----------
+    path : Path
+        What was to be written.
+    error : OSError
+        As it was raised.
+    needed : int
+        The bytes that were to be written.
+    free : int, optional
+        The bytes that are free; counted now when not given.
+
+    Returns
+    -------
+    CheckpointError
+        Not raised yet.
+
+    Examples
+    --------
+    >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
+    'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
+    """
+    free = free_bytes(path.parent) if free is None else free
+    return CheckpointError(
+        f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "
+        "Free some space or choose another place; what was saved before is untouched."
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Count the free bytes of the disk that a path is on, or would be on.
+
+    Parameters
+    ----------
+    path : Path
+        It need not exist.
+
+    Returns
+    -------
+    int
+        0 where the system does not say.
+
+    Examples
+    --------
+    >>> free_bytes(Path("runs/no-such-run")) >= 0
+    True
+    """
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
 
 
 def _open_no_link(path: str, flags: int) -> int:
