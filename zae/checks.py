@@ -97,6 +97,14 @@ def check_flags(**flags: Any) -> list[bool]:
     return [bool(value) for value in flags.values()]
 
 
+def check_partial(files: Any) -> list[str]:
+    """Take over the files that a checkpoint may lack; a text would be taken for a list of its letters."""
+    if not isinstance(files, (list, tuple, set, frozenset)):
+        example = files if isinstance(files, str) else "state.json"
+        raise ConfigError(f"allow_partial={files!r}; it must be a list of files: [{example!r}]")
+    return list(files)
+
+
 def check_folder(path: Any, name: str) -> Path:
     """Refuse what cannot be a folder to write to, without making it."""
     folder = _path_of(path, name, "folder")

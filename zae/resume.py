@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zae import files
+from zae.checks import check_partial
 from zae.crash import crashes_in
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.names import original_name, step_of
@@ -121,9 +122,7 @@ def check_resume(
         raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
     if mid_epoch not in ("skip", "restart"):
         raise ConfigError(f"mid_epoch={mid_epoch!r}; it must be 'skip' or 'restart'")
-    if isinstance(allow_partial, str):
-        raise ConfigError(f"allow_partial={allow_partial!r}; it must be a list of files: [{allow_partial!r}]")
-    if allow_partial and resume in (False, True, "auto"):
+    if check_partial(allow_partial) and resume in (False, True, "auto"):
         raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
 
 
