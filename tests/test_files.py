@@ -439,6 +439,7 @@ def test_a3_a_full_or_broken_disk(
         assert f"{parent / checkpoint_name(2)} was not saved: {os.strerror(code)}" in text
         assert " bytes are needed and " in text
         assert " are free there" in text
+        assert ("Free some space" in text) == (code == errno.ENOSPC), "no more space helps against a broken disk"
         assert isinstance(caught.value.__cause__, OSError)
         watch()
         assert is_of(parent / checkpoint_name(1), 1)

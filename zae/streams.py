@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import queue
@@ -326,9 +327,10 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
     'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
     """
     free = free_bytes(path.parent) if free is None else free
+    cure = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Let the system allow it"
     return CheckpointError(
         f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "
-        "Free some space or choose another place; what was saved before is untouched."
+        f"{cure} or choose another place; what was saved before is untouched."
     )
 
 
