@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import random
@@ -366,6 +367,26 @@ def test_p12_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:
     trainer.run(None, loader, max_steps=4)
     assert loader.begun == 2
     assert all(map(torch.equal, given, [batch[0] for batch in hand.loader(shuffle=False)] * 2))
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 9])
+def test_p12_fb4_an_iterator_over_several_epochs_is_read_again_from_its_beginning(at: int) -> None:
+    """P-12, F-B4: the order that ``cycle`` keeps was drawn as the first epoch began, whichever is resumed."""
+
+    def loader() -> Any:
+        return itertools.cycle(hand.loader(12))
+
+    lengths: dict[str, Any] = {"max_steps": 10, "steps_per_epoch": 3}
+    straight, states = build(), []
+    straight.checkpoint = lambda: states.append((straight.progress_checker.step, through_disk(straight.state_dict())))
+    straight.run(None, loader(), **lengths)
+    resumed = build()
+    torch.manual_seed(99)
+    resumed.load_state_dict(next(state for step, state in states if step == at))
+    resumed._calls, resumed._seeded = 0, True
+    resumed.run(None, loader(), **lengths)
+    assert resumed.progress_checker.step == 10
+    assert hand.digest(resumed.unwrap()) == hand.digest(straight.unwrap())
 
 
 def test_p48_a_validation_draws_no_number_from_what_it_shares_with_training() -> None:

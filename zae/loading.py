@@ -135,6 +135,7 @@ class Position:
         self._fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
+        self._first: dict[str, Any] | None = None  # The state as an iterator began, in this epoch or in an earlier one.
         # After how many batches of the open epoch a None was passed over, and how many were before this epoch.
         self._absent: list[int] = []
         self._absent_before = 0
@@ -161,6 +162,8 @@ class Position:
             absent["persists"] = True
         state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
+        if isinstance(self.loader, Iterator):
+            state["first"] = self._first
         if _is_stateful(self.loader) and not self._is_copied:
             state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
         return state
@@ -240,7 +243,8 @@ class Position:
             absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
             begin = self._resume["begin"] or present
             present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
-            self._resume = {**self._resume, "begin": None, "present": present, "loader": None, "pad": 0, **absent}
+            anew = {"begin": None, "first": None, "loader": None, "pad": 0}
+            self._resume = {**self._resume, **anew, "present": present, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to go on with another loader than the one that the state is of.
@@ -269,7 +273,8 @@ class Position:
             self._expected = before["number of batches"] if self._resume["begin"] else None
             return
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
-        self._resume = {**self._resume, "begin": None, "present": present, "loader": None, "persists": False}
+        anew = {"begin": None, "first": None, "loader": None, "persists": False}
+        self._resume = {**self._resume, **anew, "present": present}
         self._another = True
 
     def restore_random(self) -> None:
@@ -284,7 +289,7 @@ class Position:
         self._pad, self._padded = 0, (None, None)
         self._absent_before += len(self._absent)
         if self._ended_at is not None:  # What gives batches again after its end begins from its first one.
-            self._absent_before, self._ended_at = -self._ended_at, None
+            self._absent_before, self._ended_at, self._first = -self._ended_at, None, None
         self._absent = []
 
     @property
@@ -315,12 +320,13 @@ class Position:
         """
         resume, self._resume, self._another = self._resume, None, False
         self._note_workers(loader, used, resume)
-        self._kept = None
+        self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
         unmute_workers()
         once = isinstance(loader, Iterator)  # It need not start again: it stands where it was left.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
+            self._first = self._first or self._begin
             iterator = loader if used else self._open(loader, 0)
             return self._present(_on(iterator) if once else iterator, used, used_before - used)
         present = self._capture() if resume is None else resume["present"]
@@ -338,10 +344,13 @@ class Position:
                 self._restore(present)
                 iterator = iter(loader)
         elif earlier:
+            if self._first is not None:
+                self._rewind(self._first)
             iterator = self._open(loader, skip + earlier)
         else:
             self._rewind(begin if used and begin is not None else present)
             begin = begin if used and begin is not None else self._capture()
+            self._first = self._first or begin
             iterator = self._open(loader, skip)
         expected, self._expected = self._expected, None
         if expected is not None and length_of(loader) != expected:
