@@ -9,6 +9,7 @@ from typing import Any
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_number
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
+from zae.states import is_judged_alike
 
 __all__ = ["EarlyStoppingAddon"]
 
@@ -128,3 +129,5 @@ class EarlyStoppingAddon(AddOnBase):
         super().load_state_dict(rest, strict)
         if own is not None:
             self._best, self._waited, self._runs = own["best"], own["waited"], own["runs"]
+            if not is_judged_alike(self, rest):
+                self._best, self._waited = None, 0

@@ -11,13 +11,13 @@ from typing import Any
 
 from zae import files
 from zae.addon import AddOnBase
-from zae.checks import check_count, check_flags, check_folder
+from zae.checks import check_count, check_flags, check_folder, check_partial
 from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
 from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
 from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
-from zae.retention import Retention, best_of, present_score
+from zae.retention import Retention, best_of, present_score, scores_now
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
 from zae.states import load_weights_of
@@ -142,7 +142,7 @@ class StateManagerAddon(AddOnBase):
         self.resume, self.mid_epoch, self.on_save_error = resume, mid_epoch, on_save_error
         flags = {"reshard": reshard, "overwrite": overwrite, "save_async": save_async, "save_on_signal": save_on_signal}
         self.reshard, self.overwrite, self.save_async, self.save_on_signal = check_flags(**flags)
-        self.allow_partial, self.run_id, self._token = list(allow_partial), "", ""
+        self.allow_partial, self.run_id, self._token = check_partial(allow_partial), "", ""
         self._retention = Retention(self.keep_last, self.keep_best, 1 if self.monitor_mode == "min" else -1)
         self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
         self._folder_lock = FolderLock(self.save_path)
@@ -357,7 +357,7 @@ class StateManagerAddon(AddOnBase):
         self._settle_save()
         found = Path(path).expanduser() if path is not None else self.save_path
         found = (files.newest_valid(found) or (found,))[0]
-        self.allow_partial = list(allow_partial)
+        self.allow_partial = check_partial(allow_partial)
         self._load_from(found, strict)
 
     def _load_from(self, found: Path, strict: bool, resuming: bool = False) -> None:
@@ -414,5 +414,5 @@ class StateManagerAddon(AddOnBase):
             raise CheckpointMismatch("the state of StateManagerAddon holds no list of scores")
         super().load_state_dict(rest, strict)
         if own is not None:
-            self._retention.take_over(own["scores"], self.save_path)
+            self._retention.take_over(scores_now(self, own["scores"], rest), self.save_path)
             self.run_id, self._resumed.unsaved.names = own["run_id"], list(own.get("unsaved", ()))

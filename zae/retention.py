@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from zae import files
 from zae.errors import CheckpointNotFound
 from zae.evaluation import session_of
-from zae.names import original_name
+from zae.names import original_name, step_of
 from zae.records import split_prefix
+from zae.session import scores_by_step
+from zae.states import is_judged_alike
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Retention", "best_of", "present_score"]
+__all__ = ["Retention", "best_of", "present_score", "scores_now"]
 
 
 class Retention:
@@ -82,6 +84,31 @@ class Retention:
 def _names_in(folder: Path) -> set[str]:
     """The names of the checkpoints in a folder; one that was moved aside counts under its own."""
     return {original_name(path.name) for path in files.list_checkpoints(folder)}
+
+
+def scores_now(
+    trainer: Trainer, saved: Mapping[str, float | None], state: Mapping[str, Any]
+) -> Mapping[str, float | None]:
+    """Return the scores of checkpoints as they were saved, or by this trainer's monitor where that is another now.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Who has loaded the state, and its history.
+    saved : mapping of str to (float or None)
+        The scores by the checkpoints' names.
+    state : mapping
+        That they were in.
+
+    Returns
+    -------
+    mapping of str to (float or None)
+        None for those of steps that nothing was measured at.
+    """
+    if is_judged_alike(trainer, state):
+        return saved
+    known = scores_by_step(trainer)
+    return {name: known[step]["score"] if (step := step_of(name)) in known else None for name in saved}
 
 
 def present_score(trainer: Trainer) -> float | None:

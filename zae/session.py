@@ -257,6 +257,27 @@ def is_better(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
     return best is None or bool(value < best if trainer.monitor_mode == "min" else value > best)
 
 
+def scores_by_step(trainer: Trainer) -> dict[int, Metrics]:
+    """What the history holds of the present monitor, as `Trainer.best` has it: by the step, where it was returned."""
+    prefix, bare = split_prefix(trainer.monitor)
+    split = "train" if prefix == "train" or not trainer.valid_history else "valid"
+    rows = trainer.train_history if split == "train" else trainer.valid_history
+    found = {}
+    for each in rows:
+        metrics = {key.removeprefix(f"{split}_"): value for key, value in each.items() if key.startswith(f"{split}_")}
+        if metrics.get(bare) is not None:
+            place = {"epoch": each["epoch"], "step": each["step"]}
+            found[each["step"]] = Metrics({**metrics, "score": metrics[bare], "split": split, **place})
+    return found
+
+
+def judge_anew(trainer: Trainer) -> None:
+    """Find the best in the history by the present monitor: that was another when a state was saved."""
+    sign = 1 if trainer.monitor_mode == "min" else -1
+    scored = [each for each in scores_by_step(trainer).values() if each["score"] == each["score"]]
+    trainer.best = min(scored, key=lambda each: sign * each["score"], default=Metrics())
+
+
 def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     trainer._due = ""
     trainer.test_metrics = Metrics(metrics)

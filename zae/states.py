@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zae import files, optim
+from zae import files, optim, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
@@ -22,7 +22,7 @@ from zae.records import EpochLog, Metrics
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Weights", "load_core", "load_weights", "load_weights_of", "read_core"]
+__all__ = ["Weights", "is_judged_alike", "load_core", "load_weights", "load_weights_of", "read_core"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
@@ -51,6 +51,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
             "valid_history": [dict(row) for row in trainer.valid_history],
             "log_history": [dict(row) for row in trainer.log_history],
             "best": dict(trainer.best),
+            "monitor": _monitor_of(trainer),
             "grad_norm": trainer.grad_norm,
         },
         "position": trainer._position.state_dict(),
@@ -97,6 +98,33 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
     for name, value in records.items():
         setattr(trainer, name, value)
+    if not is_judged_alike(trainer, state):
+        session.judge_anew(trainer)
+        said = "the state was saved with monitor=%s, and here it is %s: what was the best so far is judged anew by that"
+        _log.warning(said, printable(str(state["records"]["monitor"])), _monitor_of(trainer))
+
+
+def is_judged_alike(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+    """Say whether a state is of a run with the same monitor, in the same direction: only then do its scores compare.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Who is to load it.
+    state : mapping
+        What ``state_dict`` returned; an older zae has not saved the monitor, and is believed.
+
+    Returns
+    -------
+    bool
+        For an add-on that keeps scores.
+    """
+    saved = state["records"].get("monitor")
+    return saved is None or saved == _monitor_of(trainer)
+
+
+def _monitor_of(trainer: Trainer) -> str:
+    return f"{trainer.monitor!r} ({trainer.monitor_mode!r})"
 
 
 def _check_names(state: Mapping[str, Any], **present: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from table import Task, core_of, fingerprint
 from torch.optim import AdamW
 
 from zae import ConfigError, Every
-from zae.addons import EMAAddon, StateManagerAddon
+from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zae.files import load_checkpoint
 from zae.rng import seed_everything
@@ -35,8 +36,8 @@ class Scored(Task):
         return {"loss": self.scores[self.progress_checker.step - 1]} if self.scores else super().test_step(batch)
 
 
-def build(folder: Any, scores: Any = (), *more: Any, **options: Any) -> Any:
-    task = type("Told", (Scored,), {"scores": tuple(scores), "__module__": __name__})
+def build(folder: Any, scores: Any = (), *more: Any, task: Any = Scored, **options: Any) -> Any:
+    task = type("Told", (task,), {"scores": tuple(scores), "__module__": __name__})
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.05)
     return task.add_on(StateManagerAddon, *more)(model, "cpu", optimizer=optimizer, save_path=folder, **options)
@@ -142,6 +143,31 @@ def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any,
         build(tmp_path, scores, *more, **options).restore_best()
     with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
         build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
+
+
+class Both(Scored):
+    """What is told is its accuracy, and half of it its loss: the best by one is the worst by the other."""
+
+    def test_step(self, batch: Any) -> Any:
+        told = super().test_step(batch)["loss"]
+        return {"loss": told / 2, "accuracy": told}
+
+
+def test_resume_p23_another_monitor_judges_what_was_saved_anew(tmp_path: Path, caplog: Any) -> None:
+    """P-23, P-17: scores of two monitors do not compare: the best is that of the new one, and patience begins anew."""
+    scores = (0.2, 0.8, 0.4, 0.6, 0.5)
+    make = partial(build, tmp_path, scores, EarlyStoppingAddon, task=Both, keep_last=None, patience=4)
+    first = make(monitor="accuracy")
+    first.run(3, loader(4), loader(4))
+    assert (first.best["score"], first.restore_best().name) == (0.8, "step-00000002")
+    assert "judged anew" not in caplog.text
+    other = make(resume="auto")  # By "loss", of which less is better.
+    assert other.restore_best().name == "step-00000001"
+    assert (other.best["score"], other.best["epoch"], other.best["loss"]) == (0.1, 1, 0.1)
+    told = "saved with monitor='accuracy' ('max'), and here it is 'loss' ('min'): what was the best so far is"
+    assert told in caplog.text
+    metrics = make(resume="auto").run(5, loader(4), loader(4))
+    assert (metrics["best_valid"]["score"], metrics["epoch"], metrics["stop_reason"]) == (0.1, 5, None)
 
 
 def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
