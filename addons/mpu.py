@@ -30,8 +30,10 @@ class MultiGPUAddon(DistributedAddon):
 
     The loader's batch size is that of each rank: a step of W ranks is one of W times that many samples, and at the
     same total it leaves the weights that one process would. Each sample counts once and alike, in an epoch of
-    training as in an evaluation, whatever the sizes; all ranks make equally many steps. ``evaluate`` and
-    ``inference`` outside of ``run`` compute on the first device, or, under torchrun, on all.
+    training as in an evaluation, whatever the sizes; all ranks make equally many steps. Of a stream, and of a
+    DataLoader with ``batch_size=None``, no rank knows the sizes of the others: there the batches of a step weigh
+    alike, unless steps return ``num_targets``. ``evaluate`` and ``inference`` outside of ``run`` compute on the first
+    device, or, under torchrun, on all.
 
     Parameters
     ----------
