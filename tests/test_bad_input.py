@@ -658,6 +658,7 @@ def test_e11_swapped_arguments():
         (StateManagerAddon, {"save_path": "a", "keep_best": -1}, "keep_best=-1"),
         (StateManagerAddon, {"save_path": "a", "save_every": "epoch"}, "save_every='epoch'"),
         (StateManagerAddon, {"save_path": "a", "resume": 3}, "resume=3; it must be"),
+        (StateManagerAddon, {"save_path": "a", "allow_partial": None}, "allow_partial=None; it must be a list"),
         (StateManagerAddon, {"save_path": "a", "overwrite": "no"}, "overwrite='no'; it must be True or False"),
         (StateManagerAddon, {"save_path": "a", "reshard": "no"}, "reshard='no'"),
         (StateManagerAddon, {"save_path": "a", "save_async": 2}, "save_async=2"),
@@ -934,6 +935,14 @@ def test_p08_one_cycle_that_is_too_short():
     assert accumulating.run(2, loader())["step"] == 4
     with refused(accumulating, ConfigError, r"takes it to 6 \(2 optimizer steps after 4\)"):
         accumulating.run(1, loader())
+
+
+@pytest.mark.parametrize("files", ["state.json", None, 3])
+def test_e11_files_that_may_be_absent_are_a_list(files):
+    """F-E11, P-16: a text would be taken for a list of its letters."""
+    trainer = make(Task.add_on(StateManagerAddon), save_path="a")
+    with pytest.raises(ConfigError, match=rf"allow_partial={files!r}; it must be a list of files: \['state.json'\]"):
+        trainer.load_state("a", allow_partial=files)
 
 
 @pytest.mark.parametrize("nothing", [[], (), {}])
