@@ -76,8 +76,6 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     _check_types(trainer.unwrap(), weights)
     with _in_words("nothing was loaded"):
         _check_names(state, optimizer=optimizers, scheduler=schedulers)
-        for name, optimizer in optimizers.items():
-            optim.check_groups(name, optimizer, state["optimizer"][name])
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
         progress, due, records = ProgressChecker(), _due_of(state), _read_records(state["records"])
@@ -162,6 +160,7 @@ def _order_of(trainer: Trainer, optimizer: Any) -> list[list[str]]:
 def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, Any], strict: bool) -> Any:
     """Return an optimizer's state with the parameters in the order of this time, as those of a set have another."""
     own, saved, present = state["optimizer"][name], state.get("order", {}).get(name), _order_of(trainer, optimizer)
+    optim.check_groups(name, optimizer, own)
     if saved is None or saved == present:  # An older zae has not saved it.
         return own
     known = {key for key, _ in trainer.unwrap().named_parameters()}.union(itertools.chain(*present))
