@@ -172,7 +172,7 @@ def _gradient(trainer: Trainer, batch: Any, count: int) -> tuple[Mapping[str, An
             loss.backward()
         else:
             trainer.backward(loss)
-        kept = out if count == 1 else dict(out)
+        kept = out if count == 1 else dict(out)  # A step may return the same dict for all of a window.
         return kept, samples if samples and num_targets is None else trainer.weight_of(batch, num_targets)
     except Exception as error:
         checks.explain_outputs(trainer, out, batch, error)

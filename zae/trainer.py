@@ -398,8 +398,8 @@ class Trainer(metaclass=TrainerMeta):
             out = self.train_step(batch)
         try:
             self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
-            kept = out if count == 1 else dict(out)  # A step may return the same dict for the whole window.
-            return kept, self.weight_of(batch, out.get("num_targets"))
+            # A copy in a window: a step may return the same dict for all of it.
+            return out if count == 1 else dict(out), self.weight_of(batch, out.get("num_targets"))
         except Exception as error:
             checks.explain_outputs(self, out, batch, error)
             raise
