@@ -336,13 +336,7 @@ class Position:
         if once and skip + earlier:
             _log.info("the first %d batches of the iterator are passed over", skip + earlier)
         if resume is not None and _is_stateful(loader) and resume["loader"] is not None:
-            self._restore(present)
-            loader.load_state_dict(resume["loader"])
-            iterator = iter(loader)
-            if not used and isinstance(loader, DataLoader) and not loader.persistent_workers:
-                # It began where it had ended, and then again, with draws that an uninterrupted run makes once.
-                self._restore(present)
-                iterator = iter(loader)
+            iterator = self._of_stateful(loader, resume["loader"], present, used)
         elif earlier:
             if self._first is not None:
                 self._rewind(self._first)
@@ -360,6 +354,17 @@ class Position:
             # The workers' first batches may have been asked for already: what they draw is theirs, not ours.
             self._restore(present)
         return self._present(_on(iterator) if once else iterator, used, used_before - used)
+
+    def _of_stateful(self, loader: Any, state: Any, present: Mapping[str, Any], used: int) -> Iterator[Any]:
+        """Walk a loader from what it said of its place."""
+        self._restore(present)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        if used or not isinstance(loader, DataLoader) or loader.persistent_workers:
+            return iterator
+        # It began where it had ended, and then again, with draws that an uninterrupted run makes once.
+        self._restore(present)
+        return iter(loader)
 
     def _note_workers(self, loader: Any, used: int, resume: Mapping[str, Any] | None) -> None:
         """Note whether workers would go on here in a run that was not interrupted: they were given their seed then."""
