@@ -171,6 +171,45 @@ def test_f_b5_an_optimizer_of_other_parameters_is_refused() -> None:
         chain([1, 0, 2, 3], Flat).load_state_dict(flat.state_dict())
 
 
+class Unfreezes(Task):
+    """Trains its first layer from the second epoch on; says how in the class that resumes."""
+
+    grows = False
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1 and len(self.optimizer.param_groups) == 1:
+            self.add()
+
+    def add(self) -> None:
+        self.optimizer.add_param_group({"params": list(self.unwrap()[0].parameters()), "lr": 0.03})
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        if self.grows and len(state["optimizer"]["0"]["param_groups"]) > len(self.optimizer.param_groups):
+            self.add()
+        super().load_state_dict(state, strict)
+
+
+def test_f_b1_a_group_that_training_has_added() -> None:
+    """F-B1, F-B5: what is refused is told how to go on, and that is exact."""
+
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        return Unfreezes(model, "cpu", optimizer=AdamW(model[1].parameters(), lr=0.1), log_bar=False)
+
+    whole, first, second = make(), make(), make()
+    whole.run(4, list(loader(shuffle=False)))
+    first.run(2, list(loader(shuffle=False)))
+    with pytest.raises(CheckpointMismatch, match=r"added: in load_state_dict\(\) of your class, before super\(\)\), or"):
+        second.load_state_dict(first.state_dict())
+    second.grows = True
+    second.load_state_dict(first.state_dict())
+    second.run(2, list(loader(shuffle=False)))
+    assert digest(second.model) == digest(whole.model)
+
+
 def test_f_e12_many_differences_are_listed_by_tens() -> None:
     """F-E12: counts and shapes; strict=False loads what fits."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))

@@ -335,9 +335,12 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
+        grew = saved[: len(present)] == present
         raise CheckpointMismatch(
             f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, and the "
-            f"state was saved with {saved}; build it as it was, or load only the weights: apply_weights(path)"
+            f"state was saved with {saved}; build it as it was"
+            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
+            + ", or load only the weights: apply_weights(path)"
         )
     for group, other in zip(optimizer.param_groups, state["param_groups"]):
         # A newer torch has settings that an older one had not; that each lacks some of the other's is another class.
