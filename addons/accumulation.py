@@ -20,8 +20,9 @@ class GradientAccumulationAddon(AddOnBase):
     A window's gradient is the mean over its true number of batches: of 5 batches with
     ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. When ``train_step`` returns
     ``num_targets``, every target of a window weighs alike instead. Of a loader with a length, one batch is held at a
-    time; of any other, the batches of one window are, because its length must be known before its first backward. They
-    are too where your class overrides ``gradients``, and may call it twice on one window (SAM, a closure).
+    time; of any other, the batches of one window are, because its length must be known before its first backward: what
+    drawing them takes from the global random streams is taken before the dropout of the first. They are held too where
+    your class overrides ``gradients``, and may call it twice on one window (SAM, a closure).
 
     Parameters
     ----------
