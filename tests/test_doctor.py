@@ -123,3 +123,16 @@ def test_help_answers_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "save_path" in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+def test_whoever_reads_may_have_had_enough(tmp_path: Path) -> None:
+    """As ``head`` has: no traceback, and nothing that is told at the exit."""
+    script = "import sys; from zae.cli import main; sys.exit(main(['diff', *sys.argv[1:]]))"
+    for name in ("one", "other"):
+        lines = [{"ledger": 1, "begins_after": 0}, {"step": 1, "stages": {name: name}}]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-c", script, str(tmp_path / "one"), str(tmp_path / "other")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        told = process.stderr.read()  # type: ignore[union-attr]
+    assert (process.returncode, told) == (2, "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_usage(sys.stderr)
         return 2
+    status = 2
     try:
-        status: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        status = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Whoever reads has had enough, as head has; what is left to say at the exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # What cannot be read is no finding, of which 1 would tell.
         sys.stderr.write(f"{error}\n")
-        return 2
     return status
