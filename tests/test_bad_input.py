@@ -574,6 +574,7 @@ def test_e10_none_is_fine_where_it_can_be_meant():
         ({"monitor_mode": "minimum"}, "monitor_mode='minimum'; it must be 'auto', 'min' or 'max'"),
         ({"seed": -1}, "seed=-1; it must be a whole number of at least 0"),
         ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": 2**64}, r"seed=18446744073709551616; it must be a whole number below 2\*\*64"),
         ({"log_every": 0}, r"log_every=0; write Every\(steps=...\)"),
         ({"log_every": "epoch"}, "log_every='epoch'"),
         ({"log_bar": "False"}, "log_bar='False'; it must be True or False"),

@@ -80,12 +80,14 @@ def check_number(name: str, value: Any, least: float = 0.0) -> float:
     return float(value)
 
 
-def check_count(name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """Refuse what is not a whole number of at least so much."""
+def check_count(name: str, value: Any, least: int = 1, *, bits: int = 0, optional: bool = False) -> Any:
+    """Refuse what is not a whole number of at least so much, and, where that is given, of at most so many bits."""
     if value is None and optional:
         return None
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
+    if bits and int(value).bit_length() > bits:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number below 2**{bits}")
     return int(value)
 
 

@@ -129,7 +129,7 @@ class Trainer(metaclass=TrainerMeta):
         self.log_bar, self.scheduler_step_on_batch, self.fast_data = checks.check_flags(**flags)
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
-        self.seed = checks.check_count("seed", seed, least=0, optional=True)
+        self.seed = checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
         self._begin_empty()
