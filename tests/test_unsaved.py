@@ -43,8 +43,17 @@ class World:
         self.random, self.size = np.random.default_rng(1), 4
 
 
+class Settings(dict):
+    """Has an attribute of any name, as those of several libraries do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Settings()
+
+
 class Keeps(Trainer):
     """Keeps all that a class of a user may keep between two steps, and some that stays as it is."""
+
+    settings = Settings(rate=0.1)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +62,7 @@ class Keeps(Trainer):
         self.hidden: Any = None
         self.table, self.baseline = np.zeros(1000), 0.0
         # These do not change.
-        self.teacher, self.power, self.names = nn.Linear(4, 2), 2.0, ["a", "b"]
+        self.teacher, self.power, self.names, self.more = nn.Linear(4, 2), 2.0, ["a", "b"], Settings(a=1)
         self.noise, self.levels = np.random.default_rng(6), torch.linspace(0, 1, 500)
 
     def train_step(self, batch: Any) -> Any:

@@ -123,7 +123,10 @@ def _set_by(cls: type) -> set[str]:
     """The names of the attributes that the functions of a class set."""
     found = set()
     for value in vars(cls).values():
-        function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
+        if isinstance(value, (property, classmethod, staticmethod)):
+            value = value.fget if isinstance(value, property) else value.__func__
+        # Of nothing else an attribute is asked for: a dict of settings may have one of any name.
+        function: Any = inspect.unwrap(value) if isinstance(value, FunctionType) else None
         left: list[Any] = [function.__code__] if isinstance(function, FunctionType) else []
         while left:
             code = left.pop()
