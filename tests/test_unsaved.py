@@ -61,6 +61,7 @@ class Keeps(Trainer):
         self.average = copy.deepcopy(self.unwrap())
         self.hidden: Any = None
         self.table, self.baseline = np.zeros(1000), 0.0
+        self.wide = torch.zeros(1).expand(10**6, 10**6)  # In full more than there is memory for.
         # These do not change.
         self.teacher, self.power, self.names, self.more = nn.Linear(4, 2), 2.0, ["a", "b"], Settings(a=1)
         self.noise, self.levels = np.random.default_rng(6), torch.linspace(0, 1, 500)
@@ -69,6 +70,7 @@ class Keeps(Trainer):
         inputs, targets = batch
         outputs = self.model(inputs) * float(self.stream.random()) ** self.power
         self.world.random.normal()
+        self.wide._base.add_(1)
         self.memory.append((inputs, targets))
         self.hidden = outputs.detach()
         self.table[self.progress_checker.step] = self.baseline = 1.0 + self.baseline
@@ -124,10 +126,11 @@ def test_fb2_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.Lo
     again = trainer(Keeps, tmp_path)
     again.run(3, BATCHES)
     (told,) = [r for r in caplog.records if "lacks" in r.message]
-    names = ("average", "baseline", "hidden", "memory", "stream", "table", "world")
+    names = ("average", "baseline", "hidden", "memory", "stream", "table", "wide", "world")
     named = [*(f"Keeps.{name}" for name in names), *(f"model.1.{name}" for name in ("calls", "last", "stream"))]
     assert told.levelno == logging.WARNING
-    assert told.message.startswith(f"the state that this run goes on from lacks {', '.join(map(repr, named))}, which")
+    shown = f"{', '.join(map(repr, named[:10]))} and 1 more"
+    assert told.message.startswith(f"the state that this run goes on from lacks {shown}, which")
     assert again.state_dict()["StateManagerAddon"]["unsaved"] == named
 
 

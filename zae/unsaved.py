@@ -184,7 +184,9 @@ class _Look:
 def _part_of(value: Any) -> Any:
     """Some elements of a tensor or an array, all of a small one."""
     try:
-        flat = (value.detach() if isinstance(value, Tensor) else value).reshape(-1)
+        whole = value.detach() if isinstance(value, Tensor) else value
+        # Each dimension by itself first: to reshape what was expanded would make all of it.
+        flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
         part = flat[:: max(1, len(flat) // _MANY)]
         part = part.contiguous().view(torch.uint8).cpu().numpy() if isinstance(part, Tensor) else part
         return (tuple(value.shape), part.tobytes())
