@@ -20,6 +20,7 @@ from zae.encoding import encode
 from zae.errors import CheckpointMismatch
 
 __all__ = [
+    "STREAMS",
     "Padded",
     "Passing",
     "as_begun",
@@ -29,15 +30,18 @@ __all__ = [
     "changes_of",
     "facts_of",
     "global_streams",
+    "read_stream",
     "restore_parts",
     "undrawn",
 ]
+
+STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""The kinds of random stream that an object may hold."""
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
 _MANY = 64  # A longer list holds the samples, not what is done to them.
 _LOOKS = 1000  # At so many objects in a part.
-_STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
@@ -122,7 +126,7 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     >>> sampler.rng.random() == drawn
     True
     """
-    return {place: _read(owner) for place, owner in _owners(loader)}
+    return {place: read_stream(owner) for place, owner in _owners(loader)}
 
 
 def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> None:
@@ -157,7 +161,7 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
             continue
         owner = found[place]
         try:
-            if isinstance(owner, _STREAMS) or not (only_streams or _is_same(_read(owner), state)):
+            if isinstance(owner, STREAMS) or not (only_streams or _is_same(read_stream(owner), state)):
                 _write(owner, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
@@ -221,7 +225,7 @@ def undrawn(loader: Any) -> Iterator[None]:
     loader : iterable
         Any loader.
     """
-    kept = [(owner, _read(owner)) for owner in _streams_in(loader)]
+    kept = [(owner, read_stream(owner)) for owner in _streams_in(loader)]
     try:
         yield
     finally:
@@ -316,7 +320,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _streams_in(loader: Any) -> list[Any]:
-    return [owner for _, owner in _owners(loader) if isinstance(owner, _STREAMS)]
+    return [owner for _, owner in _owners(loader) if isinstance(owner, STREAMS)]
 
 
 def _seed_again(stream: Any) -> None:
@@ -339,7 +343,7 @@ def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> It
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _STREAMS):
+        if isinstance(value, STREAMS):
             yield place, value
             continue
         inner: Any = value if isinstance(value, (list, tuple, dict)) else vars(value)
@@ -347,7 +351,7 @@ def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> It
             continue
         inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
         for key, each in sorted(inner.items(), key=lambda item: str(item[0])):
-            is_open = isinstance(each, (*_STREAMS, list, tuple, dict)) or hasattr(each, "__dict__")
+            is_open = isinstance(each, (*STREAMS, list, tuple, dict)) or hasattr(each, "__dict__")
             if is_open and not isinstance(each, _CLOSED) and id(each) not in seen and id(each) not in others:
                 left.append((f"{place}.{key}", each))
 
@@ -381,7 +385,25 @@ def _sampler_of(loader: Any) -> Any:
     return bare(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
 
 
-def _read(stream: Any) -> Any:
+def read_stream(stream: Any) -> Any:
+    """Return the state of a random stream, or of a part that has a ``state_dict``.
+
+    Parameters
+    ----------
+    stream : object
+        One of the kinds in `STREAMS`, or the part.
+
+    Returns
+    -------
+    object
+        A tensor of bytes for a generator of torch; else as NumPy, `random` or the part gives it.
+
+    Examples
+    --------
+    >>> stream = random.Random(1)
+    >>> read_stream(stream) == random.Random(1).getstate()
+    True
+    """
     if isinstance(stream, np.random.Generator):
         return stream.bit_generator.state
     if isinstance(stream, np.random.RandomState):

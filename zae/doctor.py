@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zae.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -176,4 +178,4 @@ def _size(path: Path) -> int:
 
 def _plain(value: object) -> str:
     """Text from a checkpoint, without anything that a terminal would act on."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+    return printable(str(value), kept="")

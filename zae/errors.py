@@ -153,13 +153,15 @@ class DistributedError(ZaeError, RuntimeError):
     """Ranks failed, died or disagree."""
 
 
-def printable(text: str) -> str:
-    """Return a text of several lines with everything escaped in it that a terminal would act on.
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Return a text with everything escaped in it that a terminal would act on.
 
     Parameters
     ----------
     text : str
         Any text.
+    kept : str
+        What stays as it is all the same; nothing of one line.
 
     Returns
     -------
@@ -171,7 +173,7 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31m")
     'a\\\\x1b[31m'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dis
 import inspect
 import logging
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae import optim
+from zae.data_state import STREAMS, read_stream
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -29,7 +29,6 @@ _DEPTH = 4  # Objects in objects: an environment in a replay, and its random str
 _LOOKS = 1000  # At so many objects in all.
 _MANY = 64  # So many elements of a tensor, or entries of a list, are looked at.
 _SHOWN = 10
-_STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _PLAIN = (bool, int, float, complex, np.generic, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
@@ -137,7 +136,7 @@ def _set_by(cls: type) -> set[str]:
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What modules hold beside parameters, persistent buffers and the state that they save themselves."""
-    kinds = (bool, int, float, Tensor, np.ndarray, *_STREAMS, *_CONTAINERS)
+    kinds = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
@@ -162,7 +161,7 @@ class _Look:
             return (len(value), value[:_LOOKS])
         if isinstance(value, (Tensor, np.ndarray)):
             return _part_of(value)
-        if isinstance(value, _STREAMS):
+        if isinstance(value, STREAMS):
             return _place_in(value)
         if not depth or self._left < 0 or id(value) in self._inside or isinstance(value, _CLOSED):
             return None
@@ -196,8 +195,5 @@ def _part_of(value: Any) -> Any:
 
 def _place_in(stream: Any) -> Any:
     """Where a random stream stands."""
-    if isinstance(stream, torch.Generator):
-        return stream.get_state().numpy().tobytes()
-    if isinstance(stream, np.random.Generator):
-        return repr(stream.bit_generator.state)
-    return repr(stream.getstate() if isinstance(stream, random.Random) else stream.get_state())
+    state = read_stream(stream)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
