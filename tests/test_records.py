@@ -201,6 +201,21 @@ def test_outputs_of_a_last_batch_of_one_sample_are_kept_with_the_others() -> Non
     assert log.means() == {"penalty": 2.0}
 
 
+class Walked(dict[str, Any]):
+    """Gives its rows where it is walked, as a dict of tensors of one length may."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("no rows")
+
+
+def test_what_a_step_returns_is_read_by_its_keys() -> None:
+    """Whatever it is like where it is walked."""
+    log = EpochLog()
+    for loss in (1.0, 2.0):
+        log.record(Walked(loss=torch.tensor(loss), nested=Walked(a=loss)))
+    assert (log["loss"], log["nested/a"]) == ([1.0, 2.0], [1.0, 2.0])
+
+
 def test_num_targets_is_no_metric() -> None:
     for count in (4, torch.tensor(4)):
         trainer = build(lambda trainer, batch, count=count: {"num_targets": count})
