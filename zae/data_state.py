@@ -236,30 +236,8 @@ def undrawn(loader: Any) -> Iterator[None]:
             _seed_again(made)
 
 
-class Padded:
-    """A sampler with entries before its own, which stand for what was used: they are passed over, never loaded."""
-
-    def __init__(self, entries: Any, count: int) -> None:
-        self.padded, self._count = entries, count
-
-    def __len__(self) -> int:
-        return self._count + len(self.padded)
-
-    def __iter__(self) -> Iterator[Any]:
-        entries = iter(self.padded)
-        first = next(entries)
-        for _ in range(self._count + 1):
-            yield first
-        yield from entries
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "padded":
-            raise AttributeError(name)
-        return getattr(self.padded, name)
-
-
 class Passing:
-    """A sampler that passes the entries of another on as they are; what it is, that one is asked."""
+    """A sampler that passes the entries of another on; what it is, that one is asked."""
 
     def __init__(self, entries: Any) -> None:
         self.passed = entries
@@ -273,10 +251,29 @@ class Passing:
         return getattr(self.passed, name)
 
 
+class Padded(Passing):
+    """One with entries before those, which stand for what was used: they are passed over, never loaded."""
+
+    def __init__(self, entries: Any, count: int) -> None:
+        super().__init__(entries)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count + super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = iter(self.passed)
+        first = next(entries)
+        for _ in range(self._count + 1):
+            yield first
+        yield from entries
+
+
 def bare(sampler: Any) -> Any:
-    """A sampler itself, without who passes its entries on, and without those that were put before its own."""
-    sampler = sampler.passed if isinstance(sampler, Passing) else sampler
-    return sampler.padded if isinstance(sampler, Padded) else sampler
+    """A sampler itself, without those that pass its entries on."""
+    while isinstance(sampler, Passing):
+        sampler = sampler.passed
+    return sampler
 
 
 def global_streams() -> tuple[Any, ...]:
