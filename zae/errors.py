@@ -61,7 +61,8 @@ class ZaeError(Exception):
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        # Not by the next class: KeyError shows the repr of its argument, which would print "\n" as two characters.
+        return printable(Exception.__str__(self))
 
 
 class OptionError(ZaeError, TypeError):
@@ -99,10 +100,6 @@ class LoaderError(ZaeError, ValueError):
 
 class MonitorError(ZaeError, KeyError, ValueError):
     """A metric is asked for by a name that nothing records."""
-
-    def __str__(self) -> str:
-        # KeyError shows the repr of its argument, which would print "\n" as two characters.
-        return printable(Exception.__str__(self))
 
 
 class NonFiniteError(ZaeError, ArithmeticError):
