@@ -84,7 +84,6 @@ __all__ = [
     "load_weights",
     "make_directory",
     "newest_valid",
-    "not_saved",
     "parse_format",
     "put_back",
     "read_manifest",

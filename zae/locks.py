@@ -15,6 +15,7 @@ from typing import Any
 from zae import files
 from zae.errors import ConfigError
 from zae.names import staging_name
+from zae.streams import not_saved
 
 __all__ = ["FolderLock"]
 
@@ -119,7 +120,7 @@ class FolderLock:
         except OSError as error:
             with contextlib.suppress(OSError):
                 files.filesystem.remove_file(staged)
-            raise files.not_saved(self.folder / _NAME, error, len(text)) from error
+            raise not_saved(self.folder / _NAME, error, len(text)) from error
 
     def release(self) -> None:
         """Give the folder back."""
