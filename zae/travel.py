@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import pickle
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ __all__ = ["culprit", "mark_stepped", "pack", "unpack"]
 
 _DEPTH = 12
 _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
-_ABSENT = re.compile(r"Can't get attribute '([\w.]+)' on <module")
 
 
 def pack(value: Any, path: Path, name: str = "") -> None:
@@ -99,17 +97,10 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     ...     unpack(Path(folder, "value"))
     {'weight': tensor([1., 1.])}
     """
-    try:
-        # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
-        return torch.load(path, map_location=dict(devices or {}), weights_only=False)
-    except AttributeError as error:
-        absent = _ABSENT.search(str(error))
-        if absent is None:
-            raise
-        raise ConfigError(
-            f"{absent[1]} is not there when another process imports its module; define it at the top level, not under "
-            'if __name__ == "__main__": or in what is only called there'
-        ) from error
+    module = ModuleType("zae_pickle")
+    vars(module).update({**vars(pickle), "Unpickler": _Unpickler})
+    # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
+    return torch.load(path, map_location=dict(devices or {}), weights_only=False, pickle_module=module)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
@@ -155,6 +146,21 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__" and "_recipe" not in vars(value):
             self.from_main.append(value)
         return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Names a class or function that is not there; what Python says of it differs from version to version."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except AttributeError as error:
+            if module not in sys.modules:  # What its import has raised.
+                raise
+            raise ConfigError(
+                f"{name} is not there when another process imports its module; define it at the top level, not under "
+                'if __name__ == "__main__": or in what is only called there'
+            ) from error
 
 
 def _main_is_a_file() -> bool:
