@@ -6,6 +6,8 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +28,11 @@ torch.set_num_threads(1)
 # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
 # there would wait for them for ever, or abort.
 os.register_at_fork(after_in_child=gc.freeze)
+# From Python 3.14 on the workers of a loader come from a server, and a fork is not the parent of the one there was.
+os.register_at_fork(after_in_child=lambda: forkserver._forkserver.__init__())
+# A shell that starts this in the background lets it ignore Ctrl-C, and with it what it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "fast_data",
            "composition", "compile", "loading", "package", "fault", "readme", "performance",

@@ -110,7 +110,9 @@ def forks():
     start = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: start("fork" if method == "spawn" else method)
     try:
-        yield
+        with warnings.catch_warnings():  # Python 3.12 and later warn of a fork beside threads.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            yield
     finally:
         multiprocessing.get_context = start
 

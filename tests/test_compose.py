@@ -1296,7 +1296,7 @@ def test_help_lists_the_add_ons():
         assert line in made.__doc__
         assert line in text
     assert "Fit a line." in made.__doc__
-    assert "precision: 'str | Sequence[str]' = 'auto'" in text
+    assert "precision: str | Sequence[str] = 'auto'" in text.replace("'str | Sequence[str]'", "str | Sequence[str]")
     assert "save_path" in text.split("\n\n")[1]
 
 
