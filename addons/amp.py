@@ -193,6 +193,8 @@ class AMPAddon(AddOnBase):
         own, rest = self.take(state, "AMPAddon", strict)
         if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scaler"), Mapping)):
             raise CheckpointMismatch("the state of AMPAddon holds no 'scaler'")
+        if own is not None and own["scaler"] and not _is_of_a_scaler(own["scaler"]):
+            raise CheckpointMismatch("the state of AMPAddon holds a 'scaler' that is not one of torch's GradScaler")
         super().load_state_dict(rest, strict)
         if own is not None:
             self._scaler_state = dict(own["scaler"])
@@ -200,12 +202,21 @@ class AMPAddon(AddOnBase):
                 self.scaler.load_state_dict(self._scaler_state)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_of_a_scaler(state: Mapping[str, Any]) -> bool:
+    """Whether a state has the numbers that torch asks for, one after another as it loads them."""
+    wanted = torch.amp.GradScaler("cpu").state_dict()
+    return wanted.keys() <= state.keys() and all(_is_number(state[name]) for name in wanted)
+
+
 def _is_scale(given: Any) -> bool:
     """Whether these are two finite numbers, the second of them not the larger one."""
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         return False
-    real = all(isinstance(each, numbers.Real) and not isinstance(each, bool) for each in given)
-    return real and 0 < given[1] <= given[0] < math.inf
+    return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
 
 
 def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:

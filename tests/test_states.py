@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from table import Task, core_of, fingerprint
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 from zae import Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
 from zae.errors import CheckpointMismatch, CheckpointNotFound
+from zae.schedulers import WarmUpScheduler
 
 
 def build(*add_ons: Any, model: Any = None, kind: Any = AdamW, **options: Any) -> Any:
@@ -81,6 +82,10 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # What fits at the first look, a
     "a call of run that is a number": ("progress", {"run_starts": [3]}),
     "groups of numbers": ("optimizer", {"0": {"state": {}, "param_groups": [7]}}),
     "an order of numbers": ("order", {"0": [3]}),
+    "a weight's state without its step": (
+        "optimizer",
+        {"0": {"state": {0: {"exp_avg": torch.ones(8, 4)}}, "param_groups": [{"params": [*range(6)]}]}},
+    ),
 }
 
 
@@ -98,6 +103,78 @@ def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> Non
     with pytest.raises(CheckpointMismatch, match=text):
         trainer.load_state_dict(state)
     assert fingerprint(core_of(trainer)) == before
+
+
+def test_e12_a_weight_that_is_no_tensor_changes_nothing() -> None:
+    """E12: torch would load the others before it says so."""
+    trainer = build()
+    before = digest(trainer.model)
+    weights = {**{key: value + 1 for key, value in trainer.model.state_dict().items()}, "0.bias": [0.0] * 8}
+    for load in (
+        trainer.apply_weights,
+        lambda given: trainer.load_state_dict({**trainer.state_dict(), "model": given}),
+    ):
+        with pytest.raises(CheckpointMismatch, match=r"0.bias is a list and must be \(8,\)\); nothing was loaded"):
+            load(weights)
+        assert digest(trainer.model) == before
+
+
+class Extra(nn.Linear):
+    """Refuses its extra state, when its weights are loaded already."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("of another version")
+
+
+def all_but_weights(trainer: Any) -> dict[str, Any]:
+    return {**core_of(trainer), "model": None, "position": trainer._position.state_dict()}
+
+
+def pair(second: Any, model: Any = None) -> Any:
+    """Two optimizers, and a chain of schedulers for each."""
+    model = model or nn.ModuleDict({name: nn.Linear(4, 2) for name in ("a", "b")})
+
+    def part(optimizer: Any, length: int) -> Any:
+        return SequentialLR(optimizer, [StepLR(optimizer, 1, 0.5), StepLR(optimizer, 2, 0.5)], milestones=[length])
+
+    class Losses(Task):
+        def train_step(self, batch: Any) -> Any:
+            return {"loss": {name: self.model[name](batch[0]).square().mean() for name in self.model}}
+
+    return Losses(
+        model, "cpu", optimizer={name: AdamW(model[name].parameters(), lr=0.05) for name in ("a", "b")},
+        scheduler={"a": partial(part, length=2), "b": second},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", ["optimizer", "scheduler", "chain", "weights"])
+def test_f_e13_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: str) -> None:
+    """F-E13: the second optimizer, a schedule of another length, or a module that refuses: the first is as it was."""
+
+    def warm(length: int) -> Any:
+        return partial(WarmUpScheduler, total_iters=length)
+
+    def model() -> Any:
+        return nn.ModuleDict({"a": Extra(4, 2), "b": nn.Linear(4, 2)}) if fails == "weights" else None
+
+    first, trainer = pair(warm(90), model()), pair(warm(80 if fails == "chain" else 90), model())
+    for each, epochs in ((first, 3), (trainer, 1)):
+        each.run(epochs, loader(seed=epochs))
+    state, before = copy.deepcopy(first.state_dict()), fingerprint(all_but_weights(trainer))
+    weights = digest(trainer.model)
+    held = trainer.optimizer["a"].state[trainer.model["a"].weight]["exp_avg"]
+    if fails == "optimizer":
+        del state["optimizer"]["b"]["state"][0]["step"]
+    if fails == "scheduler":
+        state["scheduler"]["a"]["_schedulers"][1] = 3
+    with pytest.raises(RuntimeError if fails == "weights" else CheckpointMismatch):
+        trainer.load_state_dict(state)
+    assert fingerprint(all_but_weights(trainer)) == before
+    assert fails == "weights" or digest(trainer.model) == weights
+    assert trainer.optimizer["a"].state[trainer.model["a"].weight]["exp_avg"] is held
 
 
 class Named(nn.Sequential):

@@ -29,6 +29,7 @@ _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "p
 Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 _PREFIXES = ("module.", "_orig_mod.")
 _SHOWN = 10
+_LOAD = torch.optim.Optimizer.load_state_dict
 
 
 def read_core(trainer: Trainer) -> dict[str, Any]:
@@ -80,26 +81,52 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
         progress, due, records = ProgressChecker(), _due_of(state), _read_records(state["records"])
         progress.load_state_dict(state["progress"])
-        trainer._position.load_state_dict(state["position"])
 
-    trainer.unwrap().load_state_dict(weights, strict=strict)
+    with _taken_back(trainer, optimizers, schedulers):
+        with _in_words("nothing was loaded"):
+            trainer._position.load_state_dict(state["position"])
+            for name, optimizer in optimizers.items():
+                # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
+                optimizer.load_state_dict(copy.deepcopy(states[name]))
+            for name, scheduler in schedulers.items():
+                scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
+            trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
+            for name, value in records.items():
+                setattr(trainer, name, value)
+            if not is_judged_alike(trainer, state):
+                _judge_anew(trainer, state["records"]["monitor"])
+        trainer.unwrap().load_state_dict(weights, strict=strict)  # Last: there is no second copy to take them back by.
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
-    with _in_words("of it the weights were loaded; make the trainer anew"):
-        for name, optimizer in optimizers.items():
-            # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
-            optimizer.load_state_dict(copy.deepcopy(states[name]))
-            optim.lay_out(optimizer)
-        for name, scheduler in schedulers.items():
-            scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
-    trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
-    for name, value in records.items():
-        setattr(trainer, name, value)
-    if not is_judged_alike(trainer, state):
-        session.judge_anew(trainer)
-        said = "the state was saved with monitor=%s, and here it is %s: what was the best so far is judged anew by that"
-        _log.warning(said, printable(str(state["records"]["monitor"])), _monitor_of(trainer))
+    for optimizer in optimizers.values():
+        optim.lay_out(optimizer)
+
+
+def _judge_anew(trainer: Trainer, saved: Any) -> None:
+    """Find the best so far by this trainer's monitor, and say so."""
+    session.judge_anew(trainer)
+    said = "the state was saved with monitor=%s, and here it is %s: what was the best so far is judged anew by that"
+    _log.warning(said, printable(str(saved)), _monitor_of(trainer))
+
+
+@contextlib.contextmanager
+def _taken_back(trainer: Trainer, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> Iterator[None]:
+    """On an error, leave all of them as they were: what is loaded is put in place of their tensors, not into them."""
+    held = [trainer, trainer._position, *optimizers.values(), *schedulers.values()]
+    attributes = [(each, dict(vars(each))) for each in held]
+    # Others may keep something in objects of their own, as a chain of schedulers does.
+    states = [(each, each.state_dict()) for each in held[2:] if type(each).load_state_dict is not _LOAD]
+    try:
+        yield
+    except BaseException:
+        for each, before in attributes:
+            for name in vars(each).keys() - before.keys():
+                delattr(each, name)
+            vars(each).update(before)
+        for each, state in states:
+            each.load_state_dict(state)
+        raise
 
 
 def is_judged_alike(trainer: Trainer, state: Mapping[str, Any]) -> bool:
@@ -271,9 +298,9 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     missing = [key for key in own if key not in weights]
     unexpected = [key for key in weights if key not in own]
     shapes = [
-        f"{key} is {tuple(value.shape)} and must be {tuple(made[key].shape)}"
+        f"{key} is {_shape_of(value)} and must be {tuple(made[key].shape)}"
         for key, value in weights.items()
-        if key in made and isinstance(value, Tensor) and value.shape != made[key].shape
+        if key in made and _shape_of(value) != tuple(made[key].shape)
         if not _takes(module, key.rpartition(".")[0], weights)
     ]
     # A shape is refused with strict=False too: torch would raise in the middle of loading.
@@ -289,6 +316,11 @@ def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict
     if not strict and (missing or unexpected):
         _log.warning("weights missing: %s; unexpected: %s", missing[:_SHOWN], unexpected[:_SHOWN])
     return weights
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of a tensor; of what is none, which torch would refuse in the middle of loading, its type."""
+    return tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _takes(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:

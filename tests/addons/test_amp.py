@@ -152,6 +152,7 @@ def test_hooks_are_taken_off_the_optimizer() -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     trainer = build(precision="fp16")
-    for own in ({}, 3, {"scaler": 4}):
-        with pytest.raises(ValueError, match="AMPAddon holds no 'scaler'"):
+    whole = torch.amp.GradScaler("cpu").state_dict()
+    for own in ({}, 3, {"scaler": 4}, {"scaler": {"scale": 2.0}}, {"scaler": {**whole, "scale": "2"}}):
+        with pytest.raises(ValueError, match=r"AMPAddon holds (no|a) 'scaler'"):
             trainer.load_state_dict({**trainer.state_dict(), "AMPAddon": own})
