@@ -18,7 +18,7 @@ from table import Task
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from zae import ConfigError, Every, MonitorError, Trainer
+from zae import ConfigError, Every, MonitorError, Trainer, session
 from zae.addons import GradientAccumulationAddon
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
 
@@ -517,3 +517,26 @@ def test_p54_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int)
     (metrics, weight), (expected, same) = run(20)[1], run(20, Tensor)[1]
     assert str(metrics) == str(expected)
     assert torch.equal(weight.as_subclass(Tensor), same)
+
+
+@pytest.mark.parametrize("monitor", ["loss", "score", "epoch"])
+def test_p33_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor: str, caplog: Any) -> None:
+    """P-33: ``score``, ``split``, ``epoch`` and ``step`` of a user's own are in the row, and are no silent others."""
+
+    class Named(Task):
+        def test_step(self, batch: Any) -> Any:
+            return {"loss": torch.tensor(0.25), "score": 70.5, "epoch": 71.5, "split": 72.5}
+
+    model = network()
+    trainer = Named(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), monitor=monitor, monitor_mode="min")
+    best = trainer.run(2, hand.loader(), hand.loader())["best_valid"]
+    score = {"loss": 0.25, "score": 70.5, "epoch": 71.5}[monitor]
+    assert (best["score"], best["epoch"], best["split"]) == (score, 1, "valid")
+    assert (best["valid_score"], best["valid_epoch"], best["valid_split"]) == (70.5, 71.5, 72.5)
+    names = [name for name in ("score", "epoch", "split") if name != "score" or monitor != "score"]
+    assert [each.message for each in caplog.records] == [
+        f"the best row has entries of its own called {', '.join(names)}; your metrics of these names are in it as "
+        + ", ".join(f"valid_{name}" for name in names)
+    ]
+    session.judge_anew(trainer)
+    assert trainer.best == best

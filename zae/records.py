@@ -460,9 +460,10 @@ def split_prefix(key: str) -> tuple[str, str]:
 class MetricsDict(dict[str, Any]):
     """What ``run`` returns: the history of a run, printed as a table.
 
-    Keys are ``"best_valid"`` and ``"best_train"`` (the row of the best epoch), ``"train_metrics_history"`` and
-    ``"valid_metrics_history"`` (a row for each epoch, and for each validation), ``"epoch"``, ``"step"``,
-    ``"skipped_steps"``, ``"nonfinite_steps"`` and ``"stop_reason"``.
+    Keys are ``"best_valid"`` and ``"best_train"`` (the metrics of the best epoch, and of it ``"score"``, which is the
+    monitored one, ``"split"``, ``"epoch"`` and ``"step"``; a metric called so stands there as ``"valid_score"``),
+    ``"train_metrics_history"`` and ``"valid_metrics_history"`` (a row for each epoch, and for each validation),
+    ``"epoch"``, ``"step"``, ``"skipped_steps"``, ``"nonfinite_steps"`` and ``"stop_reason"``.
 
     Examples
     --------

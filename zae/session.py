@@ -239,7 +239,12 @@ def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
         )
     score = trainer.score_of(metrics)
     if trainer.check_better(metrics):
-        trainer.best = Metrics({**metrics, "score": score, "split": split, **_place(trainer)})
+        best = _best_row(metrics, score, split, _place(trainer))
+        hidden = [key for key, value in metrics.items() if best[key] is not value]
+        if hidden and not trainer.best:
+            said = "the best row has entries of its own called %s; your metrics of these names are in it as %s"
+            _log.warning(said, ", ".join(hidden), ", ".join(f"{split}_{key}" for key in hidden))
+        trainer.best = best
     for name, scheduler in trainer._schedulers.items():
         if is_plateau(scheduler):
             if score is None:
@@ -267,8 +272,15 @@ def scores_by_step(trainer: Trainer) -> dict[int, Metrics]:
         metrics = {key.removeprefix(f"{split}_"): value for key, value in each.items() if key.startswith(f"{split}_")}
         if metrics.get(bare) is not None:
             place = {"epoch": each["epoch"], "step": each["step"]}
-            found[each["step"]] = Metrics({**metrics, "score": metrics[bare], "split": split, **place})
+            found[each["step"]] = _best_row(metrics, metrics[bare], split, place)
     return found
+
+
+def _best_row(metrics: Mapping[str, float], score: float | None, split: str, place: Mapping[str, int]) -> Metrics:
+    """What is kept of the best: its metrics, and what is said of it; a metric called like that stands beside it."""
+    said = {"score": score, "split": split, **place}
+    hidden = {f"{split}_{key}": value for key, value in metrics.items() if said.get(key, value) is not value}
+    return Metrics({**hidden, **metrics, **said})
 
 
 def judge_anew(trainer: Trainer) -> None:
