@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from table import Task, core_of, fingerprint
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from zae import Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
@@ -412,3 +412,28 @@ def test_f_b1_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) ->
     resumed.load_state_dict(state)
     resumed.run(2, batches)
     assert digest(resumed.unwrap()) == digest(straight.unwrap())
+
+
+@pytest.mark.parametrize("monitor", ["accuracy", "loss"])
+def test_p23_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor: str) -> None:
+    """P-23: its best and its direction are of the monitor that the state was saved with, and do not compare."""
+
+    def make(monitor: str) -> Any:
+        class Told(Task):
+            def test_step(self, batch: Any) -> Any:
+                epoch = self.progress_checker.epoch
+                return {"loss": 6.0 - epoch, "accuracy": 0.5 - epoch / 10}
+
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = ReduceLROnPlateau(optimizer, "max" if monitor == "accuracy" else "min", patience=1)
+        return Told(model, "cpu", optimizer=optimizer, scheduler=scheduler, monitor=monitor)
+
+    first, second = make("accuracy"), make(monitor)
+    first.run(2, loader(), loader())
+    assert (first.scheduler.best, first.scheduler.num_bad_epochs) == (0.4, 1)
+    second.load_state_dict(first.state_dict())
+    second.run(2, loader(), loader())  # The accuracy goes on falling, the loss too.
+    bad, best, rate = (1, 0.4, 0.01) if monitor == "accuracy" else (0, 2.0, 0.1)
+    found = second.scheduler.num_bad_epochs, second.scheduler.best, second.optimizer.param_groups[0]["lr"]
+    assert found == (bad, best, pytest.approx(rate))

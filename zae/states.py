@@ -18,6 +18,7 @@ from zae import files, optim, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
+from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -89,7 +90,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
                 # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
                 optimizer.load_state_dict(copy.deepcopy(states[name]))
             for name, scheduler in schedulers.items():
-                scheduler.load_state_dict(copy.deepcopy(state["scheduler"][name]))
+                scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
             for name, value in records.items():
                 setattr(trainer, name, value)
@@ -101,6 +102,14 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             parameter.copy_(value)
     for optimizer in optimizers.values():
         optim.lay_out(optimizer)
+
+
+def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:
+    """Return a scheduler's state; one that waits for a metric begins to wait anew where that is another one now."""
+    own = copy.deepcopy(state["scheduler"][name])
+    if is_plateau(scheduler) and not is_judged_alike(trainer, state):
+        return {**own, "mode": scheduler.mode, "best": scheduler.mode_worse, "num_bad_epochs": 0}
+    return own
 
 
 def _judge_anew(trainer: Trainer, saved: Any) -> None:
