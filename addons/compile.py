@@ -116,7 +116,7 @@ class CompileAddon(AddOnBase):
         self._full: int | None = None  # Samples of a full batch, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None
-        self._to_copy: set[int] = set()  # Parameters whose gradient has to be copied.
+        self._to_copy: set[int] = set()  # At which places of a graph a gradient has to be copied.
         self._not_fused: str | None = ""  # Why a trial is without the whole step.
         self._trial = Trial(())
         self._to_fuse: list[Optimizer] = []
@@ -136,7 +136,6 @@ class CompileAddon(AddOnBase):
         if not self.compile_report:
             self._begin_report()
         alone = self.compile_mode == "model"
-        self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
         reason = None if alone else graphs.why_not(self, CompileAddon)
         if reason is not None:
             self._refuse(f"{reason}; {_REMEDY}")
@@ -182,8 +181,9 @@ class CompileAddon(AddOnBase):
         return super().gradients(batch)
 
     def _look(self) -> None:
-        """Find out, when everybody is set up, what a graph cannot hold of what they do."""
-        self._looked = True
+        """Find out, when everybody is set up, what a graph cannot hold of what they do; and so in each epoch."""
+        self._looked, alone = True, self.compile_mode == "model"
+        self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
         if not self._settings or self.compile_report["kept"] in ("eager", "model"):
             return
         if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.

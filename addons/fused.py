@@ -150,7 +150,7 @@ class Update:
         self.optimizer = optimizer
         self.layout: tuple[Recipe | None, ...] = ()
         self._groups: dict[int, int] = {}
-        self._sizes: list[int] = []
+        self._listed: list[list[int]] = []
         self._without: set[int] = set()
         self._counters: list[Tensor | None] = []
 
@@ -179,9 +179,9 @@ class Update:
             some, in an eager step.
         """
         groups = self.optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes:
-            self._sizes, self._groups = sizes, {id(p): n for n, group in enumerate(groups) for p in group["params"]}
+        listed = [[*map(id, group["params"])] for group in groups]
+        if listed != self._listed:
+            self._listed, self._groups = listed, {each: n for n, ids in enumerate(listed) for each in ids}
         recipes = [_recipe(self.optimizer, group) for group in groups]
         known: dict[Any, list[float]] = {}
         layout, rows, states, counters = [], [], [], []

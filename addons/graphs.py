@@ -236,25 +236,25 @@ def to_copy(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], ot
     Returns
     -------
     set of int
-        The ``id`` of each parameter whose gradient has to be copied.
+        The places of the gradients that have to be copied: another parameter may come to stand there.
 
     Examples
     --------
     >>> weight, gradient = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3)
-    >>> to_copy([weight], [gradient], []), to_copy([weight], [gradient], [gradient]) == {id(weight)}
-    (set(), True)
-    >>> to_copy([weight], [torch.ones(3, 2).t()], []) == {id(weight)}
-    True
+    >>> to_copy([weight], [gradient], []), to_copy([weight], [gradient], [gradient])
+    (set(), {0})
+    >>> to_copy([weight], [torch.ones(3, 2).t()], [])
+    {0}
     """
     taken = {each.untyped_storage().data_ptr() for each in (*parameters, *others) if _has_memory(each)}
     found = set()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for at, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         if gradient is None or not _has_memory(gradient):
             continue
         place = gradient.untyped_storage().data_ptr()
         # One that is expanded has steps of 0, and a parameter has none.
         if place in taken or _steps(gradient) != _steps(parameter):
-            found.add(id(parameter))
+            found.add(at)
         taken.add(place)
     return found
 
@@ -281,8 +281,8 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
     >>> weight.grad
     tensor([1., 1.])
     """
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if id(parameter) in copied and gradient is not None:
+    for at, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if at in copied and gradient is not None:
             gradient = laid_out(gradient, parameter)
         if parameter.grad is None:
             parameter.grad = gradient

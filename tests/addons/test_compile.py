@@ -304,18 +304,71 @@ class Images(nn.Module):
         return torch.einsum("bh,ch->bc", hidden, self.classify) + hidden @ self.spaced
 
 
+def pictures() -> list[Any]:
+    """Four batches, none short."""
+    return [(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)).double(), torch.arange(4) % 2)
+            for n in range(4)]  # fmt: skip
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_gradient_in_another_order_of_memory_steps_the_weights_it_is_of(optimizer: str) -> None:
     """A fused kernel goes through both number by number, wherever they lie; by hand autograd puts them in order."""
-    loader = [(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(n)).double(), torch.arange(4) % 2)
-              for n in range(4)]  # fmt: skip
     ends = []
     for cls, options in ((Task, {}), (Task.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
         task = cls(Images(), "cpu", optimizer=OPTIMIZERS[optimizer][0], **options)
-        task.run(2, loader)
+        task.run(2, pictures())
         ends.append(task)
     assert ends[1].compile_report["graphs"] == 1
     assert furthest(*ends) < OPTIMIZERS[optimizer][1]
+
+
+class Replacing(Task):
+    """Begins its classifier anew in the second epoch, and has the optimizer's groups exchange what they hold."""
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1:
+            first, second = self.optimizer.param_groups
+            self.replaced = second["params"].pop()  # Kept, so that nothing else is in its place.
+            self.model.classify = nn.Parameter(self.replaced.detach().flip(0))
+            first["params"], second["params"] = [*second["params"], self.model.classify], first["params"]
+            del self.optimizer.state[self.replaced]
+
+
+@pytest.mark.parametrize("mode", ["graph", "fused"])
+def test_what_is_known_of_a_parameter_is_not_taken_for_what_is_known_of_the_one_in_its_place(mode: str) -> None:
+    """F-A1: a new weight is stepped by its own gradient, in its own order of memory, at the rate of its own group."""
+    ends = []
+    for cls, options in ((Replacing, {}), (Replacing.add_on(CompileAddon), {"compile_mode": mode, **FAST})):
+        model = Images()
+        groups = [{"params": model.convolve.parameters(), "lr": 0.1}, {"params": [model.spaced, model.classify]}]
+        task = cls(model, "cpu", optimizer=torch.optim.AdamW(groups, lr=0.01), gradient_clip=0.5, **options)
+        task.run(3, pictures())
+        ends.append(task)
+    assert ends[1].compile_report["kept"] == mode
+    assert furthest(*ends) < OPTIMIZERS["adamw"][1]
+
+
+def test_a_kernel_is_taken_for_the_parameters_of_this_moment() -> None:
+    """One with gaps in its memory comes with the second epoch: the fused kernel would step what lies between."""
+
+    class Growing(Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1:
+                self.model.scale = nn.Parameter(torch.ones(2, 3, dtype=torch.float64)[:, 0])
+                self.optimizer.add_param_group({"params": [self.model.scale]})
+
+    class Scaled(Images):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * getattr(self, "scale", 1)
+
+    ends = []
+    for cls, options in ((Growing, {}), (Growing.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
+        task = cls(Scaled(), "cpu", optimizer=OPTIMIZERS["sgd"][0], **options)
+        task.run(3, pictures())
+        ends.append(task)
+    assert furthest(*ends) < 1e-12
 
 
 class ByStep(Task):
