@@ -154,6 +154,35 @@ def test_fa3_on_save_error_warn_trains_on(folder: Path, caplog: pytest.LogCaptur
     assert files.verify(made.last_path)["step"] == 5
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_fa3_a_file_in_the_place_of_the_folder_is_a_disk_that_refuses(
+    folder: Path, background: bool, caplog: Any
+) -> None:
+    """F-A3, F-A9: made while the run goes on; it trains on, and another error is not hidden by it."""
+
+    class Hindered(Saving):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch in (1, 4):
+                self._settle_save()
+                shutil.rmtree(self.save_path)
+                self.save_path.write_text("in the way")
+            if self.progress_checker.epoch == 5:
+                raise ValueError("of the task")
+
+    model, place = faults.classifier(), folder / "run"
+    options = {"on_save_error": "warn", "save_async": background, "log_bar": False}
+    made = Hindered(model, "cpu", optimizer=torch.optim.AdamW(model.parameters()), save_path=place, **options)
+    assert made.run(3, hand.loader())["epoch"] == 3
+    refused = [each.message for each in caplog.records if "not saved at step" in each.message]
+    assert len(refused) >= 2
+    assert all(f"{place} is a file, not a directory" in text for text in refused)
+    place.unlink()
+    with pytest.raises(ValueError, match="of the task"):
+        made.run(3, hand.loader())
+    assert "the state could not be saved" in caplog.text
+
+
 def test_fa3_a_real_disk_that_is_full(folder: Path) -> None:
     """F-A3: a file system of a megabyte where it can be mounted, else the kernel's own limit on a file."""
     place = folder / "small"

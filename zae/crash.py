@@ -128,9 +128,10 @@ def save_crash(
         Why the run ends.
     """
     target, name = folder / crash_name(step), type(error).__name__
-    newest = next(iter(files.list_checkpoints(folder)), None)
-    regular = f"the newest regular checkpoint is {newest}" if newest else "there is no regular checkpoint"
+    regular = "there is no regular checkpoint"
     try:
+        if newest := next(iter(files.list_checkpoints(folder)), None):
+            regular = f"the newest regular checkpoint is {newest}"
         if ranks[1] > 1:
             files.filesystem.mkdir(folder / f"{_CLAIM}{step:08d}-{token}")
         older = [path for path in crashes_in(folder) if path != target]

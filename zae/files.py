@@ -220,7 +220,8 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise not_saved(path, error, 0) from error
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints")
+        refused = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints") from refused
     return path
 
 
