@@ -234,8 +234,7 @@ class StateManagerAddon(AddOnBase):
         in_step = was_in_step(self, error, self._began_at, self._rested_at)  # None before the first step.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
             return
-        signal = self._stop_signals.received
-        if signal is not None and not in_step and self.world_size == 1:
+        if (signal := self._stop_signals.received) is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
             self._stop_signals.end(signal)
         if step := self.progress_checker.step:
@@ -309,6 +308,7 @@ class StateManagerAddon(AddOnBase):
         """Hand the state to the saver, on the rank that saves: after an exception, this one."""
         state = self.state_dict()
         if self.is_main or self._run_failed:
+            self._folder_lock.keep(target)
             info = {"score": present_score(self), "monitor": self.monitor, **(info or {})}
             about = {"run_id": self.run_id or "unset", "world_size": self.world_size, "info": info}
             self._saver.save(job_of(self, target, state, self.save_format, about, replaces))

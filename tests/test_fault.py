@@ -785,6 +785,30 @@ def test_fd10_a_copy_of_a_live_run_is_free(folder: Path) -> None:
     assert made.run(2, hand.loader())["step"] == 12
 
 
+def test_fd10_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
+    """F-D10: with its next save; where another run has made the folder meanwhile, that one has it."""
+    run, others = folder / "run", []
+
+    class Removed(faults.Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch in (1, 3):
+                shutil.rmtree(run)
+            if self.progress_checker.epoch == 2:
+                with pytest.raises(ConfigError, match=f"in use: process {os.getpid()} "):
+                    build(faults.Task, StateManagerAddon, save_path=run, resume=True)
+            if self.progress_checker.epoch == 3:
+                others.append(build(faults.Task, StateManagerAddon, save_path=run))
+                others[0].setup()
+                others[0].on_run_begin()
+
+    with pytest.raises(ConfigError, match="in use: process"):
+        build(Removed, StateManagerAddon, save_path=run).run(5, hand.loader())
+    assert [path.name for path in run.iterdir()] == [".lock"]
+    others[0].teardown()
+    assert not (run / ".lock").exists()
+
+
 def test_fd10_one_process_and_two_trainers(folder: Path) -> None:
     """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
 

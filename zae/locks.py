@@ -96,16 +96,40 @@ class FolderLock:
         """
         if self._token is not None:
             return
-        files.make_directory(self.folder)
-        with _alone(self.folder):
-            self.check()
-            mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": os.urandom(8).hex()}
-            mine["folder"] = _number(self.folder)
-            self._put(json.dumps(mine).encode())
-        self._token = str(mine["token"])
+        self._token = self._take(os.urandom(8).hex())
         _held[str(self.folder)] = self._token
         self._stop = threading.Event()
         threading.Thread(target=_renew, args=(self.folder / _NAME, self._stop), name="zae-lock", daemon=True).start()
+
+    def keep(self, target: Path) -> None:
+        """Take the folder once more where it is held, and somebody has removed it meanwhile.
+
+        Parameters
+        ----------
+        target : Path
+            What is about to be saved; outside of the folder, the lock does not matter.
+
+        Raises
+        ------
+        ConfigError
+            Another run has made it, and holds it.
+        CheckpointError
+            It cannot be written to.
+        """
+        if self._token is None or Path(os.path.abspath(target)).parent != self.folder:
+            return
+        holder = _read(self.folder / _NAME)
+        if holder is None or (holder.get("token"), holder.get("folder")) != (self._token, _number(self.folder)):
+            self._take(self._token)
+
+    def _take(self, token: str) -> str:
+        files.make_directory(self.folder)
+        with _alone(self.folder):
+            self.check()
+            mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": token}
+            mine["folder"] = _number(self.folder)
+            self._put(json.dumps(mine).encode())
+        return token
 
     def _put(self, text: bytes) -> None:
         """Write the lock beside its place, and rename it: it is there whole."""
