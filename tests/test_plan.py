@@ -392,3 +392,17 @@ def test_a_run_in_mode_test_has_no_steps() -> None:
     assert (made.batches_per_epoch, made.steps, made.epoch_ends, made.logs_at) == (3, 0, [], [])
     assert "nothing is trained" in str(made)
     assert trainer.run(2, loader)["step"] == 0
+
+
+@pytest.mark.parametrize("scheduler", [None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+def test_a_trainer_without_an_optimizer_is_not_planned_to_train(scheduler: Any) -> None:
+    """P-08: made to evaluate and toggled, it is told what ``run`` would tell it; what it lacks is named."""
+    trainer = Task(nn.Linear(3, 2), "cpu", "test", scheduler=scheduler)
+    data = [(torch.ones(4, 3), torch.ones(4, 2))]
+    assert "nothing is trained" in str(trainer.plan(1, data))
+    trainer.toggle("train")
+    assert "optimizer_step()" in trainer.explain()
+    with pytest.raises(ConfigError, match="optimizer is None, and training needs one"):
+        trainer.plan(1, data)
+    with pytest.raises(ConfigError, match="has no optimizer to drive" if scheduler else "optimizer is None, and train"):
+        trainer.run(1, data)

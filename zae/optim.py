@@ -473,10 +473,14 @@ def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
     Raises
     ------
     ConfigError
-        None has that name.
+        None has that name, or there is none.
     """
     if name.isdecimal() and list(optimizers) == [_SINGLE]:
         return optimizers[_SINGLE]
+    if not optimizers:
+        raise ConfigError(
+            f"scheduler {name} has no optimizer to drive; give the trainer one, or leave the scheduler out"
+        )
     if name not in optimizers:
         raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
     return optimizers[name]

@@ -238,6 +238,7 @@ def plan(
     made.world_size = max(self.world_size, len(self.devices))
     if self.mode == "test":
         return _of_evaluation(self, made, loader)
+    session.check_optimizer(self)
     _count_steps(self, made, loader, asked)
     made.batch_size = _batch_size(loader)
     has_metric = valid_loader is not None or split_prefix(self.monitor)[0] == "train"

@@ -94,11 +94,16 @@ def _is_full(trainer: Trainer, loader: Any) -> bool:
     )
 
 
+def check_optimizer(trainer: Trainer) -> None:
+    """Refuse to train a trainer that was made to evaluate, and toggled."""
+    if trainer.optimizer is None:
+        raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
+
+
 def open_epoch(trainer: Trainer, loader: Any) -> None:
     """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
     progress = trainer.progress_checker
-    if trainer.optimizer is None:
-        raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
+    check_optimizer(trainer)
     for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
         if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
             raise ConfigError(
