@@ -14,7 +14,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from zae.errors import ConfigError, did_you_mean
 
-__all__ = ["copies_by_itself", "leading_dimension", "parse_device", "plain_tensors", "samples_on_host", "to_device"]
+__all__ = [
+    "accelerator",
+    "copies_by_itself",
+    "leading_dimension",
+    "parse_device",
+    "plain_tensors",
+    "samples_on_host",
+    "to_device",
+]
 
 DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
 
@@ -115,6 +123,25 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     return batch
 
 
+def accelerator() -> torch.device | None:
+    """Return the kind of device that this build of torch drives beside the host, whether or not one is there.
+
+    Returns
+    -------
+    torch.device or None
+        None where there is no such kind.
+
+    Examples
+    --------
+    >>> accelerator() is None or accelerator().type != "cpu"
+    True
+    """
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 has no other way to say that there is none.
+        return None
+
+
 def copies_by_itself(device: torch.device) -> bool:
     """Tell whether a copy between pinned memory and a device goes on while the host, and the device, do other things.
 
@@ -133,8 +160,8 @@ def copies_by_itself(device: torch.device) -> bool:
     >>> copies_by_itself(torch.device("cpu"))
     False
     """
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type != "mps"
+    found = accelerator()
+    return found is not None and found.type == device.type != "mps"
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
@@ -256,8 +283,8 @@ def samples_on_host(batch: Any) -> int:
 
 def _best_device() -> torch.device:
     """Return the one device that "auto" stands for."""
-    accelerator = torch.accelerator.current_accelerator()
-    for kind in ("cuda", "mps", *([] if accelerator is None else [accelerator.type])):
+    found = accelerator()
+    for kind in ("cuda", "mps", *([] if found is None else [found.type])):
         if _count(kind):
             return torch.device(kind, 0)
     return torch.device("cpu")

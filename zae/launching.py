@@ -222,6 +222,7 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= "2.8",  # The one of torch 2.6 takes no socket.
     )
     return store, f"tcp://{host}:{port_number}"
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from zae.device import accelerator
 from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [
@@ -333,8 +334,8 @@ def of_devices() -> dict[str, list[torch.Tensor]]:
 
 def _kinds_in_use() -> list[str]:
     """The kinds of accelerator that this process has begun to use, without beginning to use one."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = dict.fromkeys(["cuda", "mps", *([] if accelerator is None else [accelerator.type])])
+    found = accelerator()
+    kinds = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
     return [kind for kind in kinds if _devices(kind, begun=True)]
 
 
