@@ -112,7 +112,7 @@ class CompileAddon(AddOnBase):
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
         self._looked = False
-        self._settings: Mapping[str, bool] = {}  # Of the compiler, while it is used.
+        self._settings: Mapping[str, Any] = {}  # Of the compiler, while it is used.
         self._full: int | None = None  # Samples of a full batch, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None

@@ -49,9 +49,15 @@ __all__ = [
 _FUSED = (SGD, Adam, AdamW)  # Whose fused kernels have been held against the loop by hand.
 WITH_KERNEL = tuple(kind.__name__ for kind in _FUSED)
 """The names of the optimizers that step by their fused kernel."""
-GUARDS = {"skip_nnmodule_hook_guards": False}
-"""Have a graph look whether its modules have the hooks that they had: else those that come later are never called."""
-TRACES = {"trace_autograd_ops": True, **GUARDS}
+GUARDS: dict[str, Any] = {
+    "config.skip_nnmodule_hook_guards": False,
+    "config.use_numpy_random_stream": True,
+    "variables.RandomVariable._supported_fn_names": frozenset(),
+}
+"""Have a graph look whether its modules have the hooks that they had: else those that come later are never called. And
+have it hold no number of NumPy's stream, or of a ``random.Random``: torch 2.13 would draw the first from its own, and
+take the others for constants."""
+TRACES = {"config.trace_autograd_ops": True, **GUARDS}
 """Follow ``torch.autograd.grad`` too."""
 _holders: dict[str, tuple[int, Any]] = {}  # How many trainers need a setting, and what it was before them.
 
@@ -436,19 +442,19 @@ def is_off() -> bool:
     return by_name or bool(torch._dynamo.config.disable) or getattr(stance, "stance", "") == "force_eager"
 
 
-def hold(change: int, settings: Mapping[str, bool]) -> Mapping[str, bool]:
+def hold(change: int, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Have the compiler go by some settings while any trainer needs them: they are those of the process.
 
     Parameters
     ----------
     change : int
         1 when a trainer begins, -1 when it ends; the last one puts back what was.
-    settings : mapping of str to bool
-        `GUARDS` or `TRACES`.
+    settings : mapping of str to object
+        `GUARDS` or `TRACES`: values by their places in ``torch._dynamo``.
 
     Returns
     -------
-    mapping of str to bool
+    mapping of str to object
         What this trainer needs from now on.
 
     Examples
@@ -460,12 +466,17 @@ def hold(change: int, settings: Mapping[str, bool]) -> Mapping[str, bool]:
     >>> torch._dynamo.config.trace_autograd_ops == before
     True
     """
-    config: Any = torch._dynamo.config
-    for name, value in settings.items():
-        count, before = _holders.get(name, (0, None))
-        before = before if count else getattr(config, name)
-        _holders[name] = (count + change, before)
-        setattr(config, name, value if count + change else before)
+    for place, value in settings.items():
+        owner: Any = torch._dynamo
+        *path, name = place.split(".")
+        for each in path:
+            owner = getattr(owner, each, None)
+        if not hasattr(owner, name):  # Another torch's compiler.
+            continue
+        count, before = _holders.get(place, (0, None))
+        before = before if count else getattr(owner, name)
+        _holders[place] = (count + change, before)
+        setattr(owner, name, value if count + change else before)
     return settings if change > 0 else {}
 
 

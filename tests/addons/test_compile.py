@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
 import hand
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,6 +195,36 @@ def test_what_the_compiler_refuses_runs_eagerly_and_is_said(caplog: pytest.LogCa
     assert "torch.compile refuses it" in caplog.text
     assert task.compile_report["kept"] == "eager"
     assert furthest(trained(Task), task) == 0
+
+
+class Shaken(nn.Sequential):
+    """Draws numbers that are not torch's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(*network())
+        np.random.seed(3)
+        self.random, self.is_own = random.Random(3), kind == "random.Random"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        drawn: Any = self.random.random() if self.is_own else torch.from_numpy(np.random.rand(4))
+        return super().forward(inputs * drawn)
+
+
+@pytest.mark.parametrize("mode", ["model", "graph", "fused"])
+@pytest.mark.parametrize("kind", ["numpy.random", "random.Random"])
+def test_numbers_that_are_not_of_torch_are_drawn_as_in_eager(kind: str, mode: str) -> None:
+    """Torch would draw NumPy's from its own stream, and take those of a stream of one's own for constants."""
+    ends, states = [], []
+    for cls, options in ((Task, {}), (Task.add_on(CompileAddon), {"compile_mode": mode, **FASTEST})):
+        model = Shaken(kind)
+        del model[1]  # BatchNorm, which "fused" refuses.
+        task = cls(model, "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, **options)
+        torch.manual_seed(2)
+        task.run(2, batches())
+        ends.append(task)
+        states.append((np.random.get_state()[1].tolist(), model.random.getstate(), torch.get_rng_state().tolist()))
+    assert furthest(*ends) < 1e-12
+    assert states[0] == states[1]
 
 
 class OwnBackward(Task):
