@@ -136,3 +136,18 @@ def test_whoever_reads_may_have_had_enough(tmp_path: Path) -> None:
         process.stdout.close()  # type: ignore[union-attr]
         told = process.stderr.read()  # type: ignore[union-attr]
     assert (process.returncode, told) == (2, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_what_is_closed_ends_no_command_otherwise(closed: str, tmp_path: Path) -> None:
+    """Without standard output or error the status is what it would be, and nothing else is told."""
+    statuses = {"same": 0, "other": 1, "absent": 2}
+    for name in ("one", "same", "other"):
+        lines = [{"ledger": 1, "begins_after": 0}, {"step": 1, "stages": {"forward": {"loss": [name == "other"]}}}]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    called = f'"{sys.executable}" -m zae diff one "$name" {closed}; echo "$name $?" >> statuses'
+    script = f"for name in {' '.join(statuses)}; do {called}; done"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "statuses").read_text().split() == [str(each) for item in statuses.items() for each in item]
+    assert "Traceback" not in done.stderr
+    assert ">&-" not in closed.split() or done.stdout == ""

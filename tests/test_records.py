@@ -402,6 +402,13 @@ def test_an_open_epoch_is_shown_so_far() -> None:
     assert trainer.train_history == []
 
 
+def test_print_log_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may have closed it: what cannot be shown ends no script."""
+    monkeypatch.setattr("sys.stdout", None)
+    model = network()
+    Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1)).print_log()
+
+
 def test_print_log_and_loss_history(capsys: Any) -> None:
     trainer = build(task=Task)
     trainer.run(2, hand.loader(), hand.loader(8))

@@ -8,6 +8,7 @@ may import torch at the top: ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main([])
     2
     """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does: the status tells all the same.
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     given = list(sys.argv[1:] if argv is None else argv)
     # A command that is named is asked for its own arguments; the help of all needs none of their modules.
     name = next((word for word in given if not word.startswith("-")), None)
@@ -60,5 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # Whoever reads has had enough, as head has; what is left to say at the exit goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # What cannot be read is no finding, of which 1 would tell.
-        sys.stderr.write(f"{error}\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{error}\n")
     return status

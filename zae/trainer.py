@@ -806,7 +806,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""
-        sys.stdout.write(f"{self.metrics}\n")
+        print(self.metrics)
 
     def log_reset(self) -> None:
         """Forget what the open epoch has logged."""
