@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -186,3 +187,33 @@ def test_a_process_without_standard_error_trains(monkeypatch: Any, tmp_path: Pat
     for stream in (None, closed, tee):
         monkeypatch.setattr(sys, "stderr", stream)
         assert run_quick().metrics["step"] == 8
+
+
+def test_f_c10_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: Any) -> None:
+    """F-C10: neither in the bar, nor in the line of an epoch, nor in the table; of an epoch that was left open."""
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def build() -> Quick:
+        model = torch.nn.Linear(2, 1)
+        return Quick(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+
+    first, second, seen = build(), build(), Screen()
+    first.leaves = second.leaves = -1
+    batches = [torch.ones(8, 2)] * 4
+    first.run(2, batches, max_steps=6)
+    state = first.state_dict()
+    records, name = state["records"], "\x1b[2Jname"
+    records["log_train"]["series"][name] = records["log_train"]["series"]["loss"]
+    records["train_history"] = [{**row, name: "\x1b]0;text\x07"} for row in records["train_history"]]
+    monkeypatch.setattr(sys, "stderr", seen)
+    second.load_state_dict(state)
+    second.run(1, batches)
+    second.print_log()
+    bars, table = seen.getvalue(), capsys.readouterr().out
+    assert re.search(r"loss \S+, \\x1b\[2Jname \S+, lr", bars)
+    assert re.search(r"epoch +step .*train_\\x1b\[2Jname", bars)
+    assert re.search(r"epoch +step .*\\x1b\[2Jname(.|\n)*\\x1b\]0;text\\x07", table)
+    assert not {"\x1b", "\x07"} & set(bars + table)

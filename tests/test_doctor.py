@@ -104,6 +104,8 @@ def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFix
     (run / "crash-00000020").mkdir()
     about = {"run_id": "\x1b[31mred", "step": 19, "epoch": 0, "composition": ["\x1b]0;title\x07"], "world_size": 1}
     files.save_checkpoint(run / "step-00000019", {}, {}, manifest_info={**about, "info": {"monitor": "\x1b[2J"}})
+    hostile = {"monitor": "loss", "score": "\x1b[3Jforged"}
+    files.save_checkpoint(run / "step-00000018", {}, {}, manifest_info={**about, "step": 18, "info": hostile})
     (run / ".lock").write_text(json.dumps({"pid": 4, "host": "\x1b[5melsewhere", "since": "today"}))
     (run / ".staging-x\x1b[1m-00000000-1-0123456789abcdef").mkdir()
     status, text = doctor(capsys, run)
@@ -112,6 +114,9 @@ def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFix
     assert "\x07" not in text
     assert "crash-00000020" in text
     assert "process 4 on host" in text
+    assert "loss \\x1b[3Jforged" in text
+    alone = (run / "step-00000019").rename(run.parent / "of \x1b[31mits own")
+    assert "\x1b" not in doctor(capsys, alone)[1]
     report = examine(run)
     assert any(name.startswith(".staging-step-00000024") for name in report["left_behind"])
 
@@ -151,3 +156,16 @@ def test_what_is_closed_ends_no_command_otherwise(closed: str, tmp_path: Path) -
     assert (tmp_path / "statuses").read_text().split() == [str(each) for item in statuses.items() for each in item]
     assert "Traceback" not in done.stderr
     assert ">&-" not in closed.split() or done.stdout == ""
+
+
+def test_c10_a_name_in_a_ledger_does_not_act_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F-C10: nor does what stands under it."""
+    for run in ("one", "other"):
+        lines = [{"ledger": 1, "begins_after": 0}, {"step": 1, "stages": {"forward": {"\x1b[2Jname": f"\x07{run}"}}}]
+        (tmp_path / run).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other")]) == 1
+    text = capsys.readouterr().out
+    assert "\\x1b[2Jname differs" in text
+    assert not {"\x1b", "\x07"} & set(text)

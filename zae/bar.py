@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from zae.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -77,7 +79,8 @@ class Bar:
         read : callable
             Returns what to show; it is only called for a redraw.
         """
-        self._bar.set_postfix_str(", ".join(f"{k} {_short(v)}" for k, v in read().items()), refresh=False)
+        text = ", ".join(f"{key} {_short(value)}" for key, value in read().items())
+        self._bar.set_postfix_str(printable(text, kept=""), refresh=False)
         self._bar.update(done - self._bar.n)
         self._next = time.perf_counter() + _INTERVAL
 
@@ -103,7 +106,7 @@ class Bar:
     def _write(self, text: str) -> None:
         """Write a line; a terminal that was closed meanwhile does not end the run that it was to show."""
         try:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{printable(text, kept='')}\n")
         except (OSError, ValueError):
             self.shown = False
 

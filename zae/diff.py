@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zae.errors import ConfigError
+from zae.errors import ConfigError, printable
 
 __all__ = ["STAGES", "Difference", "add_arguments", "compare", "read_ledger", "run"]
 
@@ -151,8 +151,9 @@ def _told(found: Difference, common: list[int]) -> str:
     same = f"the same up to step {before[-1]}" if before else "no step before it was compared"
     begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
     begun = begun if before and found.step - before[-1] > 1 else ""
+    what = _NAMES.get(found.what) or printable(found.what)
     return (
-        f"the runs part at step {found.step}, in the stage {found.stage!r}: {_NAMES.get(found.what, found.what)} "
+        f"the runs part at step {found.step}, in the stage {found.stage!r}: {what} "
         f"differs ({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
     )
 

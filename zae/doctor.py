@@ -134,7 +134,7 @@ def _table(report: dict[str, Any]) -> str:
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     for each in [*report["checkpoints"], *report["crashes"]]:
         if each["whole"]:
-            lines.append(f"{each['name']}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
+            lines.append(f"{_plain(each['name'])}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
         else:
             lines.append(f"{_plain(each['name'])}: {each['wrong']}")
     if report["left_behind"]:
@@ -142,7 +142,7 @@ def _table(report: dict[str, Any]) -> str:
         lines.append(f"left behind by killed saves, removed by the next one: {names}")
     if report["holder"]:
         lines.append(f"in use: {report['holder']}")
-    lines += [f"-> {line}" for line in report["advice"]]
+    lines += [f"-> {_plain(line)}" for line in report["advice"]]
     return "\n".join(lines) + "\n"
 
 
@@ -150,9 +150,11 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
     size = f"{each['bytes'] / 1e6:.1f} MB"
     if not each["whole"]:
         return (_plain(each["name"]), "-", "-", "-", "-", size, "-", "DAMAGED")
-    score = "-" if each["score"] is None else f"{_plain(each['monitor'])} {float(each['score']):.6g}"
+    value = each["score"]  # Of the manifest, which may be forged.
+    shown = f"{value:.6g}" if isinstance(value, (int, float)) else _plain(value)
+    score = "-" if value is None else f"{_plain(each['monitor'])} {shown}"
     numbers = (str(each["step"]), str(each["epoch"]), score, str(each["world_size"]))
-    return (each["name"], *numbers, size, _plain(each["zae"]), "whole")
+    return (_plain(each["name"]), *numbers, size, _plain(each["zae"]), "whole")
 
 
 def _left_behind(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.errors import ConfigError, MonitorError, did_you_mean
+from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 
 __all__ = ["EpochLog", "Metrics", "MetricsDict", "direction_of", "merge_sums", "split_prefix", "to_host"]
 
@@ -286,7 +286,8 @@ class EpochLog(Mapping[str, list[Any]]):
         kept = {key: list(values) for key, values in self._kept.items() if all(map(_can_be_saved, values))}
         if len(kept) < len(self._kept):
             lost = ", ".join(key for key in self._kept if key not in kept)
-            _log.warning("what %s holds as %s cannot be saved; a resume in this epoch is without it", self._name, lost)
+            said = "what %s holds as %s cannot be saved; a resume in this epoch is without it"
+            _log.warning(said, self._name, printable(lost))
         return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -491,7 +492,7 @@ class MetricsDict(dict[str, Any]):
             return "no epoch has been trained"
         columns = list(dict.fromkeys(key for row in rows.values() for key in row))
         best = self.get("best_valid") or {}
-        table = [columns, *([_cell(rows[step].get(c)) for c in columns] for step in sorted(rows))]
+        table = [[_cell(c) for c in columns], *([_cell(rows[step].get(c)) for c in columns] for step in sorted(rows))]
         widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
         marked = [line + ("  best" if best.get("step") == step else "") for line, step in
@@ -500,9 +501,9 @@ class MetricsDict(dict[str, Any]):
 
 
 def _cell(value: Any) -> str:
-    """A number as it stands in the table."""
+    """A number, or a name, as it stands in the table."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
-    return str(value)
+    return printable(str(value), kept="")
