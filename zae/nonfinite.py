@@ -63,9 +63,10 @@ class NonFiniteGuard:
         self.scaled = False
         self._waiting: list[Tensor] = []
         self._steps: list[int] = []
+        self._untold: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": [], "_steps": []}
+        return {**self.__dict__, "_waiting": [], "_steps": [], "_untold": []}
 
     def allows(self, trainer: Trainer, outputs: Sequence[tuple[Mapping[str, Any], float]]) -> bool:
         """Say whether the optimizer may step.
@@ -123,8 +124,9 @@ class NonFiniteGuard:
         bad = [(step, value) for step, value in zip(steps, values) if not math.isfinite(value)]
         if not bad:
             return
-        count = len({step for step, _ in bad})
-        trainer.progress_checker.nonfinite_steps += count
+        found = list(dict.fromkeys(step for step, _ in bad))
+        trainer.progress_checker.nonfinite_steps += len(found)
+        self._untold += found if trainer.world_size > 1 else []
         step, value = bad[0]
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
@@ -137,6 +139,20 @@ class NonFiniteGuard:
                 f"{step}. {_CURE}"
             )
         _log.warning("%s; %d such steps were taken", text, trainer.progress_checker.nonfinite_steps)
+
+    def share(self, trainer: Trainer) -> None:
+        """Count on every rank the steps that another one has taken all the same; all ranks call it.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            Between two steps; a loss is looked at where it is computed, and nobody waits for the others there.
+        """
+        self.settle(trainer)
+        if self.policy == "warn" and trainer.world_size > 1:
+            own, self._untold = self._untold, []
+            everywhere = {step for steps in trainer.gather(own) for step in steps}
+            trainer.progress_checker.nonfinite_steps += len(everywhere.difference(own))
 
     def _look(self, trainer: Trainer, value: Any) -> bool:
         """Look at one loss, at several, or at a norm; one on an accelerator is put off where that may be."""
@@ -161,6 +177,8 @@ class NonFiniteGuard:
             raise NonFiniteError(f"{text}. The optimizer has not stepped: the weights are those of step "
                                  f"{progress.step}. {_CURE}")  # fmt: skip
         progress.nonfinite_steps += 1
+        if self.policy == "warn" and trainer.world_size > 1:
+            self._untold.append(progress.step + 1)
         if progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0:  # The 1st, 2nd, 4th, 8th: not a flood.
             done = "left out" if self.policy == "skip" else "taken all the same"
             _log.warning("%s. The step was %s; %d so far", text, done, progress.nonfinite_steps)

@@ -169,7 +169,7 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
             f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(loader)})"
             + (used_up if progress.epoch else "; give it data")
         )
-    trainer.nonfinite.settle(trainer)
+    trainer.nonfinite.share(trainer)
     if not complete:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
@@ -315,6 +315,8 @@ def _place(trainer: Trainer) -> dict[str, int]:
 
 def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> None:
     """Log the means since the last record (or those given), the learning rates and the gradient norm."""
+    if means is None:  # Else the epoch has just been closed.
+        trainer.nonfinite.share(trainer)
     sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
     since = means or {key: total / weight for key, (total, weight) in sums.items()}
     record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)

@@ -294,6 +294,24 @@ def a_bad_step_of_one_rank_is_left_out_by_all(world, folder):
     assert all(same(averages[0], each) for each in averages)
 
 
+def a_bad_step_of_one_rank_is_counted_by_all(world, folder):
+    """F-D1: with "warn" only the last rank sees its loss: what is returned, logged and saved counts it all the same."""
+
+    class OneIsBad(Task):
+        def train_step(self, batch):
+            out = super().train_step(batch)
+            if self.rank in {1: (world - 1,), 4: (0, world - 1)}.get(self.progress_checker.step, ()):
+                out["loss"] = out["loss"] + math.inf  # Its gradient is finite.
+            return out
+
+    trainer = build(OneIsBad, (MultiGPUAddon,), on_nonfinite="warn", log_every=1)
+    metrics = trainer.run(2, loader(6 * world, 2))
+    assert trainer.world_size == world
+    assert trainer.gather(metrics["nonfinite_steps"]) == [2] * world
+    assert trainer.gather(trainer.state_dict()["progress"]["nonfinite_steps"]) == [2] * world
+    assert [each.get("nonfinite_steps") for each in trainer.log_history] == [None, 1.0, 1.0, 1.0, 2.0, 2.0]
+
+
 def unused_parameters_are_named(world, folder):
     """P-45; and parts of the model may be called, which the wrapper does not see."""
 
@@ -764,6 +782,7 @@ CHECKS = (
     another_number_of_ranks_is_refused,
     stopping_is_agreed,
     a_bad_step_of_one_rank_is_left_out_by_all,
+    a_bad_step_of_one_rank_is_counted_by_all,
     several_optimizers_and_parameters_outside,
     rates_are_those_of_one_process,
     saved_keys_are_the_model_s,
