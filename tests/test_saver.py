@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from zae import saver
 from zae.saver import Snapshots
 
 
@@ -30,3 +31,35 @@ def test_p54_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: p
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     Snapshots().take(state)
     assert len(waited_for) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_p54_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, to the last byte, by one thread or several; what is one tensor stays one, and the next save reuses it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    large = torch.arange(3_000_001, dtype=torch.float32)
+    snapshots, state = Snapshots(), {"a": large, "b": large, "half": large[1::2], "c": large.to(torch.int16)[7:]}
+    for _ in range(2):
+        copied = snapshots.take(state)
+        assert all(torch.equal(copied[name], value) for name, value in state.items())
+        assert copied["a"] is copied["b"]
+        held = copied["a"].data_ptr()
+        large.add_(1)
+        assert not torch.equal(copied["a"], large)
+    assert snapshots.take(state)["a"].data_ptr() == held
+
+
+def test_p54_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not copied any more is not copied into the memory of the state after it."""
+    first, second = torch.zeros(3_000_000), torch.ones(3_000_000)
+    snapshots = Snapshots()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.np, "copyto", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.take({"a": first})
+    assert torch.equal(snapshots.take({"a": second})["a"], second)
+    assert not snapshots._pieces

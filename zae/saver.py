@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Saver", "Snapshots", "job_of"]
 
 _log = logging.getLogger("zae")
+
+_PIECE = 1 << 19  # Bytes that a thread copies at a time; less than that is copied at once.
+_THREADS = 4  # More do not copy faster: the memory is at its end.
 
 
 class Job(NamedTuple):
@@ -232,6 +237,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Any, Tensor]] = []
+        self._pieces: deque[tuple[memoryview, memoryview]] = deque()
 
     def take(self, state: Any) -> Any:
         """Copy a state, which may change as soon as this has returned.
@@ -250,7 +256,9 @@ class Snapshots:
         for kind, buffer in self._buffers:
             spare.setdefault(kind, []).append(buffer)
         self._buffers = []
+        self._pieces.clear()
         copied = self._copy(state, spare, {})
+        _copy_pieces(self._pieces)
         for device in {device for (*_, device), _ in self._buffers if device is not None}:
             torch.accelerator.synchronize(device)  # It need not be the present one.
         return copied
@@ -277,12 +285,43 @@ class Snapshots:
             buffers = spare.get(kind)
             buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
             if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
-                byte_view(buffer)[:] = byte_view(value)  # Threads would have to meet for each tensor.
+                self._plan(byte_view(buffer), byte_view(value))  # torch's threads would meet for each tensor.
             else:
                 buffer.copy_(value, non_blocking=pinned)
             copies[key] = buffer
             self._buffers.append((kind, buffer))
         return copies[key]
+
+    def _plan(self, target: memoryview, source: memoryview) -> None:
+        """Copy a little at once, and leave much to several threads."""
+        if len(source) < _PIECE:
+            target[:] = source
+            return
+        for start in range(0, len(source), _PIECE):
+            self._pieces.append((target[start : start + _PIECE], source[start : start + _PIECE]))
+
+
+def _copy_pieces(pieces: deque[tuple[memoryview, memoryview]]) -> None:
+    """Copy memory in a few threads, each of which takes the next piece: one alone is slower than the memory is."""
+    count = min(len(pieces), torch.get_num_threads(), _THREADS)
+    others = [threading.Thread(target=_copy_some, args=(pieces,), daemon=True) for _ in range(count - 1)]
+    for other in others:
+        other.start()
+    try:
+        _copy_some(pieces)
+    finally:  # Interrupted, it leaves nothing behind that would be copied into what the next state is held in.
+        pieces.clear()
+        for other in others:
+            other.join()
+
+
+def _copy_some(pieces: deque[tuple[memoryview, memoryview]]) -> None:
+    while True:
+        try:
+            target, source = pieces.popleft()
+        except IndexError:
+            return
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # It lets other threads run.
 
 
 def _like(value: Any, made: dict[Any, Any]) -> Any:
