@@ -406,3 +406,31 @@ def test_a_trainer_without_an_optimizer_is_not_planned_to_train(scheduler: Any) 
         trainer.plan(1, data)
     with pytest.raises(ConfigError, match="has no optimizer to drive" if scheduler else "optimizer is None, and train"):
         trainer.run(1, data)
+
+
+class Growing:
+    """A batch sampler whose batches are larger, and fewer, in each epoch."""
+
+    def __init__(self) -> None:
+        self.size = 2
+
+    def __len__(self) -> int:
+        return -(-24 // self.size)
+
+    def __iter__(self) -> Any:
+        yield from torch.arange(24).split(self.size)
+        self.size *= 2
+
+
+def test_an_epoch_of_another_number_of_batches_is_said_to_be_uncertain() -> None:
+    """P-08: a batch sampler of one's own may make another number in each; one of torch's does not."""
+    data = TensorDataset(torch.ones(24, 3), torch.ones(24, 2))
+    model = nn.Linear(3, 2)
+    trainer = PlainTask(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    growing, said = DataLoader(data, batch_sampler=Growing()), "counted with the 12 batches that Growing has now"
+    made = trainer.plan(3, growing)
+    assert made.steps == 36
+    assert said in str(made)
+    assert said not in str(trainer.plan(1, growing))
+    assert "batches that" not in str(trainer.plan(3, DataLoader(data, batch_size=2)))
+    assert trainer.run(3, growing)["step"] == 12 + 6 + 3

@@ -29,7 +29,7 @@ from zae.workers import deaths_expected, mute_workers, part_from_workers, unmute
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Position", "check_loader", "describe", "gives_pinned", "length_of"]
+__all__ = ["Position", "check_loader", "describe", "gives_pinned", "length_of", "own_batch_sampler"]
 
 _log = logging.getLogger("zae")
 
@@ -432,10 +432,31 @@ class Position:
             self._restore(state, only_streams=again)
 
 
+def own_batch_sampler(facts: Mapping[str, Any]) -> str:
+    """Name the batch sampler of a loader that is none of torch's; else an empty string.
+
+    Parameters
+    ----------
+    facts : mapping
+        What `zae.data_state.facts_of` returned.
+
+    Returns
+    -------
+    str
+        Its class.
+
+    Examples
+    --------
+    >>> own_batch_sampler({"batch sampler": "ByLength"}), own_batch_sampler({"batch sampler": "BatchSampler"})
+    ('ByLength', '')
+    """
+    name = facts.get("batch sampler") or "BatchSampler"
+    return "" if name in ("BatchSampler", "SampleShards") else str(name)
+
+
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
     """Whether only the number of batches differs, of a batch sampler that may make another one in each epoch."""
-    is_own = before.get("batch sampler", "BatchSampler") not in ("BatchSampler", "SampleShards")
-    return is_own and [change.startswith("number of batches") for change in changes] == [True]
+    return bool(own_batch_sampler(before)) and [change.startswith("number of batches") for change in changes] == [True]
 
 
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:

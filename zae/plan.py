@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zae import optim, session
+from zae.data_state import facts_of
 from zae.device import leading_dimension
 from zae.dry_run import checkpoint_bytes, metric_names, simulated
 from zae.errors import MonitorError
 from zae.fast_data import why_not
-from zae.loading import describe, length_of
+from zae.loading import describe, length_of, own_batch_sampler
 from zae.progress import Every
 from zae.records import split_prefix
 from zae.schedulers import is_plateau
@@ -295,6 +296,9 @@ def _count_steps(trainer: Trainer, made: RunPlan, loader: Any, asked: session.Pl
         at_epoch, at_step, in_open = at_epoch + 1, at_step + left, 0
         made.epoch_ends.append((at_epoch, at_step))
     made.last_step = at_step
+    if len(made.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(loader))):
+        made.notes.append(f"each epoch is counted with the {made.batches_per_epoch} batches that {own} has now; it may "
+                          "make another number of them later")  # fmt: skip
 
 
 def _batch_size(loader: Any) -> int | None:
