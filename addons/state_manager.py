@@ -415,4 +415,4 @@ class StateManagerAddon(AddOnBase):
         super().load_state_dict(rest, strict)
         if own is not None:
             self._retention.take_over(scores_now(self, own["scores"], rest), self.save_path)
-            self.run_id, self._resumed.unsaved.names = own["run_id"], list(own.get("unsaved", ()))
+            self.run_id, self._resumed.unsaved.names = own.get("run_id", ""), list(own.get("unsaved", ()))

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from zae import Trainer
-from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
+from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch, CheckpointNotFound
 from zae.schedulers import WarmUpScheduler
 
@@ -117,6 +117,34 @@ def test_e12_a_weight_that_is_no_tensor_changes_nothing() -> None:
         with pytest.raises(CheckpointMismatch, match=r"0.bias is a list and must be \(8,\)\); nothing was loaded"):
             load(weights)
         assert digest(trainer.model) == before
+
+
+SAVING: dict[Any, dict[str, Any]] = {
+    AMPAddon: {"precision": "bf16"},
+    EMAAddon: {"decay": 0.5},
+    EarlyStoppingAddon: {"patience": 9},
+    JSONLLoggerAddon: {"jsonl_path": "log.jsonl"},
+    StateManagerAddon: {"save_path": "run"},
+}
+
+
+@pytest.mark.parametrize("add_on", SAVING, ids=lambda add_on: add_on.__name__)
+def test_f_e13_an_entry_of_an_add_on_that_does_not_fit_changes_nothing(add_on: Any) -> None:
+    """F-E13: without one of its parts, or with another kind of value there: it is refused, or there is no error."""
+    state = trained(add_on, **SAVING[add_on]).state_dict()
+    (name,) = (key for key in state if key.endswith("Addon"))
+    own, other = state[name], build(add_on, **SAVING[add_on])
+    forged = [{}, 3, [], *({key: own[key] for key in own if key != left} for left in own)]
+    forged += [{**own, key: value} for key in own for value in (None, 3, [], {"a": 1})]
+    refused = 0
+    for entry in forged:
+        before = fingerprint(core_of(other))
+        try:
+            other.load_state_dict({**state, name: entry})
+        except CheckpointMismatch:
+            refused += 1
+            assert fingerprint(core_of(other)) == before
+    assert refused
 
 
 class Extra(nn.Linear):
