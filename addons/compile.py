@@ -17,7 +17,6 @@ from zae import checks, optim
 from zae.addon import AddOnBase, replaces
 from zae.addons import fused, graphs
 from zae.addons.trial import Trial
-from zae.device import leading_dimension
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["CompileAddon"]
@@ -113,7 +112,7 @@ class CompileAddon(AddOnBase):
         self._compiled: dict[str, Any] = {}
         self._looked = False
         self._settings: Mapping[str, Any] = {}  # Of the compiler, while it is used.
-        self._full: int | None = None  # Samples of a full batch, where the loader tells.
+        self._full: tuple[int | None, int] = (None, 0)  # Samples of a full batch, and batches, where the loader tells.
         self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
         self._reported: Any = None
         self._to_copy: set[int] = set()  # At which places of a graph a gradient has to be copied.
@@ -167,9 +166,7 @@ class CompileAddon(AddOnBase):
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note how many samples a full batch has."""
         if training:
-            sampler = getattr(loader, "batch_sampler", None)
-            size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-            self._full = size if isinstance(size, int) else None
+            self._full = graphs.full_of(loader, self.world_size)
             self._looked = False  # Who is idle may have changed since the last epoch.
         return super().wrap_loader(loader, training)
 
@@ -226,7 +223,8 @@ class CompileAddon(AddOnBase):
         if self._shapes is None:
             # The same on any way to this step: a resumed run may begin with the short batch. A lazy layer takes its
             # weights from the random stream, which the compiler puts back.
-            full = self._full in (None, leading_dimension(batch)) and not optim.are_lazy(self.parameters)
+            full = graphs.is_full(batch, *self._full, self.progress_checker.epoch_batch, count)
+            full = full and not optim.are_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
                 self._settle_on(shapes)
         if shapes != self._shapes:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from zae.device import leading_dimension
 from zae.errors import ConfigError, did_you_mean
 from zae.explain import owners_of
+from zae.loading import length_of
 from zae.optim import laid_out, leaves_kernel_open, parameters_of
 from zae.seams import slots_of
 
@@ -32,9 +34,11 @@ __all__ = [
     "check_compiler",
     "detached",
     "fits_kernel",
+    "full_of",
     "graphs_made",
     "has_hooks",
     "hold",
+    "is_full",
     "is_fusible",
     "is_off",
     "options_of",
@@ -144,7 +148,60 @@ def shapes_of(batch: Any) -> Any:
         return tuple(map(shapes_of, batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return tuple(shapes_of(getattr(batch, each.name, None)) for each in dataclasses.fields(batch))
-    return batch if isinstance(batch, (str, int, float, type(None))) else type(batch)
+    if isinstance(batch, (str, int, float, type(None))):
+        return batch
+    held = getattr(batch, "__dict__", {})  # Only what it holds itself: what is further within may lead back to it.
+    return type(batch), *((name, shapes_of(value)) for name, value in held.items() if isinstance(value, Tensor))
+
+
+def full_of(loader: Any, world_size: int) -> tuple[int | None, int]:
+    """Ask a loader for what tells a full batch from the short one at an epoch's end.
+
+    Parameters
+    ----------
+    loader : iterable
+        As the user gave it.
+    world_size : int
+        How many ranks share it.
+
+    Returns
+    -------
+    (int or None, int)
+        The samples of a full batch, and the batches of an epoch of this rank, 0 where that is not known.
+
+    Examples
+    --------
+    >>> full_of([torch.ones(4, 2), torch.ones(1, 2)], 1)
+    (4, 2)
+    """
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if isinstance(loader, (list, tuple)) and loader:
+        size = leading_dimension(loader[0])
+    return size if isinstance(size, int) else None, (length_of(loader) or 0) if world_size == 1 else 0
+
+
+def is_full(batch: Any, size: int | None, length: int, before: int, count: int) -> bool:
+    """Whether a batch is of the shape to be compiled, wherever a run begins.
+
+    Its first dimension need not be that of its samples: it is full, too, where another comes after it in the epoch.
+
+    Parameters
+    ----------
+    batch : object
+        What the loader gave.
+    size, length
+        As `full_of` gives them.
+    before, count : int
+        The batches of the epoch before this window, and those of the window.
+
+    Examples
+    --------
+    >>> [is_full(torch.ones(3, 4, 2), 4, 5, before, 1) for before in (3, 4)]
+    [True, False]
+    """
+    if leading_dimension(batch) == size or before + count < length:
+        return True
+    return length <= count and (size is None or length > 0)  # Alone in its epoch, or nobody knows.
 
 
 def detached(value: Any) -> Any:

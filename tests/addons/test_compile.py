@@ -593,6 +593,37 @@ def test_a_run_resumes_bitwise_before_a_short_batch(tmp_path: Any) -> None:
     assert furthest(straight, resumed) == 0
 
 
+class TimeFirst(Doubled):
+    """Takes batches whose first dimension is not that of the samples."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return super().train_step((batch[0].squeeze(0), batch[1]))
+
+    test_step = train_step
+
+
+def time_first(samples: Any) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return inputs[None], targets
+
+
+@pytest.mark.parametrize(("kind", "at", "eager"), [("time first", 5, 4), ("list", 5, 4), ("one batch", 2, 0)])
+def test_a_full_batch_is_told_by_its_place_too(tmp_path: Any, kind: str, at: int, eager: int) -> None:
+    """F-B1: where its size does not tell, it is one that another comes after, or the only one of its epoch."""
+    loaders: dict[str, Any] = {
+        "time first": hand.loader(22, shuffle=False, collate_fn=time_first),
+        "list": [*hand.loader(22, shuffle=False)],
+        "one batch": hand.loader(22, batch_size=64),
+    }
+    task, options = TimeFirst if kind == "time first" else Doubled, {"compile_mode": "graph", **FAST}
+    ends = []
+    for folder, stop in (("straight", None), ("resumed", at), ("resumed", None)):
+        ends.append(resumable(tmp_path / folder, stop, (CompileAddon,), task, loaders[kind], **options))
+    assert furthest(ends[0], ends[2]) == 0
+    for task in (ends[0], ends[2]):
+        assert (task.compile_report["graphs"], task.compile_report["eager_batches"]) == (1, eager)
+
+
 def test_a_run_goes_on_with_the_add_on_or_without_it(tmp_path: Any) -> None:
     """The checkpoint knows nothing of the add-on: neither keys, nor the kernel that the optimizer stepped with."""
     graph = {"compile_mode": "graph", **FAST}
@@ -607,13 +638,20 @@ def test_a_run_goes_on_with_the_add_on_or_without_it(tmp_path: Any) -> None:
         assert furthest(straight, task) < 1e-10
 
 
-def resumable(folder: Any, max_steps: int | None, add_ons: tuple[Any, ...] = (), **options: Any) -> Any:
+def resumable(
+    folder: Any,
+    max_steps: int | None,
+    add_ons: tuple[Any, ...] = (),
+    cls: Any = Doubled,
+    loader: Any = None,
+    **options: Any,
+) -> Any:
     """A run of four epochs that ends early, or goes on from where one ended."""
-    task = Doubled.add_on(StateManagerAddon, *add_ons)(
+    task = cls.add_on(StateManagerAddon, *add_ons)(
         network(0.2), "cpu", optimizer=OPTIMIZERS["adamw"][0], gradient_clip=0.05, log_bar=False, seed=5,
         save_path=folder, resume="auto", **options,
     )  # fmt: skip
-    task.run(4, hand.loader(22), max_steps=max_steps)
+    task.run(4, loader or hand.loader(22), max_steps=max_steps)
     return task
 
 
@@ -628,6 +666,24 @@ def test_a_second_run_does_not_compile_again() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- models and batches
+
+
+class Pair:
+    """A batch of a type of one's own."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __iter__(self) -> Any:
+        return iter((self.inputs, self.targets))
+
+
+def test_a_short_batch_of_a_type_of_ones_own_is_not_compiled_again() -> None:
+    task = Task.add_on(CompileAddon)(
+        network(), "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, compile_mode="graph", **FASTEST
+    )
+    task.run(2, [Pair(*batch) for batch in batches()])
+    assert (task.compile_report["graphs"], task.compile_report["eager_batches"]) == (1, 2)
 
 
 class Tied(nn.Module):
