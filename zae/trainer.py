@@ -806,7 +806,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""
-        print(self.metrics)
+        getattr(sys.stdout, "write", len)(f"{self.metrics}\n")  # A caller may have closed it: there is None then.
 
     def log_reset(self) -> None:
         """Forget what the open epoch has logged."""
