@@ -240,8 +240,7 @@ class Trainer(metaclass=TrainerMeta):
             Before the first batch.
         """
         plan = session.check_run(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
-        metrics: MetricsDict = self.launch(self._run, loader, valid_loader, plan)
-        return metrics
+        return cast("MetricsDict", self.launch(self._run, loader, valid_loader, plan))
 
     def _run(self, loader: Any, valid_loader: Any, plan: session.Plan) -> MetricsDict:
         """Run in the process that trains."""
@@ -806,7 +805,8 @@ class Trainer(metaclass=TrainerMeta):
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""
-        getattr(sys.stdout, "write", len)(f"{self.metrics}\n")  # A caller may have closed it: there is None then.
+        if sys.stdout is not None:  # A caller may have closed it.
+            sys.stdout.write(f"{self.metrics}\n")
 
     def log_reset(self) -> None:
         """Forget what the open epoch has logged."""
