@@ -47,6 +47,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def _signals_left_alone():
+    """Fail the test that leaves another handler of a signal behind, not one that comes long after it."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+@pytest.fixture(autouse=True)
 def _quiet_folder(tmp_path, monkeypatch):
     """Run every test in a folder of its own: what writes to the working folder is seen, and harms nobody."""
     monkeypatch.chdir(tmp_path)

@@ -785,6 +785,51 @@ def test_fd10_a_copy_of_a_live_run_is_free(folder: Path) -> None:
     assert made.run(2, hand.loader())["step"] == 12
 
 
+def test_fd2_no_handler_of_a_run_outlives_it(folder: Path) -> None:
+    """F-D2: neither where a run ends before another that began within it, nor where others put its handler back."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def begun(name: str) -> Any:
+        made = build(faults.Task, StateManagerAddon, save_path=folder / name)
+        made.setup()
+        made.on_run_begin()
+        return made
+
+    outer, inner = begun("outer"), begun("inner")
+    of_runs = {number: signal.getsignal(number) for number in numbers}
+    outer.teardown()
+    assert {number: signal.getsignal(number) for number in numbers} == of_runs, "the other run goes on"
+    again = begun("outer")
+    inner.teardown()
+    again.teardown()
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+    calls = []
+    try:
+        signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+        mine, made = signal.getsignal(signal.SIGUSR1), begun("one")
+        of_run = [signal.getsignal(number) for number in numbers]
+        signal.signal(signal.SIGTERM, lambda number, frame: of_run[0](number, frame))  # A library's, which goes on.
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        made.teardown()
+        for number, handler in zip(numbers[1:], of_run[1:]):
+            signal.signal(number, handler)  # As a library does that was there for a while.
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == [signal.SIGUSR1]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        ended = forked(lambda: (signal.signal(signal.SIGTERM, of_run[0]), signal.raise_signal(signal.SIGTERM)))
+        assert ended.status == -signal.SIGTERM
+        next_one = begun("one")
+        next_one.teardown()
+        assert signal.getsignal(signal.SIGUSR1) is mine, "what it was put over is not counted"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_fd10_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
     """F-D10: with its next save; where another run has made the folder meanwhile, that one has it."""
     run, others = folder / "run", []

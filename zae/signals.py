@@ -54,10 +54,11 @@ class StopSignals:
     def __init__(self) -> None:
         self.noted: list[int] = []
         self._pid = 0
-        self._before: dict[int, Any] = {}
+        self._listens = False
+        self._before: dict[int, Any] = {}  # What was there; afterwards, what others had put their own handler over.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": {}, "noted": []}  # Handlers belong to a process.
+        return {**self.__dict__, "_listens": False, "_before": {}, "noted": []}  # Handlers belong to a process.
 
     @property
     def received(self) -> int | None:
@@ -72,25 +73,28 @@ class StopSignals:
         list of int
             What it notes in: ``noted``.
         """
-        if self._before or threading.current_thread() is not threading.main_thread():
+        if self._listens or threading.current_thread() is not threading.main_thread():
             return self.noted
         self.noted.clear()
         self._pid = os.getpid()
-        for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
-            before = signal.getsignal(number)
-            if before is not None and before != signal.SIG_IGN:  # None: a handler that Python cannot put back.
-                self._before[number] = before
-                signal.signal(number, self._note)
+        found = {number: _beneath(signal.getsignal(number), number) for number in _numbers()}
+        # None: a handler that Python cannot put back.
+        self._before = {number: one for number, one in found.items() if one is not None and one != signal.SIG_IGN}
+        self._listens = bool(self._before)
+        for number in self._before:
+            signal.signal(number, self._note)
         return self.noted
 
     def restore(self) -> None:
         """Put the handlers that were there before back, but not over one that was installed meanwhile."""
-        before, self._before = self._before, {}
+        if not self._listens:
+            return
+        self._listens = False
         if self.noted:
             unmute_workers()
-        for number, handler in before.items():
+        for number in list(self._before):
             if signal.getsignal(number) in (self._note, signal.SIG_DFL):
-                signal.signal(number, handler)
+                signal.signal(number, _beneath(self._before.pop(number), number))
 
     def end(self, number: int) -> NoReturn:
         """Put the handlers back, call the one that was there for a signal, and leave.
@@ -107,7 +111,7 @@ class StopSignals:
         SystemExit
             With status 143, for the others.
         """
-        before = self._before.get(number)
+        before = _beneath(self._before.get(number), number)
         self.restore()
         self.noted.clear()
         if callable(before) and before is not signal.default_int_handler:
@@ -117,6 +121,14 @@ class StopSignals:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._listens:  # Whoever put a handler over this one has put it back when the run was over, or calls it.
+            handler = _beneath(self._note, number)
+            if callable(handler):
+                handler(number, frame)
+            elif handler == signal.SIG_DFL:
+                signal.signal(number, handler)
+                signal.raise_signal(number)
+            return
         if os.getpid() != self._pid:
             self._pass_on(number)
             return
@@ -132,6 +144,21 @@ class StopSignals:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _numbers() -> list[int]:
+    return [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+def _beneath(handler: Any, number: int) -> Any:
+    """What there is for a signal, where the handlers of runs that are over do not count."""
+    passed: list[Any] = []
+    while getattr(handler, "__func__", None) is StopSignals._note and not handler.__self__._listens:
+        passed.append(handler)
+        handler = handler.__self__._before.get(number, signal.SIG_DFL)
+        if handler in passed:  # Two runs, each of them begun once more while the other went on.
+            return signal.SIG_DFL
+    return handler
 
 
 class Agreed:
