@@ -271,7 +271,7 @@ class CompileAddon(AddOnBase):
 
     def _is_awaited(self) -> bool:
         """Whether somebody waits for the optimizer's step."""
-        return any(map(fused.is_hooked, self._optimizers.values()))
+        return any(map(optim.is_hooked, self._optimizers.values()))
 
     def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Make the whole step in one graph; None where the optimizer has yet to make its state."""

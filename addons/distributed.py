@@ -24,7 +24,6 @@ from zae.records import EpochLog, merge_logs
 from zae.resume import check_places
 from zae.seams import slots_of
 from zae.sharding import Ranks, shard
-from zae.travel import mark_stepped
 
 __all__ = ["DistributedAddon"]
 
@@ -309,7 +308,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     tell_failures_early()
     for scheduler in optim.named(trainer.scheduler).values():
         if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
-            mark_stepped(scheduler.optimizer)
+            optim.mark_stepped(scheduler.optimizer)
     result = getattr(trainer, name)(*arguments.values())
     names = ("log_test", "grad_norm", "_calls", "_seeded")
     return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}

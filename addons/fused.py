@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zae.direct import idle_add_ons
 from zae.explain import owners_of
-from zae.optim import parameters_of
+from zae.optim import is_hooked, parameters_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Update", "clipped", "is_finite", "is_hooked", "update", "why_not"]
+__all__ = ["Update", "clipped", "is_finite", "update", "why_not"]
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
@@ -109,18 +108,6 @@ def _plain(step: Any) -> Any:
     """The function under the wrappers of torch, and of its schedulers."""
     step = inspect.unwrap(step)
     return getattr(step, "__func__", step)
-
-
-def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody waits for an optimizer's step: a graph calls nobody.
-
-    Examples
-    --------
-    >>> is_hooked(SGD([nn.Parameter(torch.ones(1))]))
-    False
-    """
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 # --------------------------------------------------------------------------------------------- what the host does

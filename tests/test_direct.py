@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import tempfile
+import warnings
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zae import AddOnBase, StepError, Trainer
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, MultiGPUAddon
+from zae.schedulers import WarmUpScheduler
 
 
 class Task(Trainer):
@@ -258,3 +262,180 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
     ends = [each.run(1, batches()) for each in (trainer, *copies)]
     assert ends[0] == ends[1]
     assert torch.equal(trainer.model.weight, copies[0].model.weight)
+
+
+# ------------------------------------------------------------------------------------- the step of an optimizer
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The names of the ranges that torch opens for a profiler."""
+    opened, enter = [], torch.autograd.profiler.record_function.__enter__
+    monkeypatch.setattr(
+        torch.autograd.profiler.record_function, "__enter__", lambda self: (opened.append(self.name), enter(self))[1]
+    )
+    return opened
+
+
+class Clipping(AddOnBase):
+    """Keeps the step from the direct way."""
+
+    layer = "loop"
+
+    def clip(self):
+        super().clip()
+
+
+def warmed(optimizer):
+    return WarmUpScheduler(optimizer, total_iters=4, eta_min=0.01)
+
+
+@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["direct", "by its seams"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+@pytest.mark.parametrize("scheduler", [None, warmed], ids=["", "scheduler"])
+def test_p33_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ranges):
+    """P-33: what torch puts around a step takes a tenth of a small one's time; the weights are those of its calls."""
+
+    def train(hand):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = kind(model.parameters(), lr=0.1)
+        schedule = scheduler and scheduler(optimizer)
+        if not hand:
+            options = {"scheduler": schedule, "scheduler_step_on_batch": True} if schedule else {}
+            trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
+            assert trainer.run(2, batches())["step"] == 8
+            return model.state_dict(), optimizer.state_dict()
+        for batch in batches() * 2:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if schedule:
+                schedule.step()
+            optimizer.zero_grad()
+        return model.state_dict(), optimizer.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # A scheduler says so where it sees no step of its optimizer.
+        ours = train(hand=False)
+        assert not ranges
+        by_hand = train(hand=True)
+    assert ranges.count(f"Optimizer.step#{kind.__name__}.step") == 8
+    torch.testing.assert_close(ours, by_hand, rtol=0, atol=0)
+
+
+def test_p33_a_profiler_sees_the_steps_of_an_optimizer():
+    """P-33, P-48: also where it begins in the midst of a run."""
+
+    class Profiled(Task):
+        def on_epoch_begin(self):
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1:
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self.profiler.start()
+
+        def on_epoch_end(self):
+            super().on_epoch_end()
+            if self.progress_checker.epoch == 2:
+                self.profiler.stop()
+
+    trainer = make(Profiled)
+    trainer.run(3, batches())
+    counts = {each.key: each.count for each in trainer.profiler.key_averages()}
+    assert counts["Optimizer.step#SGD.step"] == 4
+
+
+@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["direct", "by its seams"])
+def test_p33_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
+    """P-33: those of one optimizer and those of all; one that comes in the midst of an epoch too."""
+    called = []
+
+    class Hooking(Task):
+        def train_step(self, batch):
+            step = self.progress_checker.step
+            if step == 1:
+                self.optimizer.register_step_pre_hook(lambda *_: called.append(("pre", step_now())))
+                self.optimizer.register_step_post_hook(lambda *_: called.append(("post", step_now())))
+            if step == 3:
+                handles.append(register_optimizer_step_pre_hook(lambda *_: called.append(("all pre", step_now()))))
+                handles.append(register_optimizer_step_post_hook(lambda *_: called.append(("all post", step_now()))))
+            return super().train_step(batch)
+
+    def step_now():
+        return trainer.progress_checker.step
+
+    handles = []
+    trainer = make(Hooking.add_on(*add_ons))
+    try:
+        trainer.run(1, batches(5))
+    finally:
+        for handle in handles:
+            handle.remove()
+    own = [[("pre", step), ("post", step)] for step in (1, 2)]
+    both = [[("all pre", step), ("pre", step), ("post", step), ("all post", step)] for step in (3, 4)]
+    assert called == [each for group in own + both for each in group]
+
+
+def test_p33_a_step_of_ones_own_is_called():
+    """P-33: put on the optimizer, on its class, around that of its class, or in the place of a scheduler's."""
+    called = []
+
+    def noting(function):
+        @functools.wraps(function)
+        def step(*args, **kwargs):
+            called.append(1)
+            return function(*args, **kwargs)
+
+        return step
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            called.append(1)
+            return super().step(closure)
+
+    class OwnWrapper(torch.optim.SGD):
+        profile_hook_step = staticmethod(noting)
+
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Later(torch.optim.SGD):
+        """Its step is wrapped when torch has done so."""
+
+    def build(change, kind=torch.optim.SGD):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = kind(model.parameters(), lr=0.1)
+        change(optimizer)
+        return Task(model, "cpu", optimizer=optimizer, log_bar=False)
+
+    def on_it(optimizer):
+        optimizer.step = noting(optimizer.step)
+
+    def on_its_class(optimizer):
+        Later.step = noting(Later.step)
+
+    def silenced(optimizer):
+        """As one keeps a scheduler from saying that the step was overridden."""
+        optimizer.step = noting(type(optimizer).step).__get__(optimizer)
+        optimizer.step.__func__._wrapped_by_lr_sched = True
+
+    def over_a_scheduler(optimizer):
+        optimizer.keeps = warmed(optimizer)
+        optimizer.step = noting(optimizer.step)
+
+    expected = weights_of(build(lambda optimizer: None))
+    for change, kind in [
+        (on_it, torch.optim.SGD), (lambda optimizer: None, Own), (lambda optimizer: None, OwnWrapper),
+        (on_its_class, Later), (silenced, torch.optim.SGD),
+    ]:  # fmt: skip
+        called.clear()
+        assert torch.equal(weights_of(build(change, kind)), expected)
+        assert len(called) == 4
+    called.clear()
+    build(over_a_scheduler).run(1, batches())
+    assert len(called) == 4
+
+
+def weights_of(trainer):
+    trainer.run(1, batches())
+    return trainer.model.weight.detach()

@@ -189,7 +189,7 @@ def run_batch(trainer: Trainer, batch: Any) -> None:
     # A loss that is not finite, one elsewhere, and a norm are the guard's to look at.
     stepped = (value - value == 0 and trainer.grad_norm is None) or trainer.nonfinite.allows(trainer, [both])
     if stepped:
-        trainer._own.optimizer.step()  # type: ignore[union-attr]
+        optim.step(trainer._own.optimizer)  # type: ignore[arg-type]
         if trainer.scheduler_step_on_batch:
             trainer.scheduler_step("batch")
     for parameter in trainer.parameters:

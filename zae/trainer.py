@@ -460,14 +460,14 @@ class Trainer(metaclass=TrainerMeta):
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
         if self._own.optimizer is not None:  # Nobody overrides step_one, which would only do this.
-            self._own.optimizer.step()
+            optim.step(self._own.optimizer)
             return True
         return not [each for each in self._optimizers.values() if not self.step_one(each)]
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step one optimizer; return whether that took place."""
-        optimizer.step()
+        optim.step(optimizer)
         return True
 
     @seam

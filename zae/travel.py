@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import pickle
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zae.errors import ConfigError
 
-__all__ = ["culprit", "mark_stepped", "pack", "unpack"]
+__all__ = ["culprit", "pack", "unpack"]
 
 _DEPTH = 12
 _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
@@ -101,27 +99,6 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     vars(module).update({**vars(pickle), "Unpickler": _Unpickler})
     # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
     return torch.load(path, map_location=dict(devices or {}), weights_only=False, pickle_module=module)
-
-
-def mark_stepped(optimizer: Optimizer) -> None:
-    """Let a scheduler see again that its optimizer steps: torch notes it on the instance, and pickle leaves that out.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        One that has travelled, and that a scheduler drives.
-    """
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return
-    function = type(optimizer).step
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return function(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _recording(seen: list[Any]) -> type:
