@@ -223,7 +223,8 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
         f"Where a limit is to be judged, and in the first row, a process measures again while {SECONDS:.0f} seconds "
         f"({SECONDS_OF['cnn']:.0f} on the CNN) allow it and gives its own median. An asterisk marks final weights that "
-        "are not bitwise those of the loop by hand. How the loop by hand scatters against itself, in the first row, is the noise of the machine.",
+        "are not bitwise those of the loop by hand. How that scatters against itself, in the first row, is the noise "
+        "of the machine.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
         "![Ratio to the loop by hand, tiny MLP with a DataLoader](performance.svg)",
@@ -256,9 +257,9 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         "- evaluation: the tiny MLP over 500 batches of a DataLoader, or over 2,000 that are there already, where what "
         "Accelerate measures is the loop by hand; CNN: 50 steps of about 10 ms an epoch.\n"
         "- Everybody reads the loss of every step; zae also looks whether it is finite.\n"
-        "- Where nobody profiles and an optimizer has no hooks, zae calls its step without the function that torch puts "
-        "around it, which opens a range for a profiler and calls hooks; the optimizer here is SGD, whose own step is "
-        "short.\n"
+        "- Where nobody profiles and an optimizer has no hooks, zae calls its step without the function that torch "
+        "puts around it, which opens a range for a profiler and calls hooks; the optimizer here is SGD, whose own step "
+        "is short.\n"
         "- On a GPU: benchmarks/gpu.py. It has not been run: no GPU was at hand.",
     ]
     return "\n\n".join(parts) + "\n"
