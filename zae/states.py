@@ -96,7 +96,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
                 setattr(trainer, name, value)
             if not is_judged_alike(trainer, state):
                 _judge_anew(trainer, state["records"]["monitor"])
-        trainer.unwrap().load_state_dict(weights, strict=strict)  # Last: there is no second copy to take them back by.
+        _load(trainer.unwrap(), weights, strict)  # Last: of most models there is no copy to take it back by.
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
@@ -277,8 +277,28 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
             f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
         )
     found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
-    keys = module.load_state_dict(_fit(module, found, strict), strict=strict)
+    keys = _load(module, _fit(module, found, strict), strict)
     return list(keys.missing_keys), list(keys.unexpected_keys)
+
+
+def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
+    """Load weights that fit; where a module's own code takes part and fails, put back what was there."""
+    before = copy.deepcopy(module.state_dict()) if any(map(_takes_part, module.modules())) else None
+    try:
+        return module.load_state_dict(weights, strict=strict)
+    except BaseException:
+        if before is not None:
+            with contextlib.suppress(Exception):  # Its code may fail once more; then the rest is as it was.
+                module.load_state_dict(before, strict=False)
+        raise
+
+
+def _takes_part(module: nn.Module) -> bool:
+    """Whether code that is not torch's has a hand in the loading of a module."""
+    kind = type(module)
+    methods = (kind.set_extra_state, kind._load_from_state_dict, kind.load_state_dict)
+    is_own = any(not getattr(each, "__module__", "").startswith("torch.") for each in methods)
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
 
 def load_weights_of(trainer: Trainer, path: Path) -> None:
