@@ -42,6 +42,7 @@ SETTINGS = {
     "MALLOC_TOP_PAD_": "67108864",
     "MALLOC_ARENA_MAX": "1",
 }
+NOISE = 1.05
 LIMITS = [  # Of the issue: workload, contestant, the most that the median may be.
     ("mlp", "zae_core", 1.02), ("free", "zae_core", 1.05), ("mlp", "zae_eight", 1.05), ("free", "zae_eight", 1.10),
     ("all", "zae_core", 1.05), ("eval", "zae_core", 1.05), ("free_eval", "zae_core", 1.05),
@@ -158,6 +159,25 @@ def verdicts(results: dict[str, Any]) -> str:
             title, label = TITLES[WORKLOADS.index(workload)], contestants()[name]["name"]
             lines.append(f"| {title} | {label} | {limit} | {value:.3f} | {kept} | {more:+.1f} |")
     return "\n".join(lines)
+
+
+def committed() -> dict[tuple[str, str], float]:
+    """The medians of the page that is there, of which a limit is told: by workload and contestant."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| [\d.]+ \| ([\d.]+) \| (?:yes|no) \|", PAGE.read_text(), re.M)
+    return {(title, label): float(value) for title, label, value in rows}
+
+
+def changes(results: dict[str, Any]) -> str:
+    """What has become slower, or faster, than the page says: a limit may be far away from what there was."""
+    known, lines = committed(), []
+    for workload, name, _ in LIMITS:
+        rows = [row["ratio"] for row in results.get(name, {}).get(workload, []) if "ratio" in row]
+        title, label = TITLES[WORKLOADS.index(workload)], contestants()[name]["name"]
+        if rows and (title, label) in known:
+            now, before = median(rows), known[title, label]
+            what = "SLOWER" if now > before * NOISE else "faster" if before > now * NOISE else "the same"
+            lines.append(f"{title}, {label}: {before:.3f} on the page, {now:.3f} now: {what}")
+    return "\n".join([*lines, f"(up to {NOISE - 1:.0%} is taken for noise)"])
 
 
 def floor(results: dict[str, Any]) -> str:
@@ -282,7 +302,7 @@ def main() -> None:
     pairs = QUICK if arguments.quick else pairs
     workloads = [workload for workload in WORKLOADS if workload in {each for _, each in pairs}]
     results = run(pairs, arguments.repeats or (4 if arguments.quick else 5), arguments.quick)
-    sys.stdout.write(f"{table(results, workloads)}\n\n{verdicts(results)}\n")
+    sys.stdout.write(f"{table(results, workloads)}\n\n{verdicts(results)}\n\n{changes(results)}\n")
     if arguments.quick or arguments.no_page or arguments.only or arguments.workloads:
         return
     measured = {n: {w: [measure(n, w, known[n]["terminal"])] for w in ("start", "once", "growth")} for n in names}
