@@ -268,11 +268,13 @@ class DistributedAddon(ShardingAddon):
 
     def state_dict(self) -> dict[str, Any]:
         """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
-        state, world = super().state_dict(), self._planned_world()
+        asks = self._world > 1 and not self._is_failing()
+        if asks:
+            self.nonfinite.share(self)
+        state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
         if world == 1:
             return state
-        ranks = self._ranks
-        if self._world > 1 and not self._is_failing():
+        if asks:
             ranks = self.gather({"position": state["position"], "log_train": state["records"]["log_train"]})
         return {**state, self._name(): {"world_size": world, "ranks": list(ranks)}}
 

@@ -311,6 +311,16 @@ def a_bad_step_of_one_rank_is_counted_by_all(world, folder):
     assert trainer.gather(trainer.state_dict()["progress"]["nonfinite_steps"]) == [2] * world
     assert [each.get("nonfinite_steps") for each in trainer.log_history] == [None, 1.0, 1.0, 1.0, 2.0, 2.0]
 
+    class Saved(OneIsBad):
+        def checkpoint(self):
+            super().checkpoint()
+            saved.append(self.state_dict()["progress"]["nonfinite_steps"])
+
+    saved = []
+    trainer = build(Saved, (MultiGPUAddon,), on_nonfinite="warn")
+    trainer.run(2, loader(6 * world, 2))
+    assert trainer.gather(saved) == [[0, 1, 1, 1, 1, 2, 2, 2]] * world, "in the midst of an epoch too"
+
 
 def unused_parameters_are_named(world, folder):
     """P-45; and parts of the model may be called, which the wrapper does not see."""
