@@ -268,8 +268,7 @@ class DistributedAddon(ShardingAddon):
 
     def state_dict(self) -> dict[str, Any]:
         """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
-        asks = self._world > 1 and not self._is_failing()
-        if asks:
+        if asks := self._world > 1 and not self._is_failing():
             self.nonfinite.share(self)
         state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
         if world == 1:

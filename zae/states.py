@@ -283,11 +283,12 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
 
 def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
     """Load weights that fit; where a module's own code takes part and fails, put back what was there."""
-    before = copy.deepcopy(module.state_dict()) if any(map(_takes_part, module.modules())) else None
+    own = module.state_dict() if any(map(_takes_part, module.modules())) else {}
+    before = {key: copy.deepcopy(value) for key, value in own.items() if not nn.parameter.is_lazy(value)}
     try:
         return module.load_state_dict(weights, strict=strict)
     except BaseException:
-        if before is not None:
+        if before:
             with contextlib.suppress(Exception):  # Its code may fail once more; then the rest is as it was.
                 module.load_state_dict(before, strict=False)
         raise
