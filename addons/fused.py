@@ -6,7 +6,6 @@ computed by the host and given to the graph as numbers: a learning rate is never
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.direct import idle_add_ons
 from zae.explain import owners_of
-from zae.optim import is_hooked, parameters_of
+from zae.optim import is_hooked, is_stepped_by_class, parameters_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -83,7 +82,7 @@ def why_not(trainer: Trainer) -> str | None:
         f"optimizer {name}, which is capturable or differentiable": any(
             group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups
         ),
-        f"a step() of your own in optimizer {name}": _plain(optimizer.step) is not _plain(kind.step),
+        f"a step() of your own in optimizer {name}": not is_stepped_by_class(optimizer),
         f"hooks of the step of optimizer {name}": is_hooked(optimizer),
         f"parameters of {', '.join(sorted(dtypes))}": dtypes,
         "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1,
@@ -102,12 +101,6 @@ def _acting(trainer: Trainer) -> list[tuple[str, type]]:
             if owner not in idle and not harmless:
                 found.append((seam, owner))
     return found
-
-
-def _plain(step: Any) -> Any:
-    """The function under the wrappers of torch, and of its schedulers."""
-    step = inspect.unwrap(step)
-    return getattr(step, "__func__", step)
 
 
 # --------------------------------------------------------------------------------------------- what the host does

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -42,7 +43,7 @@ SETTINGS = {
     "MALLOC_TOP_PAD_": "67108864",
     "MALLOC_ARENA_MAX": "1",
 }
-NOISE = 1.05
+NOISE = 1.05  # By how much two runs of the same code may differ.
 LIMITS = [  # Of the issue: workload, contestant, the most that the median may be.
     ("mlp", "zae_core", 1.02), ("free", "zae_core", 1.05), ("mlp", "zae_eight", 1.05), ("free", "zae_eight", 1.10),
     ("all", "zae_core", 1.05), ("eval", "zae_core", 1.05), ("free_eval", "zae_core", 1.05),
@@ -145,36 +146,41 @@ def table(results: dict[str, Any], workloads: list[str]) -> str:
     return "\n".join(lines)
 
 
+def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, float, list[dict[str, Any]]]]:
+    """What has a limit and was measured: workload and contestant as a reader has them, the limit, and the rows."""
+    known = contestants()
+    for workload, name, limit in LIMITS:
+        rows = [row for row in results.get(name, {}).get(workload, []) if "ratio" in row]
+        if rows:
+            yield TITLES[WORKLOADS.index(workload)], known[name]["name"], limit, rows
+
+
 def verdicts(results: dict[str, Any]) -> str:
     """The limits, and where they are kept."""
     lines = [
         "| workload | contestant | at most | median | kept | microseconds a step more than by hand |",
         "|---" * 6 + "|",
     ]
-    for workload, name, limit in LIMITS:
-        rows = [row for row in results.get(name, {}).get(workload, []) if "ratio" in row]
-        if rows:
-            value, more = median(row["ratio"] for row in rows), median(row["extra_us"] for row in rows)
-            kept = "yes" if value <= limit else "no"
-            title, label = TITLES[WORKLOADS.index(workload)], contestants()[name]["name"]
-            lines.append(f"| {title} | {label} | {limit} | {value:.3f} | {kept} | {more:+.1f} |")
+    for title, label, limit, rows in judged(results):
+        value, more = median(row["ratio"] for row in rows), median(row["extra_us"] for row in rows)
+        kept = "yes" if value <= limit else "no"
+        lines.append(f"| {title} | {label} | {limit} | {value:.3f} | {kept} | {more:+.1f} |")
     return "\n".join(lines)
 
 
 def committed() -> dict[tuple[str, str], float]:
-    """The medians of the page that is there, of which a limit is told: by workload and contestant."""
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| [\d.]+ \| ([\d.]+) \| (?:yes|no) \|", PAGE.read_text(), re.M)
+    """The medians that `verdicts` has written on the page, where there is one: by workload and contestant."""
+    text = PAGE.read_text() if PAGE.exists() else ""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| [\d.]+ \| ([\d.]+) \| (?:yes|no) \|", text, re.M)
     return {(title, label): float(value) for title, label, value in rows}
 
 
 def changes(results: dict[str, Any]) -> str:
     """What has become slower, or faster, than the page says: a limit may be far away from what there was."""
     known, lines = committed(), []
-    for workload, name, _ in LIMITS:
-        rows = [row["ratio"] for row in results.get(name, {}).get(workload, []) if "ratio" in row]
-        title, label = TITLES[WORKLOADS.index(workload)], contestants()[name]["name"]
-        if rows and (title, label) in known:
-            now, before = median(rows), known[title, label]
+    for title, label, _, rows in judged(results):
+        if (title, label) in known:
+            now, before = median(row["ratio"] for row in rows), known[title, label]
             what = "SLOWER" if now > before * NOISE else "faster" if before > now * NOISE else "the same"
             lines.append(f"{title}, {label}: {before:.3f} on the page, {now:.3f} now: {what}")
     return "\n".join([*lines, f"(up to {NOISE - 1:.0%} is taken for noise)"])

@@ -27,6 +27,7 @@ __all__ = [
     "driven_by",
     "fused_hints",
     "is_hooked",
+    "is_stepped_by_class",
     "laid_out",
     "lay_out",
     "learning_rates",
@@ -436,7 +437,7 @@ def step(optimizer: Optimizer) -> None:
     """
     around: Any = type(optimizer).step
     own = vars(optimizer).get("step")
-    if (
+    if (  # `is_stepped_by_class`, without the call: this comes with every step.
         not _IS_KNOWN
         or getattr(around, "__code__", None) is not _AROUND
         or not (own is None or _only_notes(own, around))
@@ -448,6 +449,31 @@ def step(optimizer: Optimizer) -> None:
     if own is not None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
     around.__wrapped__(optimizer)
+
+
+def is_stepped_by_class(optimizer: Optimizer) -> bool:
+    """Whether nothing is around the step of an optimizer's class but what torch, and a scheduler, put there.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any.
+
+    Returns
+    -------
+    bool
+        False where somebody has put another ``step`` on the optimizer, or around that of its class.
+
+    Examples
+    --------
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    >>> before = is_stepped_by_class(optimizer)
+    >>> optimizer.step = lambda: None
+    >>> before, is_stepped_by_class(optimizer)
+    (True, False)
+    """
+    around, own = type(optimizer).step, vars(optimizer).get("step")
+    return getattr(around, "__code__", None) is _AROUND and (own is None or _only_notes(own, around))
 
 
 def _only_notes(own: Any, around: Any) -> bool:

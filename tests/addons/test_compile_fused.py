@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from contextlib import nullcontext
@@ -331,12 +332,20 @@ def with_own_step(parameters: Any) -> Any:
     return optimizer
 
 
+def with_step_in_a_wrapper(parameters: Any) -> Any:
+    optimizer = torch.optim.AdamW(parameters)
+    step = optimizer.step
+    optimizer.step = functools.wraps(step)(lambda *_: step())  # type: ignore[method-assign]
+    return optimizer
+
+
 REFUSED: dict[str, Any] = {
     "running statistics of BatchNorm or the like (1)": ((), {"model": lambda: normalized()}),
     "the step of optimizer 0, a Rprop and none of SGD, Adam and AdamW": ((), {"optimizer": torch.optim.Rprop}),
     "the step of optimizer 0, a OwnAdamW and none of SGD": ((), {"optimizer": OwnAdamW}),
     "hooks of the step of optimizer 0": ((), {"optimizer": with_hook}),
     "a step() of your own in optimizer 0": ((), {"optimizer": with_own_step}),
+    "a step() of your own in optimizer": ((), {"optimizer": with_step_in_a_wrapper}),  # One that says what it wraps.
     "parameters of torch.bfloat16": ((), {"model": lambda: network().bfloat16()}),
     "windows of several batches": ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}),
     "clip() of ClippingAddon": ((ClippingAddon,), {"largest": 0.001}),
