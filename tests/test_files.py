@@ -606,7 +606,7 @@ def test_weights_that_are_not_there_or_not_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match=r"x\.pt: not loaded: contains code"):
         load_weights(tmp_path / "x.pt")
     (tmp_path / "x.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointDamaged, match=r"x\.safetensors: no whole safetensors file"):
+    with pytest.raises(CheckpointDamaged, match=r"x\.safetensors: not a whole safetensors file"):
         load_weights(tmp_path / "x.safetensors")
 
 

@@ -719,7 +719,7 @@ def _load_safetensors(path: Path, entry: FileEntry | None) -> dict[str, Tensor]:
     """Read a safetensors file in one pass, and compare it with its entry."""
     with opened(path, size=entry and entry["size"]) as source:
         try:
-            tensors, _ = read_safetensors(source.fill, source.size, str(path))
+            tensors, _ = read_safetensors(source)
         except CheckpointDamaged:
             # Of a changed file say that it was changed, not what the change broke.
             if entry is not None:

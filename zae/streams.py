@@ -151,6 +151,13 @@ class Input:
     size : int
         Its size in bytes.
 
+    Attributes
+    ----------
+    path : Path
+        Its name.
+    size : int
+        Its size in bytes, when it was opened.
+
     Examples
     --------
     >>> import tempfile
@@ -169,7 +176,7 @@ expected sha256 000000000000, got ba7816bf8f01. Restore the file...
 
     def __init__(self, file: FileIO, path: Path, size: int) -> None:
         self.size = size
-        self._path = path
+        self.path = path
         self._file = file
         self._digest = hashlib.sha256()
 
@@ -178,9 +185,14 @@ expected sha256 000000000000, got ba7816bf8f01. Restore the file...
         while len(buffer):
             count = self._file.readinto(buffer[:CHUNK])
             if not count:
-                raise CheckpointDamaged(f"{self._path}: ends before its {self.size} bytes. {CURE}")
+                raise CheckpointDamaged(f"{self.path}: ends before its {self.size} bytes. {CURE}")
             self._digest.update(buffer[:count])
             buffer = buffer[count:]
+
+    def skip(self, data: memoryview) -> None:
+        """Pass over the next bytes of the file, which somebody else has read: hash them as they were read."""
+        self._digest.update(data)
+        self._file.seek(len(data), os.SEEK_CUR)
 
     def finish(self, expected: str) -> None:
         """Read what is left, and compare the SHA-256 of the whole file with the expected one."""
@@ -189,7 +201,7 @@ expected sha256 000000000000, got ba7816bf8f01. Restore the file...
         found = self._digest.hexdigest()
         if found != expected:
             raise CheckpointDamaged(
-                f"{self._path}: changed since it was written, or of another checkpoint: "
+                f"{self.path}: changed since it was written, or of another checkpoint: "
                 f"expected sha256 {expected[:12]}, got {found[:12]}. {CURE}"
             )
 

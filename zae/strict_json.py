@@ -21,7 +21,7 @@ _STEP[[ord("["), ord("{")]] = 1
 _STEP[[ord("]"), ord("}")]] = -1
 
 
-def strict_json(data: bytes, where: str) -> Any:
+def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
     """Parse JSON that must be what RFC 8259 says, in time and depth that do not depend on its author.
 
     Parameters
@@ -30,6 +30,8 @@ def strict_json(data: bytes, where: str) -> Any:
         UTF-8 text.
     where : str
         The file it comes from, for messages.
+    spaces : int, optional
+        The most white space that it may hold, in bytes, beside one for each other byte.
 
     Returns
     -------
@@ -52,6 +54,8 @@ def strict_json(data: bytes, where: str) -> Any:
     zae.errors.CheckpointDamaged: manifest.json: no JSON that zae writes (the key 'step' stands twice in one object).
     """
     try:
+        if spaces is not None:
+            _refuse_spaces(data, spaces)
         _refuse_depth(data)
         return json.loads(
             data.decode("utf-8"),
@@ -62,6 +66,13 @@ def strict_json(data: bytes, where: str) -> Any:
         )
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: no JSON that zae writes ({str(error)[:200]}).") from None
+
+
+def _refuse_spaces(data: bytes, limit: int) -> None:
+    """Refuse a text that is mostly white space: its size is no measure of what it holds."""
+    count = sum(data.count(space) for space in (b" ", b"\n", b"\t", b"\r"))
+    if count > limit + len(data) // 2:
+        raise ValueError(f"{count} of its {len(data)} bytes are white space")
 
 
 def _refuse_depth(data: bytes) -> None:
@@ -95,9 +106,10 @@ def _refuse_constant(text: str) -> Any:
 
 def _small_int(text: str) -> int:
     """Return an integer of at most 64 bits; Python's own takes time that grows with the square of the digits."""
-    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+    number = int(text) if len(text) <= 20 else 2**63
+    if not -(2**63) <= number < 2**63:
         raise ValueError(f"the integer {text[:20]}... is beyond 64 bits")
-    return int(text)
+    return number
 
 
 def _finite(text: str) -> float:

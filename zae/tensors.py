@@ -1,7 +1,8 @@
 """Tensors as the bytes of a file, and back: safetensors, and the zip file of ``torch.save``.
 
-No file is opened here: writers call a function with buffers, readers call one that fills a buffer, and `zae.files`
-owns the file behind it. Tensors are read straight into their own memory, so a file is read once and held once.
+Writers call a function with buffers, and `zae.files` owns the file behind it. The library safetensors reads its files:
+each tensor straight into its own memory, so a file is read once and held once. What is here beside it: limits on
+hostile headers, which are looked at before the library is, ties, and the hash.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError
+from zae.streams import Input
 from zae.strict_json import strict_json
 
 __all__ = [
@@ -71,6 +74,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TIES = "zae.tied"
 _AXES = 1024  # torch takes time with the square of their number
 _LENGTH = 8  # the header's length, little endian, opens the file
+_PADDING = 1 << 16  # the most white space in a header that is not within its text: some tools align tensors to a page
 
 
 def view_key(tensor: Tensor) -> tuple[object, ...] | None:
@@ -265,6 +269,10 @@ def write_safetensors(
 ) -> None:
     """Write tensors as one safetensors file; tied ones once.
 
+    The library's own writers are not used. ``serialize`` holds all tensors a second time. ``serialize_file`` needs all
+    of them on the host at once, hashes nothing (the file would have to be read again), reports a full disk without its
+    error number, waits for no disk, and writes notes in another order each time: equal states give different files.
+
     Parameters
     ----------
     write : callable
@@ -312,19 +320,13 @@ def write_safetensors(
         write(byte_view(dense(kept[name], name)))
 
 
-def read_safetensors(
-    fill: Callable[[memoryview], object], size: int, where: str
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read one safetensors file that may be hostile.
 
     Parameters
     ----------
-    fill : callable
-        Fills a buffer with the next bytes of the file.
-    size : int
-        The size of the file in bytes. No more memory than this is taken for tensors.
-    where : str
-        The file, for messages.
+    source : Input
+        The open file, at its beginning. All that is read of it is hashed.
 
     Returns
     -------
@@ -336,33 +338,36 @@ def read_safetensors(
     Raises
     ------
     CheckpointDamaged
-        The header is none, is too large, or does not describe exactly the bytes that follow it.
+        The header is missing, is too large, or does not describe exactly the bytes that follow it.
 
     Examples
     --------
-    >>> stream = io.BytesIO()
-    >>> write_safetensors(stream.write, {"bias": torch.zeros(2)}, {"step": "3"})
-    >>> size = stream.seek(0) or len(stream.getvalue())
-    >>> read_safetensors(stream.readinto, size, "model.safetensors")
+    >>> import tempfile
+    >>> from zae.streams import opened
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "model.safetensors")
+    ...     with open(path, "wb") as file:
+    ...         write_safetensors(file.write, {"bias": torch.zeros(2)}, {"step": "3"})
+    ...     with opened(path) as source:
+    ...         read_safetensors(source)
     ({'bias': tensor([0., 0.])}, {'format': 'pt', 'step': '3'})
     """
     try:
-        header, room = _read_header(fill, size, where)
-        notes = header.pop("__metadata__", {})
-        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-            raise ValueError("the metadata of the header is not text")
-        tensors: dict[str, Tensor] = {}
-        for name, dtype, shape, count in _layout(header, room):
-            data = torch.empty(count, dtype=torch.uint8, device="cpu")
-            fill(byte_view(data))
-            tensors[name] = from_bytes(data, dtype, shape)
-        tied = _ties(notes, tensors, where)
+        notes = _check_header(source)
+        # With its default backend the tensors would be views of the mapped file: a file that is cut then ends the
+        # process, and one that is removed keeps its place on the disk. It makes them on torch's default device.
+        with torch.device("cpu"), safe_open(source.path, framework="pt", backend="pread") as file:
+            tensors: dict[str, Tensor] = file.get_tensors()
+            order = file.offset_keys()
+        for name in order:
+            source.skip(byte_view(tensors[name]))
+        tied = _ties(notes, tensors, str(source.path))
         tensors.update({alias: tensors[name] for alias, name in tied.items()})
-    # What torch and Python make of a hostile number is damage, too.
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+    # What the library, torch and Python make of a hostile number is damage, too.
+    except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
         if isinstance(error, CheckpointDamaged):
             raise
-        raise CheckpointDamaged(f"{where}: no whole safetensors file ({str(error)[:200]}).") from error
+        raise CheckpointDamaged(f"{source.path}: not a whole safetensors file ({str(error)[:200]}).") from error
     hidden = {"__metadata__", _TIES, *tied}
     return tensors, {key: note for key, note in notes.items() if key not in hidden}
 
@@ -535,52 +540,31 @@ class _Sink(io.RawIOBase):
         return len(view)
 
 
-def _read_header(fill: Callable[[memoryview], object], size: int, where: str) -> tuple[dict[str, Any], int]:
-    """Read the header, and return it with the number of bytes that follow it."""
-    if size < _LENGTH:
-        raise ValueError(f"{size} bytes are less than the {_LENGTH} that open one")
+def _check_header(source: Input) -> dict[str, str]:
+    """Refuse a header that would cost the library time or memory, or that two readers could read in two ways."""
+    if source.size < _LENGTH:
+        raise ValueError(f"{source.size} bytes are less than the {_LENGTH} that open one")
     opening = bytearray(_LENGTH)
-    fill(memoryview(opening))
+    source.fill(memoryview(opening))
     length = int.from_bytes(opening, "little")
-    if length > min(HEADER_LIMIT, size - _LENGTH):
-        raise ValueError(f"its header claims {length} bytes; the file has {size}, and the limit is {HEADER_LIMIT}")
+    if length > min(HEADER_LIMIT, source.size - _LENGTH):
+        raise ValueError(
+            f"its header claims {length} bytes; the file has {source.size}, and the limit is {HEADER_LIMIT}"
+        )
     text = bytearray(length)
-    fill(memoryview(text))
-    header = strict_json(bytes(text), where)
+    source.fill(memoryview(text))
+    header = strict_json(bytes(text), str(source.path), spaces=_PADDING)
     if not isinstance(header, dict):
         raise ValueError(f"its header is a {type(header).__name__}")
-    return header, size - _LENGTH - length
-
-
-def _layout(header: dict[str, Any], room: int) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Yield name, dtype, shape and bytes of each tensor in file order, once they are known to fill the room exactly."""
-    parts: list[tuple[int, int, str, torch.dtype, tuple[int, ...]]] = []
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise ValueError("the metadata of the header is not text")
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"its header describes {name!r:.80} in another way than dtype, shape and data_offsets")
-        shape, offsets, dtype = entry["shape"], entry["data_offsets"], DTYPES.get(str(entry["dtype"]))
-        if dtype is None:
-            raise ValueError(f"{name!r:.80} is of the dtype {entry['dtype']!r:.40}, which is unknown here")
-        if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or len(shape) > _AXES:
-            raise ValueError(f"{name!r:.80} has a shape or offsets that are no few whole numbers from 0")
-        if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-            raise ValueError(f"{name!r:.80} has a shape of {math.prod(shape)} elements in bytes {offsets}")
-        parts.append((offsets[0], offsets[1], name, dtype, tuple(shape)))
-    end = 0
-    parts.sort(key=lambda part: part[:2])
-    for begin, stop, name, _, _ in parts:
-        if begin != end:
-            raise ValueError(f"{name!r:.80} begins at byte {begin}, where byte {end} is next: a gap or an overlap")
-        end = stop
-    if end != room:
-        raise ValueError(f"its header describes {end} bytes; {room} follow it")
-    for begin, stop, name, dtype, shape in parts:
-        yield name, dtype, shape, stop - begin
-
-
-def _whole_numbers(value: object) -> bool:
-    """Say whether a value is a list of integers from 0."""
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+        if not isinstance(entry["shape"], list) or len(entry["shape"]) > _AXES:
+            raise ValueError(f"{name!r:.80} has a shape that is not a list of at most {_AXES} numbers")
+    return notes
 
 
 def _ties(notes: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -> dict[str, str]:
