@@ -145,11 +145,13 @@ class AMPAddon(AddOnBase):
         """Step through the scaler, which skips an optimizer whose gradients overflowed."""
         if self.scaler is None or all(p.grad is None for p in optim.parameters_of(optimizer)):
             return super().step_one(optimizer)  # One of several whose turn it is not: the scaler would refuse it.
+        # torch would call a fused optimizer all the same, which then makes its state without writing it: a momentum
+        # that begins with an overflow is whatever was in that memory.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values()):
+            return False
         self._stepped = False
         self.scaler.step(optimizer)
-        if self._stepped and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer is always called, and leaves an overflow out itself.
-            return not any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
         return self._stepped
 
     def optimizer_step(self) -> bool:
