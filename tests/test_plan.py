@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import os
@@ -11,6 +13,7 @@ from typing import Any
 
 import matrix
 import numpy as np
+import optimizers
 import oracle
 import pytest
 import torch
@@ -18,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
-from zae import ConfigError, Every, MonitorError, Trainer, rng
+from zae import ConfigError, Every, MonitorError, Trainer, rng, session
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.testing import PlainTask
 
@@ -229,6 +232,81 @@ def test_plan_leaves_a_run_bitwise_as_it_is() -> None:
         trainer.run(2, loader, valid)
         outcomes.append((trainer.unwrap().state_dict(), trainer.optimizer.state_dict(), repr(rng.capture())))
     assert matrix.first_difference(*outcomes) is None
+
+
+def held_by(trainer: Any) -> dict[str, Any]:
+    """All that training reads of an optimizer and a scheduler: each tensor, each number, and what a schedule counts."""
+    of = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler}
+    return copy.deepcopy(
+        {
+            "weights": trainer.unwrap().state_dict(),
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizer.param_groups],
+            **{name: each and each.state_dict() for name, each in of.items()},
+            "attributes": {name: sorted(vars(each)) for name, each in of.items() if each},
+            "random": [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()],
+        }
+    )
+
+
+def assert_untouched(trainer: Any, batches: list[Any]) -> None:
+    """Plan, explain, evaluate and read what the bar shows; before a run, and after it."""
+    for _ in range(2):
+        before = held_by(trainer)
+        trainer.plan(2, batches, batches)
+        trainer.explain()
+        trainer.evaluate(batches)
+        trainer.inference(batches)
+        assert session.shown(trainer) or trainer.metrics
+        difference = matrix.first_difference(before, held_by(trainer))
+        assert difference is None, f"{type(trainer.optimizer).__name__}, {type(trainer.scheduler).__name__}{difference}"
+        trainer.run(1, batches, batches)
+
+
+@pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
+def test_looking_changes_no_optimizer_of_torch(rate: Any) -> None:
+    """P-08, P-48: a rate that is a tensor is written in place by a scheduler, also by the copy that a plan steps."""
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert kinds == optimizers.OPTIMIZERS.keys()
+    looked = 0
+    for make_optimizer in optimizers.OPTIMIZERS.values():
+        with contextlib.suppress(ValueError):  # Some take no tensor for a rate.
+            lr = copy.deepcopy(rate)
+            trainer = optimizers.make(make_optimizer, optimizers.SCHEDULERS["ExponentialLR"], lr=lr)
+            looked += 1
+            assert_untouched(trainer, optimizers.batches(2))
+    assert looked > len(kinds) / 2
+
+
+@pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
+def test_looking_changes_no_scheduler_of_torch(rate: Any) -> None:
+    """P-08, P-48: whatever a schedule changes of a group, rates and betas."""
+    assert {*optimizers.SCHEDULERS, "LRScheduler"} == set(torch.optim.lr_scheduler.__all__)
+    for name, make_scheduler in optimizers.SCHEDULERS.items():
+        options = {"scheduler_step_on_batch": name == "OneCycleLR"}
+        trainer = optimizers.make(torch.optim.Adam, make_scheduler, lr=copy.deepcopy(rate), **options)
+        assert_untouched(trainer, optimizers.batches(2))
+
+
+class Counting(torch.optim.SGD):
+    """It counts its steps in a tensor and in a list of its own, and draws a number in each."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count, self.seen = torch.zeros(2), [0]
+
+    def step(self, closure: Any = None) -> Any:
+        self.count.add_(1)
+        self.seen[0] += 1
+        torch.rand(1)
+        return super().step(closure)
+
+
+def test_the_disk_is_counted_without_a_trace_on_the_optimizer() -> None:
+    trainer = optimizers.make(Counting, cls=optimizers.Task.add_on(StateManagerAddon), save_path="save")
+    random_before = repr(rng.capture())
+    assert trainer.plan(1, optimizers.batches()).bytes_per_checkpoint > 0
+    assert (trainer.optimizer.count.tolist(), trainer.optimizer.seen) == ([0, 0], [0])
+    assert repr(rng.capture()) == random_before
 
 
 def test_plan_takes_nothing_from_an_iterator() -> None:

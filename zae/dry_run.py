@@ -63,11 +63,20 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     twin = SGD([torch.zeros(1)], lr=0.0)
     twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
-        {**{key: copy.copy(value) for key, value in group.items()}, "params": [torch.zeros(1, dtype=d) for d in types]}
+        {**{k: _copied(v) for k, v in group.items()}, "params": [torch.zeros(1, dtype=d) for d in types]}
         for group in optimizer.param_groups
         for types in [{p.dtype for p in group["params"]}]
     ]
     return twin
+
+
+def _copied(value: Any) -> Any:
+    """Copy a setting of a group: a rate that is a tensor is written in place, by schedulers for instance."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else copy.copy(value)
 
 
 def first_batch(loader: Any) -> Any:
@@ -175,18 +184,22 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:
     """What an optimizer keeps after its first step, which is tried on tensors without data."""
-    twin = copy.copy(optimizer)
-    twin.__dict__ = dict(optimizer.__dict__)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        shapes = [torch.zeros_like(p, device="meta").requires_grad_() for p in group["params"]]
-        for shape in shapes:
-            shape.grad = torch.zeros_like(shape)
-        twin.param_groups.append({**group, "params": shapes, "foreach": False, "fused": False})
+    twin = object.__new__(type(optimizer))
+    # What else it holds is copied, large tensors without their data: a step may change it in place.
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in _tensors(vars(optimizer))
+                            if each.dim()}  # fmt: skip
+    memo[id(optimizer)] = twin
+    for parameter in optim.parameters_of(optimizer):
+        memo[id(parameter)] = shape = torch.zeros_like(parameter, device="meta").requires_grad_()
+        shape.grad = torch.zeros_like(shape)
+    left_out: dict[str, Any] = {"state": defaultdict(dict), "_optimizer_step_pre_hooks": OrderedDict(),
+                "_optimizer_step_post_hooks": OrderedDict()}  # fmt: skip
     try:
-        with warnings.catch_warnings():
+        own = {name: value for name, value in vars(optimizer).items() if name not in (*left_out, "step")}
+        twin.__dict__ = {**copy.deepcopy(own, memo), **left_out}
+        for group in twin.param_groups:
+            group.update(foreach=False, fused=False)
+        with rng.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             type(optimizer).step(twin)
     except Exception:
