@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
 
+if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second copy of each class would come from here.
+    raise ImportError(f"this is the package zae.addons, not {__name__}; write: from zae.addons import AMPAddon")
+
 __all__ = [
     "AMPAddon",
     "CompileAddon",

@@ -1,14 +1,12 @@
-"""One thread, so that "bitwise" means the same on every machine; and zae.addons where the checkout hides it."""
+"""One thread, so that "bitwise" means the same on every machine, and every test in its own folder."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import shutil
 import signal
 from multiprocessing import forkserver
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # In memory, where there is room: thousands of checkpoints are synced to the disk, and no test asks how fast that is.
@@ -17,12 +15,6 @@ if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 
 
 import pytest
 import torch
-
-import zae
-
-ROOT = Path(__file__).resolve().parent.parent
-if importlib.util.find_spec("zae.addons") is None:
-    zae.__path__.append(str(ROOT))
 
 torch.set_num_threads(1)
 # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
