@@ -1,7 +1,8 @@
 """The add-ons that come with zae; a package that one of them needs is imported when a trainer is set up."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from zae.lazy import load as _load
 
 if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon
@@ -63,7 +64,7 @@ def __getattr__(name: str) -> object:
     """Import an add-on when it is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module 'zae.addons' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"zae.addons.{_HOMES[name]}"), name)
+    value = globals()[name] = _load(f"zae.addons.{_HOMES[name]}", name)
     return value
 
 

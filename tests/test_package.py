@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import doctest
 import importlib
 import inspect
@@ -387,18 +388,47 @@ def test_the_metadata():
     unconditional = [line for line in required if "extra ==" not in line]
     assert sorted(re.match(r"[\w-]+", line)[0] for line in unconditional) == ["numpy", "safetensors", "torch", "tqdm"]
     assert not any(re.search(r"<|==|~=", line) for line in unconditional)
-    assert set(found.metadata.get_all("Provides-Extra")) >= {
-        "wandb",
-        "neptune",
-        "tensorboard",
-        "hf",
-        "deepspeed",
-        "test",
-        "all",
-    }
     assert found.metadata["Requires-Python"] == ">=3.11"
     assert found.metadata["Version"] == zae.__version__
-    assert "neptune" not in " ".join(line for line in required if 'extra == "all"' in line)
+
+
+def test_extras_hold_only_what_is_used():
+    """Each package of a user's extra is imported by an add-on; `all` holds each of them but the ended service."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {name: packages.split() for name, packages in setup["options.extras_require"].items()}
+    own = set(extras) - {"all", "examples", "bench", "test", "dev", "docs"}
+    texts = "".join(path.read_text() for path in ADDONS)
+    for extra in own:
+        packages = [re.match(r"\w+", line)[0] for line in extras[extra]]
+        assert [name for name in packages if not re.search(rf'^ +(import|from) {name}\b|"{name}"', texts, re.M)] == []
+    assert extras["all"] == [f"zae[{','.join(sorted(own - {'neptune'}))}]"]
+
+
+def test_a_failed_import_keeps_its_cause():
+    """A name that torch has lost is named, with the module that wanted it; the import works where it is there again."""
+    code = """
+import importlib, torch
+for owner, lost, package, name in (
+    ("torch.utils.data._utils.collate", "collate_tensor_fn", "zae", "Trainer"),
+    ("torch", "float16", "zae.addons", "AMPAddon"),
+):
+    owner, package = importlib.import_module(owner), importlib.import_module(package)
+    kept = getattr(owner, lost)
+    delattr(owner, lost)
+    try:
+        exec(f"from {package.__name__} import {name}")
+    except ImportError as error:
+        print(f"{error} | {type(error.__cause__).__name__}")
+    setattr(owner, lost, kept)
+    exec(f"from {package.__name__} import {name}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, len(lines)) == (0, 2), done.stderr
+    for line, where in zip(lines, ("'Trainer': zae.trainer", "'AMPAddon': zae.addons.amp"), strict=True):
+        expected = rf"cannot import {where} failed with AttributeError: module 'torch.* has no attribute '\w+'"
+        assert re.fullmatch(rf"{expected} \| AttributeError", line)
 
 
 def test_the_package_is_typed_and_its_add_ons_are_listed():

@@ -1,7 +1,8 @@
 """zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from zae.lazy import load as _load
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, replaces, seam
@@ -75,7 +76,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'zae' has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "zae.errors")
-    value = globals()[name] = getattr(import_module(home), name)
+    value = globals()[name] = _load(home, name)
     return value
 
 
