@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import hand
@@ -12,7 +13,7 @@ from table import Task
 from torch import nn
 from torch.optim import SGD
 
-from zae import ConfigError, LoaderError
+from zae import ConfigError, LoaderError, Trainer
 from zae.addons import AMPAddon, EMAAddon
 
 
@@ -105,6 +106,52 @@ def test_toggle() -> None:
     assert trainer.mode == "train"
     with pytest.raises(ConfigError, match="did you mean 'train'"):
         trainer.toggle("trian")
+
+
+@pytest.mark.parametrize("between", ["nothing", "a run", "a copy", "twice", "wrapped"])
+def test_toggle_leaves_frozen_modules_frozen(between: str) -> None:
+    """A BatchNorm that the user froze with ``.eval()`` is frozen after any number of changes of the mode."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+    trainer = build(model=model, optimizer=SGD(model.parameters(), lr=0.1), task=Norm)
+    if between == "wrapped":
+        trainer._set_up()
+        trainer.model = nn.Sequential(model)  # As an add-on wraps it.
+    trainer.toggle("train")
+    trainer.toggle()
+    assert not any(module.training for module in trainer.model.modules())
+    if between == "twice":
+        trainer.toggle("test")
+    elif between == "a run":
+        trainer.run(1, [torch.ones(2, 2)])
+    elif between == "a copy":
+        trainer = copy.deepcopy(trainer)
+    trainer.toggle()
+    assert [module.training for module in trainer.unwrap().modules()] == before
+    assert trainer.model.training
+    if between != "wrapped":
+        trainer.run(1, [torch.ones(2, 2)])
+        assert [module.training for module in trainer.unwrap().modules()] == before
+
+
+def test_toggle_of_a_trainer_made_to_evaluate() -> None:
+    """What is frozen in the model stays so; a model that is in evaluation mode as a whole is put into training mode."""
+    for frozen in (False, True):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[1].eval()
+        if not frozen:
+            model.eval()
+        trainer = build(model=model, optimizer=SGD(model.parameters(), lr=0.1), task=Norm, mode="test")
+        trainer.toggle()
+        assert [module.training for module in model.modules()] == [True, True, not frozen]
+
+
+class Norm(Trainer):
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch).square().mean()}
+
+    test_step = train_step
 
 
 def test_inference_returns_what_test_step_gives() -> None:

@@ -43,11 +43,39 @@ def session_of(trainer: Trainer) -> Iterator[None]:
         trainer.teardown()
 
 
+def switch(trainer: Trainer, mode: str) -> None:
+    """Set the mode of a trainer and of its modules; one that was frozen with ``.eval()`` before stays frozen."""
+    root, before, trainer.mode = _root_of(trainer), trainer.mode, mode
+    if mode == "test" and before == "train":
+        trainer._in_training = _in_training(trainer._module)  # Not of a wrapper, which may be another one by then.
+    if mode == "test":
+        root.eval()
+    elif trainer._in_training is not None:
+        inner = {id(module) for module in trainer._module.modules()}
+        for module in (*trainer._in_training, *(each for each in root.modules() if id(each) not in inner)):
+            module.training = True
+        trainer._in_training = None
+    elif not root.training:
+        root.train()
+    if trainer._ready:
+        direct.bind(trainer)
+
+
+def _root_of(trainer: Trainer) -> nn.Module:
+    """Return the model as it is wrapped, or the one that was given where the wrapper is not a module."""
+    return trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
+
+
+def _in_training(root: nn.Module) -> list[nn.Module]:
+    """List the modules that are in training mode."""
+    return [module for module in root.modules() if module.training]
+
+
 @contextmanager
 def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
-    mode, root = trainer.mode, trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
-    training = [module for module in root.modules() if module.training]
+    mode, root = trainer.mode, _root_of(trainer)
+    training = _in_training(root)
     position, pinned, is_within = trainer._position, trainer._position.pinned, trainer._position.is_evaluating
     try:
         trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.

@@ -150,6 +150,7 @@ class Trainer(metaclass=TrainerMeta):
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
         self._signals: list[int] = []  # What asks for the end.
+        self._in_training: list[nn.Module] | None = None  # The modules that were in training mode before `toggle`.
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -697,17 +698,14 @@ class Trainer(metaclass=TrainerMeta):
         return metrics
 
     def toggle(self, mode: str | None = None) -> None:
-        """Switch between training and evaluation.
+        """Switch between training and evaluation; back in training, each module has the mode that it had before.
 
         Parameters
         ----------
         mode : {"train", "test"}, optional
             The mode; None takes the other one.
         """
-        self.mode = checks.check_mode(mode or ("test" if self.mode == "train" else "train"))
-        self.model.train(self.mode == "train")
-        if self._ready:
-            direct.bind(self)
+        evaluation.switch(self, checks.check_mode(mode or ("test" if self.mode == "train" else "train")))
 
     # ------------------------------------------------------------------------------------- weights and state
 
