@@ -70,7 +70,7 @@ class DistributedAddon(ShardingAddon):
         self.init_method, self.backend = init_method, backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The clocks of torch count no further.
         self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
-        self._placed = self._loaded = False
+        self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams, as the last run left them here.
         self._wish: str | None = None
         self._outer_error: BaseException | None = None
@@ -94,7 +94,7 @@ class DistributedAddon(ShardingAddon):
     def _begin_here(self) -> None:
         """Let the ranks go on from where the last ones ended, unless somebody has drawn or seeded here since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
-            self._ranks, self._loaded = [], False
+            self._ranks = []
             self._position = Position(self.fast_data)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
@@ -151,7 +151,7 @@ class DistributedAddon(ShardingAddon):
             own, self._ranks = self._ranks[self._rank], []
             self._position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
-        elif self._loaded:
+        elif self._position.is_restored:
             self._position.load_state_dict(_apart(self._position.state_dict(), self._rank))
 
     def _own_device(self) -> torch.device:
@@ -300,16 +300,13 @@ class DistributedAddon(ShardingAddon):
         elif self._rank:
             rest["position"] = _apart(rest["position"], self._rank)
         super().load_state_dict(rest, strict)
-        self._ranks = ranks if self._world == 1 else []
-        self._placed, self._loaded = self._world > 1, True
+        self._ranks = ranks if self._world == 1 and self._position.is_restored else []
+        self._placed = self._world > 1
 
 
 def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
     tell_failures_early()
-    for scheduler in optim.named(trainer.scheduler).values():
-        if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
-            optim.mark_stepped(scheduler.optimizer)
     result = getattr(trainer, name)(*arguments.values())
     names = ("log_test", "grad_norm", "_calls", "_seeded")
     return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}

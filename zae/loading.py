@@ -150,8 +150,12 @@ class Position:
         self._padded: tuple[Any, Any] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A loader seldom travels to another process, and never has to.
-        return {**self.__dict__, "loader": None, "_padded": (None, None)}
+        """Leave the loader behind, which need not be picklable: a copy goes on as one that has loaded this state."""
+        twin = self
+        if self._resume is None and self.loader is not None:
+            twin = Position(self._fast)
+            twin.load_state_dict(self.state_dict())
+        return {**twin.__dict__, "loader": None, "_padded": (None, None), "is_evaluating": self.is_evaluating}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data and of every random stream, at this moment."""

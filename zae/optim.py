@@ -33,6 +33,7 @@ __all__ = [
     "learning_rates",
     "leaves_kernel_open",
     "listed",
+    "mark_copied",
     "mark_stepped",
     "named",
     "normalize",
@@ -501,6 +502,13 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
     noting._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = noting  # type: ignore[method-assign]
+
+
+def mark_copied(schedulers: Any) -> None:
+    """Do so for the optimizers of all schedulers of a trainer that was copied or unpickled; a factory has none yet."""
+    for scheduler in named(schedulers).values():
+        if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
+            mark_stepped(scheduler.optimizer)
 
 
 # Where the functions are from that note a step.

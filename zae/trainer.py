@@ -860,8 +860,14 @@ class Trainer(metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------------------ the rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what this run has made: a copy sets itself up."""
-        return direct.unbound(self) | {"_ready": False, "_bar": Bar(False), "model": self._module, "_wrapped": None}
+        """Leave behind what this run has made: a copy sets itself up, and goes on where this one stands."""
+        made = {"_ready": False, "_bar": Bar(False), "_valid": (None, Every(epochs=1))}
+        return direct.unbound(self) | made | {"model": self._module, "_wrapped": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
+        vars(self).update(state)
+        optim.mark_copied(self.scheduler)
 
     def _set_up(self) -> None:
         if not self._ready:
