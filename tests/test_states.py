@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -429,6 +430,34 @@ def test_a_seed_is_set_once_and_a_resume_goes_on_from_the_saved_streams() -> Non
     torch.manual_seed(99)
     resumed.run(1, loader())
     assert {*ends, digest(resumed.model)} == {ends[0]}
+
+
+@pytest.mark.parametrize("place", ["before the run", "after a run", "saved", "resumed"])
+def test_the_state_of_a_trainer_that_never_ran_does_not_override_a_seed(place: str, tmp_path: Path) -> None:
+    """Its random streams are of no run: ``seed=`` decides, whatever was drawn where the state was made or loaded."""
+    fresh = build(seed=7)
+    fresh.run(2, loader())
+    torch.manual_seed(1234)
+    unused = build(StateManagerAddon, seed=5, save_path=tmp_path)
+    state = copy.deepcopy(unused.state_dict())
+    del state["StateManagerAddon"]
+    made = build(seed=7)
+    if place == "after a run":
+        made.run(1, loader())
+    elif place in ("saved", "resumed"):
+        path = unused.save_state()
+        made = build(StateManagerAddon, seed=7, save_path=tmp_path, resume="auto" if place == "resumed" else False)
+    if place == "saved":
+        made.load_state(path)
+    elif place != "resumed":
+        made.load_state_dict(state)
+    torch.manual_seed(4321)
+    torch.rand(1)
+    made.run(2, loader())
+    assert digest(made.model) == digest(fresh.model)
+    without = build()
+    without.load_state_dict({key: value for key, value in unused.state_dict().items() if key != "StateManagerAddon"})
+    assert without._position.is_restored, "without a seed, the streams of the state are all there is"
 
 
 class Images(Trainer):

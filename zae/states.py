@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zae import files, optim, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
+from zae.loading import Position
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
 from zae.schedulers import is_plateau
@@ -85,7 +86,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
 
     with _taken_back(trainer, optimizers, schedulers):
         with _in_words("nothing was loaded"):
-            trainer._position.load_state_dict(state["position"])
+            _load_position(trainer, state["position"], progress)
             for name, optimizer in optimizers.items():
                 # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
                 optimizer.load_state_dict(copy.deepcopy(states[name]))
@@ -102,6 +103,18 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             parameter.copy_(value)
     for optimizer in optimizers.values():
         optim.lay_out(optimizer)
+
+
+def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: ProgressChecker) -> None:
+    """Load where the data stands; ``seed=`` overrides the random streams of a state that is not of any run."""
+    if trainer.seed is None or progress.batch or progress.run_starts:
+        trainer._position.load_state_dict(position)
+        return
+    unused = Position(trainer.fast_data)
+    unused.load_state_dict(position)  # Only to check it.
+    # What has trained is seeded again; what is being set up for the first time has been seeded just now.
+    trainer._seeded = trainer._seeded and not trainer.progress_checker.batch
+    trainer._position = Position(trainer.fast_data)
 
 
 def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:
