@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from zae import optim, rng, session
 from zae.data_state import undrawn
 from zae.device import to_device
+from zae.optimizer_state import copy_optimizer
 from zae.records import EpochLog, Metrics
 
 if TYPE_CHECKING:
@@ -184,19 +185,14 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:
     """What an optimizer keeps after its first step, which is tried on tensors without data."""
-    twin = object.__new__(type(optimizer))
     # What else it holds is copied, large tensors without their data: a step may change it in place.
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in _tensors(vars(optimizer))
                             if each.dim()}  # fmt: skip
-    memo[id(optimizer)] = twin
     for parameter in optim.parameters_of(optimizer):
         memo[id(parameter)] = shape = torch.zeros_like(parameter, device="meta").requires_grad_()
         shape.grad = torch.zeros_like(shape)
-    left_out: dict[str, Any] = {"state": defaultdict(dict), "_optimizer_step_pre_hooks": OrderedDict(),
-                "_optimizer_step_post_hooks": OrderedDict()}  # fmt: skip
     try:
-        own = {name: value for name, value in vars(optimizer).items() if name not in (*left_out, "step")}
-        twin.__dict__ = {**copy.deepcopy(own, memo), **left_out}
+        twin = copy_optimizer(optimizer, memo, state=defaultdict(dict))
         for group in twin.param_groups:
             group.update(foreach=False, fused=False)
         with rng.isolated(), warnings.catch_warnings():

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.errors import CheckpointMismatch, ConfigError, StepError
+from zae.optimizer_state import load_optimizer_state
 from zae.schedulers import is_plateau, planned_length, steps_taken
 
 __all__ = [
@@ -256,7 +257,7 @@ def _follow_parameters(optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items()
         for value in state.values()
     ):
-        optimizer.load_state_dict(optimizer.state_dict())
+        load_optimizer_state(optimizer, optimizer.state_dict())
 
 
 def normalize(

@@ -21,6 +21,8 @@ from zae.compose import add_ons_of
 from zae.device import copies_by_itself
 from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
+from zae.optim import named
+from zae.optimizer_state import check_optimizer_states
 from zae.tensors import byte_view, view_key
 
 if TYPE_CHECKING:
@@ -106,9 +108,11 @@ def job_of(
     Raises
     ------
     CheckpointError
-        An evaluation is under way: weights and random streams are not those of training.
+        An evaluation is under way: weights and random streams are not those of training. Or the state of an optimizer
+        would be another one after a resume.
     """
     _check_moment(trainer, target)
+    check_optimizer_states(trainer._optimizers or named(trainer.optimizer), state["optimizer"])
     progress = trainer.progress_checker
     composition = [add_on.__name__ for add_on in add_ons_of(type(trainer))]
     about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}

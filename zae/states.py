@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zae import files, optim, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loading import Position
+from zae.optimizer_state import load_optimizer_state
 from zae.progress import ProgressChecker
 from zae.records import EpochLog, Metrics
 from zae.schedulers import is_plateau
@@ -89,7 +90,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             _load_position(trainer, state["position"], progress)
             for name, optimizer in optimizers.items():
                 # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
-                optimizer.load_state_dict(copy.deepcopy(states[name]))
+                load_optimizer_state(optimizer, copy.deepcopy(states[name]))
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)

@@ -1,0 +1,293 @@
+"""The state of an optimizer comes back with the types and bits that were saved: every step of a resume agrees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optimizers
+import pytest
+import torch
+from matrix import first_difference
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from zae import CheckpointError, encoding
+from zae.addons import StateManagerAddon
+from zae.optimizer_state import copy_optimizer, load_optimizer_state
+
+STEPS = 4
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+class Base(Optimizer):
+    """An optimizer whose state is kept by `update`, one parameter at a time."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.update(parameter, self.state[parameter], group["lr"])
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class MasterWeights(Base):
+    """float32 weights beside bfloat16 ones."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("master", parameter.float().clone()).sub_(parameter.grad.float(), alpha=lr / 10)
+        parameter.copy_(state["master"])
+
+
+class Quantized(Base):
+    """Moments in bytes, each with a scale in float64, nested."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        moment = state.setdefault("moment", {"bytes": torch.zeros_like(parameter, dtype=torch.uint8), "scale": []})
+        moment["scale"].append(torch.full((1,), 1 / 3, dtype=torch.float64))
+        moment["bytes"] += 1
+        parameter.sub_(parameter.grad * float(moment["scale"][-1]) * moment["bytes"], alpha=lr)
+
+
+class Words(Base):
+    """Text, None, truth, numbers, tuples, arrays and bytes."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["phase"] = "cool" if state.get("phase") == "warm" else "warm"
+        state["seen"], state["nothing"], state["is_warm"] = (*state.get("seen", ()), "step"), None, True
+        state["history"] = np.append(state.get("history", np.zeros(0)), 1.0)
+        state["tag"], state["size"], state["rate"] = b"\x00\xff", parameter.shape, np.float64(lr)
+        assert isinstance(state["seen"], tuple)
+        parameter.sub_(parameter.grad, alpha=lr * (1 if state["phase"] == "warm" else 0.1) * len(state["history"]))
+
+
+class Tied(Base):
+    """One tensor in two entries, which has to stay one."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("count", torch.zeros(1, dtype=torch.float64))
+        state.setdefault("same", [state["count"]])
+        state["count"] += 1
+        parameter.sub_(parameter.grad / float(state["same"][0]), alpha=lr)
+
+
+class OwnCount(Adam):
+    """A subclass of Adam whose step is a number: Adam would make a float32 tensor of it as it loads."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.sub_(parameter.grad * (1 - 0.999 ** state["step"]))
+
+
+class Wrapping(Base):
+    """Another optimizer keeps the state, and loads it."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        self.inner = MasterWeights(self.param_groups, lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Overriding(MasterWeights):
+    """It takes an entry of its own out of the state before torch loads it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "note": "mine"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["note"] == "mine"
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "note"})
+
+
+OTHERS = [MasterWeights, Quantized, Words, Tied, OwnCount, Wrapping, Overriding]
+
+
+def saved_and_read(state: Any) -> Any:
+    """What a file gives back of a state."""
+    return encoding.decode(*encoding.encode(copy.deepcopy(state)))
+
+
+class Saving(optimizers.Task):
+    """Keeps its state after every step, as a checkpoint has it."""
+
+    def checkpoint(self) -> None:
+        super().checkpoint()
+        if self.progress_checker.epoch_batch:
+            vars(self).setdefault("saved", []).append(saved_and_read(self.state_dict()))
+
+
+def outcome(trainer: Any) -> Any:
+    return trainer.unwrap().state_dict(), trainer.optimizer.state_dict()
+
+
+def assert_resumes_at_every_step(make_optimizer: Callable[..., Optimizer], dtype: torch.dtype) -> None:
+    whole = optimizers.make(make_optimizer, dtype=dtype, cls=Saving)
+    whole.run(1, optimizers.batches(STEPS))
+    assert len(whole.saved) == STEPS
+    for step, state in enumerate(whole.saved, start=1):
+        resumed = optimizers.make(make_optimizer, dtype=dtype)
+        resumed.load_state_dict(state)
+        assert first_difference(state["optimizer"]["0"], resumed.optimizer.state_dict()) is None, f"after step {step}"
+        resumed.run(1, optimizers.batches(STEPS))
+        assert first_difference(outcome(whole), outcome(resumed)) is None, f"from step {step}"
+
+
+def trains(make_optimizer: Callable[..., Optimizer], dtype: torch.dtype) -> bool:
+    """Whether torch itself can train so."""
+    try:
+        optimizers.make(make_optimizer, dtype=dtype).run(1, optimizers.batches(1))
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_optimizer_of_torch_resumes_bitwise_at_every_step(dtype: torch.dtype) -> None:
+    """P-20: NAdam's product and ASGD's counts are not of the weights' type, which torch would make of them."""
+    tried = [name for name, make_optimizer in optimizers.OPTIMIZERS.items() if trains(make_optimizer, dtype)]
+    assert set(optimizers.OPTIMIZERS) - set(tried) <= ({"SparseAdam", "LBFGS"} if dtype == torch.bfloat16 else set())
+    for name in tried:
+        assert_resumes_at_every_step(optimizers.OPTIMIZERS[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_states_of_any_kind_resume_bitwise_at_every_step(kind: Any, dtype: torch.dtype) -> None:
+    """P-20: master weights, bytes, text, arrays, tensors that are one, and classes that load in their own way."""
+    assert_resumes_at_every_step(kind, dtype)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}], ids=str)
+def test_kernels_of_torch_resume_bitwise(options: dict[str, Any]) -> None:
+    for dtype in DTYPES[:2]:
+        assert_resumes_at_every_step(lambda p, **o: torch.optim.AdamW(p, **options, **o), dtype)
+
+
+@pytest.mark.parametrize("name", optimizers.SCHEDULERS)
+def test_a_rate_that_is_a_tensor_resumes_bitwise(name: str) -> None:
+    """P-20: as a tensor, in its type, with every scheduler of torch."""
+    make_scheduler, on_batch = optimizers.SCHEDULERS[name], name == "OneCycleLR"
+
+    def make(cls: Any = optimizers.Task) -> Any:
+        rate = torch.tensor(0.05, dtype=torch.float64)
+        return optimizers.make(Adam, make_scheduler, lr=rate, cls=cls, scheduler_step_on_batch=on_batch)
+
+    whole, batches = make(Saving), optimizers.batches(2)
+    whole.run(3, batches, batches)
+    for state, left in ((whole.saved[0], 3), (whole.saved[2], 2)):
+        resumed = make()
+        resumed.load_state_dict(state)
+        resumed.run(left, batches, batches)
+        assert first_difference(outcome(whole), outcome(resumed)) is None
+        assert first_difference(whole.scheduler.state_dict(), resumed.scheduler.state_dict()) is None
+        assert resumed.optimizer.param_groups[0]["lr"].dtype == torch.float64
+
+
+def test_hooks_see_the_whole_state_and_what_they_make_of_it_is_loaded() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = SGD([weight], momentum=0.9)
+    seen: list[Any] = []
+
+    def doubled(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {0: {"momentum_buffer": state["state"][0]["momentum_buffer"] * 2}}}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[weight]["momentum_buffer"].tolist()))
+    state = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.full((2,), 0.3)}}}
+    load_optimizer_state(optimizer, state)
+    assert seen == [torch.full((2,), 0.6).tolist()]
+    assert (len(optimizer._optimizer_load_state_dict_pre_hooks), len(optimizer._optimizer_load_state_dict_post_hooks)) \
+        == (1, 1)  # fmt: skip
+
+
+def test_a_state_that_goes_after_its_weights_to_a_device_keeps_its_types() -> None:
+    """As torch places it: beside its weights, but for the count of steps, which a plain kernel reads on the host."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device="meta"))
+    shared = torch.ones(2)
+    for capturable, place in ((False, "cpu"), (True, "meta")):
+        optimizer = Adam([weight], capturable=capturable)
+        values = {"step": torch.tensor(3.0), "exp_avg": shared, "again": (shared, "text"), "more": {"x": [shared]}}
+        load_optimizer_state(optimizer, {**optimizer.state_dict(), "state": {0: values}})
+        found = optimizer.state[weight]
+        assert (found["step"].device.type, found["step"].dtype) == (place, torch.float32)
+        assert (found["exp_avg"].device.type, found["exp_avg"].dtype) == ("meta", torch.float32)
+        assert found["exp_avg"] is found["again"][0]
+        assert found["exp_avg"] is found["more"]["x"][0]
+        assert found["again"][1] == "text"
+
+
+class Odd(Tensor):
+    """A tensor of a class of its own."""
+
+
+class OddState(Base):
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("odd", torch.zeros(2).as_subclass(Odd))
+
+
+class Rounding(MasterWeights):
+    """Loads its state in half the precision."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["master"] = state["master"].bfloat16()
+
+
+class Refusing(MasterWeights):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise KeyError("moments")
+
+
+class HoldsFunction(Base):
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["rule"] = torch.relu
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (OddState, r"optimizer\['0'\]\['state'\]\[0\]\['odd'\] is a Odd, and a checkpoint holds plain tensors"),
+        (Rounding, r"does not load its own state: .*\['master'\] was a tensor of torch.float32, .* and is .*bfloat16"),
+        (Refusing, r"does not load its own state: it raises KeyError"),
+        (HoldsFunction, r"\['rule'\] is a builtin_function_or_method; a checkpoint holds only"),
+    ],
+)
+def test_a_state_that_would_be_another_one_is_refused_at_the_first_save(kind: Any, said: str) -> None:
+    """P-20: not at the resume, hours later."""
+    trainer = optimizers.make(kind, cls=optimizers.Task.add_on(StateManagerAddon), save_path="save", save_every=1)
+    with pytest.raises(CheckpointError, match=said):
+        trainer.run(1, optimizers.batches())
+    assert trainer.progress_checker.step == 1
+
+
+def test_an_optimizer_is_copied_with_all_that_it_holds() -> None:
+    """Its attributes and inner optimizers, but not who waits for its steps."""
+    trainer = optimizers.make(Wrapping)
+    optimizer = trainer.optimizer
+    optimizer.register_step_post_hook(lambda *_: trainer.stop("one step is enough"))
+    trainer.run(1, optimizers.batches(1))
+    twin = copy_optimizer(optimizer)
+    assert first_difference(optimizer.state_dict(), twin.state_dict()) is None
+    assert twin.inner is not optimizer.inner
+    assert not {id(p) for g in twin.inner.param_groups for p in g["params"]} & {id(p) for p in trainer.parameters}
+    assert twin.param_groups[0]["params"][0] is twin.inner.param_groups[0]["params"][0]
+    assert not twin._optimizer_step_post_hooks

@@ -1,0 +1,272 @@
+"""Optimizer states: loaded with the types and bits that they were saved with, or refused at the first save.
+
+torch's ``Optimizer.load_state_dict`` casts every floating tensor of a state to the type of its weight, and rebuilds
+whatever can be iterated over, text included. Here it loads the groups and calls the hooks; the values themselves are
+put in place as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.errors import CheckpointError
+
+__all__ = ["check_optimizer_states", "copy_optimizer", "load_optimizer_state"]
+
+_LOAD = Optimizer.load_state_dict
+_reloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers whose own ``load_state_dict`` has been tried."""
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state through the ``load_state_dict`` of an optimizer, with every value as it was saved.
+
+    Tensors are moved to the device of their parameter, as torch does it: ``step`` stays on the host unless the kernel
+    reads it on the device. Nothing is copied that is there already, so the state must not be used elsewhere.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any; hooks, overrides and optimizers that it contains take part.
+    state : mapping
+        What its ``state_dict`` returned.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
+    >>> state = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.ones(2), "phase": "warm"}}}
+    >>> load_optimizer_state(optimizer, state)
+    >>> optimizer.state[weight]["momentum_buffer"].dtype, optimizer.state[weight]["phase"]
+    (torch.float32, 'warm')
+    """
+    handles = []
+    for each in _with_inner(optimizer):
+        exact = _Exact()
+        handles.append(each.register_load_state_dict_pre_hook(exact.take))
+        handles.append(each.register_load_state_dict_post_hook(exact.put, prepend=True))
+    try:
+        optimizer.load_state_dict(dict(state))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those that it wraps, which may be the ones that load."""
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer]
+    return [optimizer, *inner]
+
+
+class _Exact:
+    """Takes the values out of a state before torch loads it, and puts them in place after that."""
+
+    def __init__(self) -> None:
+        self._saved: Mapping[str, Any] = {}
+        self._devices: list[dict[str, torch.device]] = []
+
+    def take(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Give torch a state without values: the last of the hooks before it loads."""
+        self._saved = state
+        self._devices = [
+            {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
+            for group in optimizer.param_groups
+        ]
+        return {**state, "state": {}}
+
+    def put(self, optimizer: Optimizer) -> None:
+        """Put the values in place: the first of the hooks after torch has loaded."""
+        # Rates that are tensors stay on the device where the kernel reads them.
+        for group, devices in zip(optimizer.param_groups, self._devices, strict=True):
+            group.update({key: group[key].to(device) for key, device in devices.items()
+                          if isinstance(group.get(key), Tensor)})  # fmt: skip
+        places = {
+            index: (parameter, group)
+            for group, saved in zip(optimizer.param_groups, self._saved["param_groups"], strict=True)
+            for parameter, index in zip(group["params"], saved["params"], strict=True)
+        }
+        moved: dict[Any, Tensor] = {}
+        exact = {}
+        for key, values in self._saved["state"].items():
+            parameter, group = places.get(key, (key, {}))
+            if key in places:
+                values = _on_device(values, parameter.device, group, moved)
+            exact[parameter] = values
+        made = defaultdict(dict, {key: copy.copy(values) for key, values in exact.items()})
+        optimizer.__setstate__({"state": made, "param_groups": optimizer.param_groups})
+        for key, values in exact.items():  # Where a class takes a number for one of an older torch, for instance.
+            present = optimizer.state.get(key)
+            if isinstance(values, dict) and isinstance(present, dict):
+                present.update({name: each for name, each in values.items() if not _is_same(present.get(name), each)})
+
+
+def _on_device(
+    value: Any, device: torch.device, group: Mapping[str, Any], moved: dict[Any, Tensor], key: Any = None
+) -> Any:
+    """Move the tensors in a value to a device; tensors that are one stay one."""
+    if isinstance(value, Tensor):
+        by_kernel = bool(group.get("fused") or group.get("capturable"))
+        if key == "step" and not by_kernel:
+            return value
+        dtype = torch.float32 if key == "step" and group.get("fused") else value.dtype  # All that its kernel reads.
+        found = (id(value), dtype)
+        if found not in moved:
+            moved[found] = value.to(device=device, dtype=dtype)
+        return moved[found]
+    if isinstance(value, dict):
+        made = value.copy()
+        for name, each in value.items():
+            made[name] = _on_device(each, device, group, moved, name)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(each, device, group, moved) for each in value)
+    return value
+
+
+def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
+    """Return a copy that shares nothing with an optimizer; Python's own leaves out the attributes of a subclass.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any.
+    memo : dict of int to object, optional
+        Of ``copy.deepcopy``: what stands for an object, by its id.
+    **instead : object
+        Attributes that the copy has instead of copied ones.
+
+    Examples
+    --------
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    >>> copy_optimizer(optimizer).param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+    False
+    """
+    memo = {} if memo is None else memo
+    memo[id(optimizer)] = twin = object.__new__(type(optimizer))
+    # Only the calls of its own hooks are of the copy. Steps are noted, and groups followed, on the optimizer alone.
+    instead = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}, **instead}
+    own = {key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")}
+    for hooks in own.values():
+        for hook in hooks.values() if isinstance(hooks, dict) else ():
+            if (owner := getattr(hook, "__self__", optimizer)) is not optimizer:
+                memo[id(owner)] = owner
+    for inner in _with_inner(optimizer)[1:]:
+        if id(inner) not in memo:
+            copy_optimizer(inner, memo)
+    vars(twin).update(copy.deepcopy(own, memo), **instead)
+    return twin
+
+
+def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
+    """Refuse to save the state of an optimizer that would be another one when it is loaded.
+
+    An optimizer with a ``load_state_dict`` of its own is tried once: a copy of it loads the state.
+
+    Parameters
+    ----------
+    optimizers : mapping of str to Optimizer
+        Those that are saved.
+    states : mapping
+        Their states, by the same names.
+
+    Raises
+    ------
+    CheckpointError
+        With the entry, and what it is.
+
+    Examples
+    --------
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    >>> check_optimizer_states({"0": optimizer}, {"0": optimizer.state_dict()})
+    """
+    for name, optimizer in optimizers.items():
+        for path, value in _tensors_in(states[name], f"optimizer[{name!r}]"):
+            if type(value) not in (Tensor, nn.Parameter):
+                raise CheckpointError(
+                    f"{path} is a {type(value).__name__}, and a checkpoint holds plain tensors, which it would be "
+                    "after a resume; keep its parts in the state instead, each as a torch.Tensor"
+                )
+        is_begun = any(each.state for each in _with_inner(optimizer))
+        if is_begun and optimizer not in _reloaded:
+            _try_to_reload(name, optimizer, states[name])
+            _reloaded.add(optimizer)
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors_in(each, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors_in(each, f"{path}[{index}]")
+
+
+def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Let a copy of an optimizer with a ``load_state_dict`` of its own load its state, and compare."""
+    if all(type(each).load_state_dict is _LOAD for each in _with_inner(optimizer)):
+        return
+    try:
+        twin = copy_optimizer(optimizer)
+    except Exception:  # It cannot be tried then.
+        return
+    try:
+        load_optimizer_state(twin, copy.deepcopy(dict(state)))
+        found = _difference(state, twin.state_dict(), f"optimizer[{name!r}]")
+    except Exception as error:
+        found = f"it raises {type(error).__name__}: {error}"
+    if found:
+        raise CheckpointError(
+            f"optimizer {name} ({type(optimizer).__name__}) does not load its own state: {found}. A run could not be "
+            f"resumed from it; let {type(optimizer).__name__}.load_state_dict restore what its state_dict returns"
+        )
+
+
+def _difference(saved: Any, found: Any, path: str) -> str:
+    """Say where a state that was loaded differs from the saved one; empty where it does not."""
+    if isinstance(saved, Mapping) and isinstance(found, Mapping) and saved.keys() == found.keys():
+        return next((said for key in saved if (said := _difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
+    if _is_same(saved, found):
+        return ""
+    return f"{path} was {_described(saved)} and is {_described(found)}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, {value.detach().flatten()[:3].tolist()}"
+    return f"{value!r:.80}"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values have the same type and the same bits."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and _equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, np.ndarray):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    return bool(a == b) or (a != a and b != b)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bits."""
+    if a.layout is not torch.strided or a.is_quantized:
+        return torch.equal(a, b)
+    a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(a, b)
