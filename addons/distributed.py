@@ -99,11 +99,11 @@ class DistributedAddon(ShardingAddon):
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
+        vars(self).update(rest)
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
-        vars(self).update(rest)
         present = state["position"]["present"]
         rng.restore({key: value for key, value in present["random"].items() if key in rng.HOST})
         generators = rng.generators_of(loader)
@@ -308,7 +308,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
-    names = ("log_test", "grad_norm", "_calls", "_seeded")
+    names = ("log_test", "grad_norm", "_calls", "_seeded", "_planned")
     return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}
 
 

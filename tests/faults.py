@@ -285,7 +285,8 @@ def warm() -> None:
     scheduled = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=99)
     with torch.random.fork_rng():
-        Task(model, "cpu", optimizer=scheduled, scheduler=scheduler, log_bar=False).run(1, hand.loader())
+        options: dict[str, Any] = {"scheduler_step_on_batch": True, "log_bar": False}
+        Task(model, "cpu", optimizer=scheduled, scheduler=scheduler, **options).run(1, hand.loader())
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Outcome:

@@ -378,7 +378,8 @@ def test_plan_counts_the_disk_that_checkpoints_take() -> None:
 
 
 def test_plan_prints_a_page_and_shows_a_table() -> None:
-    trainer = make([GradientAccumulationAddon, EarlyStoppingAddon], "cosine", gradient_accumulation_steps=3)
+    options = {"gradient_accumulation_steps": 3, "scheduler_step_on_batch": False}
+    trainer = make([GradientAccumulationAddon, EarlyStoppingAddon], "cosine", **options)
     loader, valid = loaders()
     plan = trainer.plan(4, loader, valid)
     text = str(plan)

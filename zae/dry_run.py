@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from zae import optim, rng, session
+from zae import optim, rng, scheduling, session
 from zae.data_state import undrawn
 from zae.device import to_device
 from zae.optimizer_state import copy_optimizer
@@ -29,13 +29,15 @@ class NoBatch(Exception):
     """A loader from which a batch cannot be taken and put back."""
 
 
-def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
     """Copy optimizers without their parameters, and schedulers that drive the copies.
 
     Parameters
     ----------
     trainer : Trainer
         Set up or not; factories are called, with copies.
+    total_steps : int, optional
+        The planned number of optimizer steps, for a scheduler's factory that asks for it.
 
     Returns
     -------
@@ -53,8 +55,10 @@ def simulated(trainer: Trainer) -> tuple[dict[str, Optimizer], dict[str, Any]]:
             memo[id(optimizer)] = twins[name]
         schedulers = {}
         for name, scheduler in optim.named(trainer.scheduler).items():
-            is_factory = optim.is_factory(scheduler)
-            made = scheduler(optim.driven_by(twins, name)) if is_factory else copy.deepcopy(scheduler, dict(memo))
+            if optim.is_factory(scheduler):
+                made = scheduling.call_factory(scheduler, optim.driven_by(twins, name), lambda: total_steps)
+            else:
+                made = copy.deepcopy(scheduler, dict(memo))
             schedulers[name] = made
         return twins, schedulers
 

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.errors import CheckpointMismatch, ConfigError, StepError
 from zae.optimizer_state import load_optimizer_state
-from zae.schedulers import is_plateau, planned_length, steps_taken
 
 __all__ = [
     "are_lazy",
@@ -24,7 +23,6 @@ __all__ = [
     "check_closures",
     "check_groups",
     "check_optimizers",
-    "check_schedule",
     "driven_by",
     "fused_hints",
     "is_hooked",
@@ -287,61 +285,6 @@ def normalize(
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(total)
-
-
-def check_schedule(
-    schedulers: Mapping[str, Any], *, on_batch: bool, epochs: int | None, steps: int | None, has_metric: bool
-) -> None:
-    """Refuse a schedule that cannot last, or that will miss its metric, before the first batch.
-
-    Parameters
-    ----------
-    schedulers : mapping
-        Schedulers by name.
-    on_batch : bool
-        Whether they are stepped after every optimizer step, not every epoch.
-    epochs, steps : int or None
-        What this run will take; None is unknown.
-    has_metric : bool
-        Whether the monitored metric will be there at the end of an epoch.
-
-    Raises
-    ------
-    ConfigError
-        With the numbers.
-    """
-    for name, scheduler in schedulers.items():
-        if is_plateau(scheduler):
-            if not has_metric:
-                raise ConfigError(
-                    f"scheduler {name} (ReduceLROnPlateau) needs a metric after each validation, and run() got no "
-                    "valid_loader; give run(..., valid_loader=...), or monitor='train/loss'"
-                )
-            continue
-        longest = planned_length(scheduler)
-        if longest is None:
-            continue
-        planned, unit = (steps, "optimizer steps") if on_batch else (epochs, "epochs")
-        taken = steps_taken(scheduler)
-        if planned is None:
-            raise ConfigError(
-                f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, and the loader has no "
-                "length to plan with; give run(..., steps_per_epoch=...) or "
-                + ("run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)")
-            )
-        if taken + planned > longest:
-            raise ConfigError(
-                f"scheduler {name} ({type(scheduler).__name__}) ends after {longest} steps, but this run takes it to "
-                f"{taken + planned} ({planned} {unit} after {taken}); make it that long"
-                + _or_else(on_batch, longest, taken, planned)
-            )
-
-
-def _or_else(on_batch: bool, longest: int, taken: int, planned: int) -> str:
-    """What else may be meant: an end that the user has counted, over epochs that grow shorter, or another unit."""
-    if on_batch:
-        return f", or end the run there: run(..., max_steps={longest - taken})" if longest > taken else ""
-    return ", or did you mean scheduler_step_on_batch=True?" if longest > planned else ""
 
 
 def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
@@ -625,7 +568,11 @@ def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
     return optimizers[name]
 
 
-def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> Any:
+def _call(factory: Callable[..., Any], argument: Any) -> Any:
+    return factory(argument)
+
+
+def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call) -> Any:
     """Call the factories among one or several objects.
 
     Parameters
@@ -638,6 +585,8 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> 
         What a factory must return.
     what : str
         "optimizer" or "scheduler", for the error.
+    call : callable
+        Calls a factory with its argument.
 
     Raises
     ------
@@ -650,7 +599,7 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str) -> 
             _follow_parameters(each)
         if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
             return each
-        made = cast(Callable[..., Any], each)(argument(name))
+        made = call(each, argument(name))
         if not isinstance(made, (kind, ReduceLROnPlateau)):
             raise ConfigError(
                 f"the factory of {what} {name} returned a {type(made).__name__}; return a torch {kind.__name__}"

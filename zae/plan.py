@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zae import optim, session
+from zae import optim, rng, scheduling, session
 from zae.data_state import facts_of
 from zae.device import leading_dimension
 from zae.dry_run import checkpoint_bytes, metric_names, simulated
@@ -278,8 +278,7 @@ def _count_steps(trainer: Trainer, made: RunPlan, loader: Any, asked: session.Pl
     else:
         made.notes.append("the loader is shared among the processes when they begin; the steps here are of one alone")
     made.batches_per_epoch, in_loader = length_of(wrapped), trainer.steps_in(wrapped)
-    known = [count for count in (asked.steps_per_epoch, in_loader) if count is not None]
-    made.steps_per_epoch = in_epoch = min(known) if known else None
+    made.steps_per_epoch = in_epoch = session.steps_per_epoch(asked, trainer, wrapped)
     made.first_step = progress.step + 1
     if in_epoch is None:
         made.last_step = None if last_step == sys.maxsize else max(last_step, progress.step)
@@ -312,18 +311,17 @@ def _batch_size(loader: Any) -> int | None:
 
 def _simulate(trainer: Trainer, made: RunPlan, asked: session.Plan, has_metric: bool) -> None:
     """Step copies of the schedulers as the run will."""
-    optimizers, schedulers = simulated(trainer)
-    steps = made.steps
-    epochs, _ = session.left_of(trainer.progress_checker, *session.bounds(trainer, asked), made.steps_per_epoch)
-    on_batch = trainer.scheduler_step_on_batch
-    optim.check_schedule(schedulers, on_batch=on_batch, epochs=epochs, steps=steps, has_metric=has_metric)
+    optimizers, schedulers = simulated(trainer, session.total_of(asked, made.steps_per_epoch))
+    steps, (in_epochs, in_steps) = made.steps, session.spans(trainer, asked, made.steps_per_epoch)
+    on_batch, is_set = trainer.scheduler_step_on_batch, trainer._is_step_set
+    made.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
     made.kernels = optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]
     if len(stepped) < len(schedulers):
         made.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
     ends = {step for _, step in made.epoch_ends}
     last = 0 if steps is None else made.first_step + min(steps, _LONGEST) - 1
-    with warnings.catch_warnings():
+    with rng.isolated(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
         for step in range(made.first_step, last + 1):
             for name, rate in optim.learning_rates(optimizers).items():

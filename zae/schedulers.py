@@ -23,6 +23,7 @@ __all__ = [
     "SchedulerChain",
     "WarmUpScheduler",
     "is_plateau",
+    "own_length",
     "planned_length",
     "steps_taken",
 ]
@@ -396,6 +397,40 @@ def planned_length(scheduler: object) -> int | None:
     if isinstance(scheduler, SequentialLR):
         return _sequential_length(scheduler)
     return None
+
+
+def own_length(scheduler: object) -> int | None:
+    """Return how many ``step()`` calls a schedule describes, whether it may be stepped further or not.
+
+    It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
+    ``ChainedScheduler`` with the longest of its parts.
+
+    Parameters
+    ----------
+    scheduler : object
+        Any scheduler.
+
+    Returns
+    -------
+    int or None
+        None for one without an end, such as ``StepLR`` or ``LambdaLR``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> own_length(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30))
+    30
+    >>> own_length(torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)) is None
+    True
+    """
+    if isinstance(scheduler, ChainedScheduler):
+        return max((length for length in map(own_length, scheduler._schedulers) if length is not None), default=None)
+    if isinstance(scheduler, SequentialLR):
+        last = own_length(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    found = [getattr(scheduler, name, None) for name in ("total_steps", "total_iters", "T_max")]
+    return next((int(value) for value in found if isinstance(value, (int, float)) and 1 <= value < math.inf), None)
 
 
 def steps_taken(scheduler: object) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from zae import checks, direct, optim
+from zae import checks, direct, optim, scheduling
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
@@ -45,6 +45,28 @@ def left_of(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None
     return (steps + progress.epoch_step) // in_epoch, steps
 
 
+def spans(trainer: Trainer, plan: Plan, in_epoch: int | None) -> tuple[scheduling.Span, scheduling.Span]:
+    """Return the epochs and the optimizer steps that this call of ``run`` covers."""
+    progress = trainer.progress_checker
+    present = (progress.epoch, progress.step)
+    start = present if trainer._calls == len(progress.run_starts) else progress.run_starts[trainer._calls]
+    left = left_of(progress, *bounds(trainer, plan), in_epoch)
+    epochs, steps = map(scheduling.Span, start, present, left)
+    return epochs, steps
+
+
+def steps_per_epoch(plan: Plan, trainer: Trainer, wrapped: Any) -> int | None:
+    """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
+    known = [count for count in (plan.steps_per_epoch, trainer.steps_in(wrapped)) if count is not None]
+    return min(known, default=None)
+
+
+def total_of(plan: Plan, in_epoch: int | None) -> int | None:
+    """Return the optimizer steps that a call of ``run`` is planned to take from its beginning; None is unknown."""
+    whole = None if plan.n_epoch is None or in_epoch is None else plan.n_epoch * in_epoch
+    return min((count for count in (whole, plan.max_steps) if count is not None), default=None)
+
+
 def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     """Find where this call of ``run`` began and is to end, and refuse a schedule that does not fit."""
     progress = trainer.progress_checker
@@ -56,16 +78,10 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     wrapped = trainer.wrap_loader(loader, True)
     if goes_on:
         trainer._position.check(wrapped, is_new)
-    known = [count for count in (plan.steps_per_epoch, trainer.steps_in(wrapped)) if count is not None]
     optim.check_closures(trainer._optimizers, type(trainer))
-    epochs, steps = left_of(progress, last_epoch, last_step, min(known, default=None))
-    optim.check_schedule(
-        trainer._schedulers,
-        on_batch=trainer.scheduler_step_on_batch,
-        epochs=epochs,
-        steps=steps,
-        has_metric=trainer._valid[0] is not None or split_prefix(trainer.monitor)[0] == "train",
-    )
+    has_metric = trainer._valid[0] is not None or _watches_training(trainer)
+    in_epoch = steps_per_epoch(plan, trainer, wrapped)
+    scheduling.check_run(trainer, *spans(trainer, plan, in_epoch), in_epoch, has_metric)
     if is_new:
         progress.run_starts.append([progress.epoch, progress.step])
         progress.stop_reason = None

@@ -10,16 +10,14 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from zae import checks, direct, evaluation, explain, files, optim, plan, rng, session
+from zae import checks, direct, evaluation, explain, files, optim, plan, rng, scheduling, session
 from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
@@ -54,12 +52,14 @@ class Trainer(metaclass=TrainerMeta):
     optimizer : Optimizer, callable, or a list or dict of them
         One or several, or functions that make them of the model's parameters. None is for mode "test".
     scheduler : LRScheduler, callable, or a list or dict of them, optional
-        One or several, or functions that make them of the optimizer.
+        One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
+        optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
     log_bar : bool
         Whether to show progress; it is quiet where standard error is not a terminal.
-    scheduler_step_on_batch : bool
-        Step the schedulers after each optimizer step rather than after each epoch. ``ReduceLROnPlateau`` is stepped
-        after each validation, whatever this says.
+    scheduler_step_on_batch : bool, optional
+        Step the schedulers after each optimizer step, as warm-up and OneCycleLR need, instead of after each epoch. None
+        is False, except that a schedule as long as the run has optimizer steps is then refused before the first batch.
+        ``ReduceLROnPlateau`` is stepped after each validation, whatever this says.
     gradient_clip : float
         The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own.
     monitor : str
@@ -109,7 +109,7 @@ class Trainer(metaclass=TrainerMeta):
         scheduler: Any = None,
         *,
         log_bar: bool = True,
-        scheduler_step_on_batch: bool = False,
+        scheduler_step_on_batch: bool | None = None,
         gradient_clip: float = 0.0,
         monitor: str = "loss",
         monitor_mode: str = "auto",
@@ -119,14 +119,13 @@ class Trainer(metaclass=TrainerMeta):
         fast_data: bool = True,
     ) -> None:
         self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
-        self.device = self.devices[0]
-        self.mode = checks.check_mode(mode)
+        self.device, self.mode = self.devices[0], checks.check_mode(mode)
         self.model: Any = checks.check_model(model)
         self._module: nn.Module = self.model
         optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
-        flags = {"log_bar": log_bar, "scheduler_step_on_batch": scheduler_step_on_batch, "fast_data": fast_data}
-        self.log_bar, self.scheduler_step_on_batch, self.fast_data = checks.check_flags(**flags)
+        self.log_bar, self.fast_data = checks.check_flags(log_bar=log_bar, fast_data=fast_data)
+        self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
         self.seed = checks.check_count("seed", seed, least=0, bits=64, optional=True)
@@ -139,12 +138,10 @@ class Trainer(metaclass=TrainerMeta):
         self.progress_checker = ProgressChecker()
         self.log_train, self.log_test = EpochLog("log_train"), EpochLog("log_test")
         self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
-        self.train_history: list[Metrics] = []
-        self.valid_history: list[Metrics] = []
+        self.train_history, self.valid_history = list[Metrics](), list[Metrics]()
         self.log_history: list[dict[str, Any]] = []
         self.grad_norm: Tensor | None = None
-        self._optimizers: dict[str, Optimizer] = {}
-        self._schedulers: dict[str, Any] = {}
+        self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
         self._ready, self._seeded, self._own = False, False, direct.Own()
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
@@ -152,6 +149,7 @@ class Trainer(metaclass=TrainerMeta):
         self._signals: list[int] = []  # What asks for the end.
         self._in_training: list[nn.Module] | None = None  # The modules that were in training mode before `toggle`.
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
+        self._planned = scheduling.Planned()
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -246,7 +244,8 @@ class Trainer(metaclass=TrainerMeta):
     def _run(self, loader: Any, valid_loader: Any, plan: session.Plan) -> MetricsDict:
         """Run in the process that trains."""
         try:
-            self._set_up()
+            with self._planned.within(loader, plan):
+                self._set_up()
             if self.mode == "test":
                 for _ in range(plan.n_epoch or 1):
                     session.note_validation(self, self.run_epoch(loader))
@@ -535,7 +534,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.build(self.scheduler, partial(optim.driven_by, self._optimizers), LRScheduler, "scheduler")
+        return optim.build(self.scheduler, *scheduling.for_build(self))
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
