@@ -274,7 +274,7 @@ def test_e5_extra_outputs():
     cls = type(Task)(
         "Task", (Task,), {"train_step": step, "test_step": step, "metric_on_epoch_end": metric_on_epoch_end}
     )
-    trainer = make(cls)
+    trainer = make(cls, keep_train_outputs=True)
     metrics = trainer.run(2, loader(), loader())
     row = metrics["train_metrics_history"][-1]
     assert (row["train_number"], row["train_nested/a"], row["train_nested/b/c"], row["train_flag"]) == (2, 1, 3, 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import hand
 import numpy as np
@@ -18,7 +19,7 @@ from table import Task
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from zae import ConfigError, Every, MonitorError, Trainer, session
+from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer, session
 from zae.addons import GradientAccumulationAddon
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
 
@@ -159,28 +160,34 @@ EXTRAS = {
 }
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", EXTRAS)
-def test_f_e5_extra_outputs_never_fail(name: str) -> None:
+def test_f_e5_extra_outputs_never_fail(name: str, keeps: bool) -> None:
     """F-E5: in training, evaluation and the middle of a checkpoint."""
-    trainer = build(lambda trainer, batch: {"extra": EXTRAS[name], 3: 4.0, "lr_scale": 2.0})
+    trainer = build(lambda trainer, batch: {"extra": EXTRAS[name], 3: 4.0, "lr_scale": 2.0}, keep_train_outputs=keeps)
     metrics = trainer.run(None, hand.loader(), max_steps=2)
     state = trainer.state_dict()["records"]["log_train"]
     assert set(state["series"]) >= {"loss", "3", "lr_scale"}
+    held: dict[str, Any] = {}
+    trainer.on_epoch_end = lambda: held.update({key: trainer.log_train[key] for key in trainer.log_train})
     trainer.run(1, hand.loader(), hand.loader(8))
     row = trainer.train_history[0]
     assert (row["train_3"], row["train_lr_scale"], row["lr"]) == (4.0, 2.0, 0.1)
     numbers = {"bool": 1.0, "numpy bool": 1.0, "numpy float": 0.5, "half": 0.5, "integer tensor": 3.0, "bool tensor": 1}
     assert trainer.test_metrics.get("extra") == numbers.get(name)
+    entry = "extra/deep/text" if name == "nested" else "extra"
     if name == "nested":
-        assert (row["train_extra/deep/number"], trainer.log_train["extra/deep/text"][0]) == (2.0, "t")
-    elif name not in numbers:
-        assert len(trainer.log_train["extra"]) == trainer.progress_checker.epoch_batch or 6
+        assert row["train_extra/deep/number"] == 2.0
+    if name not in numbers:
+        assert len(held.get(entry, ())) == (6 if keeps else 0)
+        assert entry not in trainer.log_train, "the epoch is over"
     assert "loss" in str(metrics)
 
 
 def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
     """F-E5: and says so; the rest of the epoch's log is there."""
-    trainer = build(lambda trainer, batch: {"thing": object(), "output": batch[0], "text": "x"})
+    things = {"thing": object(), "text": "x"}
+    trainer = build(lambda trainer, batch: {"output": batch[0], **things}, keep_train_outputs=True)
     trainer.run(None, hand.loader(), max_steps=2)
     kept = trainer.state_dict()["records"]["log_train"]["kept"]
     assert set(kept) == {"output", "text"}
@@ -191,10 +198,17 @@ def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
 
 def test_outputs_of_a_last_batch_of_one_sample_are_kept_with_the_others() -> None:
     """F-E5: ``squeeze()`` leaves a number of it, and it was all that the log held."""
-    trainer = build(lambda trainer, batch: {"output": batch[0].sum(1).squeeze()})
-    found = trainer.evaluate(hand.loader(9, shuffle=False))
-    assert "output" not in found
-    assert [tuple(each.shape) for each in trainer.log_test["output"]] == [(4,), (4,), ()]
+
+    class Shapes(Returning):
+        def metric_on_epoch_end(self) -> Any:
+            shapes.extend(tuple(each.shape) for each in self.log_test["output"])
+            return {}
+
+    shapes: list[Any] = []
+    for task in (Shapes, Returning):
+        trainer = build(lambda trainer, batch: {"output": batch[0].sum(1).squeeze()}, task=task)
+        assert "output" not in trainer.evaluate(hand.loader(9, shuffle=False))
+    assert shapes == [(4,), (4,), ()]
     log = EpochLog()
     for value in (None, 1.0, torch.tensor(3.0)):
         log.record({"penalty": value})
@@ -243,17 +257,17 @@ def tensors() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> None:
-    """P-33: over 1000 steps; outputs are kept only when they are returned, detached and on the host."""
+@pytest.mark.parametrize(("keep", "returns"), [(False, False), (False, True), (True, True)])
+def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool, returns: bool) -> None:
+    """P-33: over 1000 steps; outputs are kept only where that was asked for, detached and on the host."""
 
     def more(trainer: Any, batch: Any) -> Any:
         output = trainer.model(batch[0])
         kept = {"output": output, "pair": Pair(output, 1), "named": Output(output), "list": [output]}
         kept["cache"] = Cache(output)
-        return {"norm": output.norm(), **(kept if keep else {})}
+        return {"norm": output.norm(), **(kept if returns else {})}
 
-    trainer = build(more)
+    trainer = build(more, keep_train_outputs=keep)
     counts: list[int] = []
     elsewhere = tensors()  # Of other tests, and of their threads: held, or one that is freed would be counted.
     theirs = {id(tensor) for tensor in elsewhere}
@@ -263,6 +277,7 @@ def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> Non
         if step in (10, 1000) and trainer.progress_checker.epoch_batch:
             own = [tensor for tensor in tensors() if id(tensor) not in theirs]
             assert [tensor for tensor in own if tensor.grad_fn is not None] == []
+            assert not keep or all(not output.requires_grad for output in trainer.log_train["output"])
             counts.append(len(own))
 
     trainer.checkpoint = look
@@ -270,7 +285,6 @@ def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool) -> Non
     assert len(counts) == 2
     grown = counts[1] - counts[0]
     assert grown == (990 * 5 if keep else 0)
-    assert not keep or all(not output.requires_grad for output in trainer.log_train["output"])
 
 
 def test_to_host_takes_what_a_step_goes_on_using() -> None:
@@ -326,12 +340,152 @@ def test_metric_on_epoch_end_of_the_outputs_of_an_evaluation() -> None:
     assert metrics["valid_metrics_history"][1]["valid_spread"] == pytest.approx(
         torch.cat([row["output"] for row in trainer.inference(hand.loader(8, shuffle=False))]).std().item()
     )
-    assert trainer.log_test["output"][0].shape == (4, 2)
+    with pytest.raises(MonitorError, match="log_test no longer holds 'output'"):
+        trainer.log_test["output"]
     trainer = build(task=Seed)
     assert "spread" in trainer.evaluate(hand.loader(8))
     misspelt = build(task=type("Misspelt", (Seed,), {"asked": "outputt", "__module__": __name__}))
     with pytest.raises(MonitorError, match="log_test has no entry 'outputt'; did you mean 'output'"):
         misspelt.run(1, hand.loader(), hand.loader(8))
+
+
+class Thing:
+    """What a step returns beside numbers; how many of them are alive is counted."""
+
+    alive: ClassVar[Any] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+
+class Things(Task):
+    """Each step returns one; the most that were alive at once, in training and in evaluation."""
+
+    fails: Any = None
+
+    def train_step(self, batch: Any) -> Any:
+        return {**super().train_step(batch), "thing": self.made()}
+
+    def test_step(self, batch: Any) -> Any:
+        out = {**super().test_step(batch), "thing": self.made()}
+        if self.fails == "test_step" and len(self.log_test) and len(self.log_test["loss"]) == 2:
+            raise ArithmeticError("in the third batch")
+        return out
+
+    def made(self) -> Thing:
+        thing = Thing()
+        most = vars(self).setdefault("most", {"train": 0, "test": 0})
+        most[self.mode] = max(most[self.mode], len(Thing.alive))
+        return thing
+
+
+class Asking(Things):
+    def metric_on_epoch_end(self) -> Any:
+        if self.fails == "metric":
+            raise ArithmeticError("in the metric")
+        log = self.log_train if self.mode == "train" and self.keep_train_outputs else self.log_test
+        return {"things": len(log["thing"])}
+
+
+class AskingAddon(AddOnBase):
+    """Count the outputs of an evaluation."""
+
+    layer = "observe"
+
+    def metric_on_epoch_end(self) -> Any:
+        found = dict(super().metric_on_epoch_end())
+        if getattr(self, "fails", None) == "metric":
+            raise ArithmeticError("in the metric")
+        return found | ({"things": len(self.log_test["thing"])} if self.mode == "test" else {})
+
+
+@pytest.mark.parametrize("where", ["run", "evaluate", "several", "mode", "test_step", "metric"])
+@pytest.mark.parametrize(
+    ("task", "keep"), [(Things, False), (Asking, False), (Asking, True), (Things.add_on(AskingAddon), False)]
+)
+def test_outputs_are_held_only_while_a_metric_is_to_read_them(task: Any, keep: bool, where: str) -> None:
+    """Not in an epoch, not after a validation, and not after an exception in one."""
+    trainer = build(task=task, keep_train_outputs=keep, **({"mode": "test"} if where == "mode" else {}))
+    batches, valid = hand.loader(24, 4), {"a": hand.loader(20, 4), "b": hand.loader(20, 4)}
+    asks = task is not Things
+    if where in ("test_step", "metric"):
+        trainer.fails = where = where if asks else "test_step"
+        with pytest.raises(ArithmeticError):
+            trainer.evaluate(valid["a"])
+    elif where == "mode":
+        trainer.run(2, valid["a"])
+    else:
+        found = trainer.run(2, batches, valid if where == "several" else valid["a"]) if where != "evaluate" else {}
+        found = trainer.evaluate(valid["a"])
+        assert found.get("things") == (5 if asks else None)
+    gc.collect()
+    assert len(Thing.alive) == 0
+    held = (3 if where == "test_step" else 5) if asks else min(trainer.most["test"], 2)
+    trained = 6 if keep and where in ("run", "several") else 0  # The epoch ends behind its validation.
+    assert trainer.most == {"test": held + trained, "train": trained or min(trainer.most["train"], 2)}
+
+
+def test_a_metric_of_training_s_outputs_says_what_to_write() -> None:
+    """In the plan already; and the log that gave its outputs up says so, whatever asks."""
+
+    class Unkept(Things):
+        def metric_on_epoch_end(self) -> Any:
+            return {"things": len(self.log_train["thing"])} if self.mode == "train" else {}
+
+    said = "log_train does not keep 'thing', which is not a number; write keep_train_outputs=True"
+    assert said in str(build(task=Unkept).plan(1, hand.loader()))
+    with pytest.raises(MonitorError, match=said):
+        build(task=Unkept).run(1, hand.loader())
+    plain, kept = build(task=Things), build(task=Unkept, keep_train_outputs=True)
+    assert kept.run(1, hand.loader(24, 4), hand.loader(8))["train_metrics_history"][0]["train_things"] == 6
+    for log, match in ((kept.log_train, "log_train no longer holds 'thing'"), (plain.log_test, "log_test has no")):
+        with pytest.raises(MonitorError, match=match):
+            log["thing"]
+    plain.evaluate(hand.loader(8))
+    with pytest.raises(MonitorError, match=r"log_test does not keep 'thing'.*override metric_on_epoch_end"):
+        plain.log_test["thing"]
+
+
+class Gap(Things):
+    """A metric of what was trained, which the validation asks for."""
+
+    def metric_on_epoch_end(self) -> Any:
+        return {"things": len(self.log_train["thing"])}
+
+
+def test_a_validation_reads_what_was_trained_in_its_epoch(caplog: Any) -> None:
+    """The epoch ends behind its validation; an evaluation after that has nothing to read, and says so."""
+    trainer = build(task=Gap, keep_train_outputs=True)
+    metrics = trainer.run(2, hand.loader(24, 4), hand.loader(8), valid_every=Every(steps=3))
+    assert [row["valid_things"] for row in metrics["valid_metrics_history"]] == [3, 6, 3, 6]
+    assert caplog.text == ""
+    assert "things" not in trainer.evaluate(hand.loader(8))
+    assert "metric_on_epoch_end adds nothing here: log_train no longer holds 'thing'" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, True), (True, False), (False, False)])
+def test_outputs_in_a_state_of_an_open_epoch(before: bool, after: bool, caplog: Any) -> None:
+    """They are saved where they are kept. Kept from the resume on only, they are not taken for those of the epoch."""
+
+    class Squeezed(Task):
+        def train_step(self, batch: Any) -> Any:
+            return {**super().train_step(batch), "output": self.model(batch[0])[:, 0].squeeze()}
+
+        def metric_on_epoch_end(self) -> Any:
+            if self.mode == "test" or not self.keep_train_outputs:
+                return {}
+            return {"outputs": sum(each.numel() for each in self.log_train["output"])}
+
+    first = build(task=Squeezed, keep_train_outputs=before)
+    first.run(None, hand.loader(21, 4), max_steps=3)
+    resumed = build(task=Squeezed, keep_train_outputs=after)
+    resumed.load_state_dict(first.state_dict())
+    del resumed.model[1]  # BatchNorm refuses the last batch, of one sample.
+    resumed.run(2, hand.loader(21, 4))
+    found = [row.get("train_outputs") for row in resumed.train_history]
+    assert found == {(True, True): [21, 21], (False, True): [None, 21]}.get((before, after), [None, None])
+    assert "train_output" not in resumed.train_history[0]
+    assert ("adds nothing here" in caplog.text) == (found[0] is None and after)
 
 
 def test_a_misspelt_entry_is_an_error_also_where_nothing_is_validated() -> None:

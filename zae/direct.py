@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zae import checks, optim
+from zae.bar import Bar
 from zae.device import samples_on_host
+from zae.progress import Every
 from zae.seams import add_ons_of, is_add_on
 
 if TYPE_CHECKING:
@@ -130,10 +132,12 @@ def release(trainer: Trainer) -> None:
 
 
 def unbound(trainer: Trainer) -> dict[str, Any]:
-    """The attributes of a trainer without what `bind` has bound."""
+    """Return the attributes of a trainer as it is before it is set up: without what a run, or `bind`, has made."""
     own = vars(trainer)
     bound = own.get("_ways", {}).get(own.get("_idle"), [()])[0]
-    return {key: value for key, value in own.items() if key not in (*bound, "_ways", "_idle")} | {"_own": Own()}
+    made = {"_own": Own(), "_ready": False, "_bar": Bar(False), "_wrapped": None, "_valid": (None, Every(epochs=1))}
+    kept = {key: value for key, value in own.items() if key not in (*bound, "_ways", "_idle")}
+    return kept | made | {"model": trainer._module}
 
 
 def is_plain(trainer: Trainer, name: str) -> bool:

@@ -17,7 +17,7 @@ from zae import optim, rng, scheduling, session
 from zae.data_state import undrawn
 from zae.device import to_device
 from zae.optimizer_state import copy_optimizer
-from zae.records import EpochLog, Metrics
+from zae.records import Metrics
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -154,7 +154,7 @@ def _copy_of(trainer: Any) -> Any:
     twin = object.__new__(type(trainer))
     twin.__dict__.update({k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in trainer.__dict__.items()})
     twin._module = twin.model = copy.deepcopy(trainer._module)
-    twin.log_train, twin.log_test = EpochLog("log_train"), EpochLog("log_test")
+    twin.log_train, twin.log_test = trainer.log_train.empty_copy(), trainer.log_test.empty_copy()
     twin.train_metrics = Metrics()
     first = next(iter(twin._module.parameters()), None)
     twin.device = trainer.device if first is None else first.device

@@ -27,6 +27,10 @@ _SMALLER = (
 )
 _LARGER = """acc accuracy f1 auc auroc precision recall iou miou bleu rouge meteor map mcc r2 psnr ssim dice score
 reward return corr correlation spearman pearson kappa sensitivity specificity hit ndcg mrr top1 top5 elbo likelihood"""
+_CURES = {
+    "log_train": "write keep_train_outputs=True, an option of the trainer, to keep it for metric_on_epoch_end",
+    "log_test": "override metric_on_epoch_end, which it is kept for, or call inference(loader)",
+}
 _PREFIXES = ("train", "valid", "val", "eval", "test")
 
 
@@ -141,8 +145,17 @@ class _Series:
 class EpochLog(Mapping[str, list[Any]]):
     """What the steps of one epoch returned: each entry is the list of its values, one for each batch.
 
-    Scalars are kept as floats, and their mean is by sample. Anything else is kept as it is, tensors detached and on
-    the host. It is alive for the epoch: ``trainer.log_train["loss"]``, ``trainer.log_test["output"]``.
+    Scalars are kept as floats, and their mean is by sample: ``trainer.log_train["loss"]``. Anything else, an output of
+    the model for instance, is kept where something is to read it, tensors detached and on the host, until the epoch or
+    the evaluation ends: in ``log_test`` for an override of ``metric_on_epoch_end``, in ``log_train`` with
+    ``keep_train_outputs=True``.
+
+    Parameters
+    ----------
+    name : str
+        Its name in errors.
+    keeps : bool
+        Whether it keeps what is not a number.
 
     Examples
     --------
@@ -153,10 +166,11 @@ class EpochLog(Mapping[str, list[Any]]):
     ([1.0, 4.0], {'loss': 1.6}, [(4, 2), (1, 2)])
     """
 
-    def __init__(self, name: str = "log") -> None:
-        self._name = name
+    def __init__(self, name: str = "log", keeps: bool = True) -> None:
+        self._name, self._keeps = name, keeps
         self._series: dict[str, _Series] = {}
         self._kept: dict[str, list[Any]] = {}
+        self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
         # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
         self._seen: dict[str, int] = {}
         self._carried: dict[str, tuple[float, float]] = {}
@@ -183,9 +197,9 @@ class EpochLog(Mapping[str, list[Any]]):
                 self._record_other(str(key), value, weight)
 
     def _record_other(self, key: str, value: Any, weight: Any) -> None:
-        """Keep what is no number on the host of an entry that is there already."""
-        if isinstance(value, Tensor) and isinstance(self._kept.get(key, [None])[-1], Tensor):
-            self._kept[key].append(to_host(value))  # Squeezed, a batch of one sample has no dimension any more.
+        """Record a value that is not a number on the host of an entry that exists already."""
+        if isinstance(value, Tensor) and (key in self._kept or key in self._dropped) and self._holds_tensors(key):
+            self._keep(key, value)  # Squeezed, a batch of one sample has no dimension any more.
         elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             series = self._series.setdefault(key, _Series())
             if value.is_cpu:
@@ -199,7 +213,18 @@ class EpochLog(Mapping[str, list[Any]]):
         elif key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             self.record({key: value.reshape(())}, weight)  # Of shape [1]: backward takes it, and so do we.
         else:
+            self._keep(key, value)
+
+    def _holds_tensors(self, key: str) -> bool:
+        """Whether the last value of an entry that is not a number is, or was, a tensor."""
+        return self._dropped[key] if key in self._dropped else isinstance(self._kept[key][-1], Tensor)
+
+    def _keep(self, key: str, value: Any) -> None:
+        """Keep a value, or only note that there was one."""
+        if self._keeps and key not in self._dropped:
             self._kept.setdefault(key, []).append(to_host(value))
+        else:
+            self._dropped[key] = isinstance(value, Tensor)
 
     def __getitem__(self, key: str) -> list[Any]:
         if key in self._series:
@@ -207,11 +232,26 @@ class EpochLog(Mapping[str, list[Any]]):
             return self._series[key].values.tolist()
         if key in self._kept:
             return self._kept[key]
+        if key in self._dropped:
+            raise self._not_kept(key)
         cure = ": use one of these, or return it from the step" if len(self) else ""
         known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
         error = MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; it holds {known}{cure}")
         error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
         raise error
+
+    def _not_kept(self, key: str) -> MonitorError:
+        """Say why an entry that steps have returned cannot be read."""
+        if self._keeps:
+            text = (
+                f"{self._name} no longer holds {key!r}: what is not a number is freed when its epoch, or its "
+                "evaluation, ends; read it in metric_on_epoch_end, or call inference(loader)"
+            )
+        else:
+            text = f"{self._name} does not keep {key!r}, which is not a number; {_CURES.get(self._name, 'keep it')}"
+        error = MonitorError(text)
+        error.is_lost = self._keeps  # type: ignore[attr-defined]  # Whether it was there, or will be in the next epoch.
+        return error
 
     def __iter__(self) -> Iterator[str]:
         yield from self._series
@@ -227,8 +267,18 @@ class EpochLog(Mapping[str, list[Any]]):
         """Forget everything."""
         self._series.clear()
         self._kept.clear()
+        self._dropped.clear()
         self._seen.clear()
         self._carried.clear()
+
+    def free(self) -> None:
+        """Free what is not a number; the numbers stay until the next epoch, or evaluation, begins."""
+        self._dropped |= {key: self._holds_tensors(key) for key in self._kept}
+        self._kept.clear()
+
+    def empty_copy(self) -> EpochLog:
+        """Return an empty log of the same name, which keeps the same."""
+        return EpochLog(self._name, self._keeps)
 
     def begin_epoch(self) -> None:
         """Forget the last epoch, but for the sums of what no record has seen yet."""
@@ -288,7 +338,8 @@ class EpochLog(Mapping[str, list[Any]]):
             lost = ", ".join(key for key in self._kept if key not in kept)
             said = "what %s holds as %s cannot be saved; a resume in this epoch is without it"
             _log.warning(said, self._name, printable(lost))
-        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried)}
+        dropped = {"dropped": dict(self._dropped)} if self._dropped else {}
+        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried), **dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned.
@@ -303,7 +354,10 @@ class EpochLog(Mapping[str, list[Any]]):
             series = self._series[key] = _Series()
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 series.add(value, weight)
-        self._kept.update({key: list(values) for key, values in state["kept"].items()})
+        self._dropped.update({key: bool(is_tensor) for key, is_tensor in state.get("dropped", {}).items()})
+        self._kept.update({key: list(values) for key, values in state["kept"].items() if values})
+        if not self._keeps:
+            self.free()
         self._seen.update({key: int(count) for key, count in state["seen"].items()})
         self._carried.update({key: (float(total), float(weight)) for key, (total, weight) in state["carried"].items()})
 
@@ -383,7 +437,7 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
     """Put the logs of all ranks together, batch by batch in turn: evaluation deals its batches to the ranks so."""
     if len(parts) == 1:
         return parts[0]
-    merged = EpochLog(parts[0]._name)
+    merged = parts[0].empty_copy()
     for key in dict.fromkeys(key for part in parts for key in part._series):
         found = [part._series.get(key, _Series()) for part in parts]
         series = merged._series[key] = _Series()
@@ -391,6 +445,8 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
             series.add(value, weight)
     for key in dict.fromkeys(key for part in parts for key in part._kept):
         merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
+    for part in parts:
+        merged._dropped.update(part._dropped)
     return merged
 
 

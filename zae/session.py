@@ -190,8 +190,10 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
     own, trainer.log_train = trainer.log_train, whole_log(trainer, trainer.log_train)
-    trainer.train_metrics = Metrics({**trainer.log_train.means(), **own_metrics(trainer)})
-    trainer.log_train = own
+    try:
+        trainer.train_metrics = Metrics({**trainer.log_train.means(), **own_metrics(trainer)})
+    finally:
+        trainer.log_train = own
     rates = optim.learning_rates(trainer._optimizers)
     trainer.train_history.append(Metrics({**row(trainer, "train", trainer.train_metrics), **rates}))
     if trainer.log_every.due_at_epoch(progress.epoch + 1):
@@ -216,11 +218,15 @@ def make_up(trainer: Trainer) -> None:
 def end_epoch(trainer: Trainer) -> None:
     """Judge the epoch that has just been closed, tell of its end, and save."""
     loader, every = trainer._valid
-    if trainer._due or (loader is not None and every.due_at_epoch(trainer.progress_checker.epoch)):
-        _validate(trainer, "epoch")
-    if not trainer._due:
-        _judge_epoch(trainer, loader)
-        trainer.on_epoch_end()
+    try:
+        if trainer._due or (loader is not None and every.due_at_epoch(trainer.progress_checker.epoch)):
+            _validate(trainer, "epoch")
+        if not trainer._due:
+            _judge_epoch(trainer, loader)
+            trainer.on_epoch_end()
+    finally:
+        if not trainer._due:  # Else the validation that is to be repeated may read it.
+            trainer.log_train.free()
     trainer.checkpoint()
 
 
@@ -355,6 +361,12 @@ def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
     return {key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()}
 
 
+def empty_logs(trainer: Trainer) -> tuple[EpochLog, EpochLog]:
+    """Return the logs of training and of evaluation; what is not a number is kept only where something reads it."""
+    reads = not direct.is_plain(trainer, "metric_on_epoch_end")
+    return EpochLog("log_train", keeps=trainer.keep_train_outputs), EpochLog("log_test", keeps=reads)
+
+
 def whole_log(trainer: Trainer, log: EpochLog) -> EpochLog:
     """The log of an epoch over all ranks, as one process would have it; on one rank it is the log itself."""
     if trainer.world_size == 1:
@@ -370,10 +382,13 @@ def own_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def _own_metrics(trainer: Trainer) -> dict[str, float]:
-    """The same of this rank; nothing, where it reads the log of the other mode and that is empty."""
+    """The same of this rank; nothing, where it reads what the log of the other mode does not hold at this time."""
     try:
         return checks.check_metrics(f"{type(trainer).__name__}.metric_on_epoch_end", trainer.metric_on_epoch_end())
     except MonitorError as error:
+        if getattr(error, "is_lost", False):
+            _log.warning("metric_on_epoch_end adds nothing here: %s", error.args[0])
+            return {}
         other = trainer.log_test if trainer.mode == "train" else trainer.log_train
         if len(other) or getattr(error, "log", None) is not other:
             raise

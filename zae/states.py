@@ -19,7 +19,7 @@ from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loading import Position
 from zae.optimizer_state import load_optimizer_state
 from zae.progress import ProgressChecker
-from zae.records import EpochLog, Metrics
+from zae.records import Metrics
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         _check_names(state, optimizer=optimizers, scheduler=schedulers)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
-        progress, due, records = ProgressChecker(), _due_of(state), _read_records(state["records"])
+        progress, due, records = ProgressChecker(), _due_of(state), _read_records(trainer, state["records"])
         progress.load_state_dict(state["progress"])
 
     with _taken_back(trainer, optimizers, schedulers):
@@ -275,9 +275,9 @@ def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMisma
     )
 
 
-def _read_records(records: Mapping[str, Any]) -> dict[str, Any]:
+def _read_records(trainer: Trainer, records: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a trainer keeps of its steps, by the names of its attributes."""
-    made: dict[str, Any] = {"log_train": EpochLog("log_train"), "grad_norm": records["grad_norm"]}
+    made: dict[str, Any] = {"log_train": trainer.log_train.empty_copy(), "grad_norm": records["grad_norm"]}
     made["log_train"].load_state_dict(records["log_train"])
     made |= {name: Metrics(records[name]) for name in ("train_metrics", "test_metrics", "best")}
     made |= {name: [Metrics(row) for row in records[name]] for name in ("train_history", "valid_history")}

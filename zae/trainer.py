@@ -26,7 +26,7 @@ from zae.faults import explain_error, undisturbed
 from zae.loading import Position, length_of
 from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, plain
+from zae.records import Metrics, MetricsDict, direction_of, plain
 from zae.schedulers import is_plateau
 from zae.states import Weights, load_core, load_weights, read_core
 
@@ -76,6 +76,9 @@ class Trainer(metaclass=TrainerMeta):
     fast_data : bool
         Take the batches of a DataLoader over tensors in memory with one gather each, bitwise as the loader gives them.
         See `zae.fast_data`.
+    keep_train_outputs : bool
+        Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
+        epoch ends. What ``test_step`` returns is kept wherever ``metric_on_epoch_end`` is overridden.
 
     Raises
     ------
@@ -117,6 +120,7 @@ class Trainer(metaclass=TrainerMeta):
         log_every: Every | int | None = None,
         on_nonfinite: str = "raise",
         fast_data: bool = True,
+        keep_train_outputs: bool = False,
     ) -> None:
         self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device, self.mode = self.devices[0], checks.check_mode(mode)
@@ -124,7 +128,8 @@ class Trainer(metaclass=TrainerMeta):
         self._module: nn.Module = self.model
         optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.log_bar, self.fast_data = checks.check_flags(log_bar=log_bar, fast_data=fast_data)
+        flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
+        self.log_bar, self.fast_data, self.keep_train_outputs = checks.check_flags(**flags)
         self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
@@ -136,7 +141,7 @@ class Trainer(metaclass=TrainerMeta):
     def _begin_empty(self) -> None:
         """What a trainer keeps, before anything has happened."""
         self.progress_checker = ProgressChecker()
-        self.log_train, self.log_test = EpochLog("log_train"), EpochLog("log_test")
+        self.log_train, self.log_test = session.empty_logs(self)
         self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
         self.train_history, self.valid_history = list[Metrics](), list[Metrics]()
         self.log_history: list[dict[str, Any]] = []
@@ -182,7 +187,8 @@ class Trainer(metaclass=TrainerMeta):
         Returns
         -------
         mapping
-            Numbers are averaged by sample; anything else is kept for ``metric_on_epoch_end``.
+            Numbers are averaged by sample. Anything else is kept for ``metric_on_epoch_end`` where that is overridden,
+            and freed when the evaluation ends.
         """
 
     @seam
@@ -190,7 +196,8 @@ class Trainer(metaclass=TrainerMeta):
         """Return further metrics of an epoch, of what ``log_train`` or ``log_test`` hold.
 
         It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` tells which. When it
-        asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch.
+        asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch. What
+        ``train_step`` returns beside numbers is kept only with ``keep_train_outputs=True``.
 
         Returns
         -------
@@ -691,10 +698,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
-        metrics = evaluation.evaluate(self, self._valid[0], self._signals if self._due else None)
-        session.note_validation(self, metrics)
-        session.judge(self, "valid", metrics)
-        return metrics
+        return evaluation.validate(self)
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.
@@ -860,8 +864,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up, and goes on where this one stands."""
-        made = {"_ready": False, "_bar": Bar(False), "_valid": (None, Every(epochs=1))}
-        return direct.unbound(self) | made | {"model": self._module, "_wrapped": None}
+        return direct.unbound(self)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""

@@ -88,7 +88,7 @@ def evaluation_is_bitwise_that_of_one_process(world, folder):
         trainer, single = build(Task, (MultiGPUAddon,)), build(Task)
         assert trainer.evaluate(loader(size, 2)) == single.evaluate(loader(size, 2))
         assert trainer.world_size == world
-        assert same(trainer.log_test["output"], single.log_test["output"])
+        assert trainer.log_test["loss"] == single.log_test["loss"]
         here, there = trainer.inference(loader(size, 2)), single.inference(loader(size, 2))
         assert same([out["output"] for out in here], [out["output"] for out in there])
 
@@ -871,7 +871,7 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
     assert scheduler.last_epoch == single.scheduler.last_epoch == 3
     for key, average in single.average.items():
         assert torch.allclose(trainer.average[key], average, rtol=0, atol=1e-12)
-    assert len(trainer.log_test["output"]) == 4
+    assert len(trainer.log_test["loss"]) == 4
     records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 13))
     assert len(records) == len(trainer.log_history)
