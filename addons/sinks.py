@@ -221,6 +221,6 @@ def _step_of(line: bytes) -> float | None:
     """The step of a whole line, else None."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         return None
     return step if isinstance(step, (int, float)) else None

@@ -6,6 +6,7 @@ import difflib
 import errno
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def check_file(path: Any, name: str, example: str) -> Path:
     if os.path.isdir(file):
         raise ConfigError(f"{name}={str(file)!r} is a folder; give a file in it: {str(file / example)!r}")
     _check_place(file.parent, f"{name}={str(path)!r}")
+    if os.path.exists(file) and stat.S_IFMT(os.stat(file).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK):
+        raise ConfigError(f"{name}={str(file)!r} is a pipe or a socket, which may wait for ever; give a file")
     if os.path.exists(file) and not os.access(file, os.W_OK):
         raise ConfigError(f"{name}={str(file)!r} cannot be written to; give another path or change its rights")
     return file

@@ -41,7 +41,8 @@ def crashes_in(folder: Path) -> list[Path]:
     >>> crashes_in(Path("runs/no-such-run"))
     []
     """
-    return sorted((path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name)), reverse=True)
+    found = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), reverse=True)
 
 
 def was_in_step(trainer: Trainer, error: BaseException, began_at: int, rested_at: int) -> bool | None:

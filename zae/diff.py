@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Mapping
@@ -60,6 +61,8 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
     path = Path(path)
     file = path / "ledger.jsonl" if path.is_dir() else path
     try:
+        if file.exists() and not file.is_file():  # A pipe would wait for ever.
+            raise OSError(errno.EINVAL, "not a plain file")
         lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError as error:
         raise ConfigError(
@@ -74,8 +77,10 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
                 if entry["begins_after"] == 0:
                     entries.clear()
                 continue
-            entries[int(entry["step"])] = {**entry, "stages": dict(entry["stages"])}
-        except (ValueError, KeyError, TypeError):
+            if not 0 <= (step := int(entry["step"])) < 2**63:  # Larger ones collide as keys, if that is wanted.
+                raise ValueError
+            entries[step] = {**entry, "stages": dict(entry["stages"])}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if number == len(lines) or (line[:1] == "{" and lines[number].startswith('{"ledger"')):
                 continue  # A run that was killed leaves half a line; resumed, it goes on in the next.
             raise ConfigError(f"{file}, line {number} is not one of a ledger: {line:.60}") from None

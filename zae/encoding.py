@@ -33,13 +33,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.columns import Table, join, split
+from zae.columns import PLAIN, Table, join, split
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.strict_json import DEPTH_LIMIT
+from zae.strict_json import DEPTH_LIMIT, without_collector
 from zae.tensors import DTYPES, byte_view, dense, from_bytes, view_key
 
 __all__ = ["decode", "encode"]
 
+_COLLISIONS = 64  # keys of one hash in a dict: 34 powers of two have the same, as floats
+_AXES = 1024  # of any array
 _ROOM = 3  # levels that the tag of a leaf may add below it
 _ROWS_ROOM = 9  # those of a list of records, down to a value in it
 _NAMES = {value: key for key, value in DTYPES.items()}
@@ -117,7 +119,8 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
     zae.errors.CheckpointDamaged: state.json: names the tensor 'lost', which is absent. Load another checkpoint.
     """
     try:
-        return _Decoder(tensors).value(structure, 1)
+        with without_collector():
+            return _Decoder(tensors).value(structure, 1)
     except _Malformed as error:
         raise CheckpointDamaged(f"{where}: {error}. Load another checkpoint.") from None
     # A hostile structure may hold any type at any place: what the conversions below make of it is damage, too.
@@ -266,16 +269,16 @@ class _Decoder:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._columns: set[str] = set()
+        self._taken: set[str] = set()
         self._makers: dict[str, Callable[[Any, int], Any]] = {
             "$tensor": lambda given, depth: self._named(given),
             "$raw": self._raw,
             "$array": self._array,
             "$scalar": self._scalar,
-            "$bytes": lambda given, depth: bytes(byte_view(self._named(given))),
+            "$bytes": lambda given, depth: bytes(byte_view(self._alone(given))),
             "$tuple": lambda given, depth: tuple(self._items(given, depth)),
-            "$set": lambda given, depth: set(self._items(given, depth)),
-            "$frozenset": lambda given, depth: frozenset(self._items(given, depth)),
+            "$set": lambda given, depth: set(_plain_keys(self._items(given, depth))),
+            "$frozenset": lambda given, depth: frozenset(_plain_keys(self._items(given, depth))),
             "$size": lambda given, depth: torch.Size(_shape(given)),
             "$dict": self._pairs,
             "$ordered": lambda given, depth: OrderedDict(self._pairs(given, depth)),
@@ -293,7 +296,9 @@ class _Decoder:
         if depth > DEPTH_LIMIT:
             raise _Malformed(f"is nested deeper than {DEPTH_LIMIT} levels")
         if isinstance(node, list):
-            return self._items(node, depth)
+            if PLAIN.issuperset(map(type, node)):  # Most lists are of numbers, and long.
+                return list(node)
+            return [self.value(item, depth + 1) for item in node]
         if not isinstance(node, dict):
             if node is None or isinstance(node, (bool, int, float, str)):
                 return node
@@ -312,6 +317,7 @@ class _Decoder:
     def _pairs(self, nodes: Any, depth: int) -> dict[Any, Any]:
         """Return a dict made of [key, value] pairs with keys that differ."""
         pairs = [self._items(pair, depth + 1) for pair in _typed(nodes, list)]
+        _plain_keys([key for key, _ in pairs])
         made = dict(pairs)
         if len(made) != len(pairs):
             raise _Malformed("holds a dict with one key twice")
@@ -324,17 +330,27 @@ class _Decoder:
         tables = [{_typed(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
         if [len(table) for table in tables] != [len(kind) or -1 for kind in kinds]:
             raise _Malformed("holds records without a name, or with one twice")
-        return join(Table(tables, None if order is None else self._column(order, depth)))
+        numbers = None if order is None else self._column(order, depth)
+        if numbers is not None and not all(type(number) is int and 0 <= number < len(kinds) for number in numbers):
+            raise _Malformed("holds records of a kind that it does not name")
+        return join(Table(tables, numbers))
 
     def _column(self, given: Any, depth: int) -> list[Any]:
-        """Return the values of a column; each tensor is one column only, or a small file could fill the memory."""
+        """Return the values of a column."""
         if type(given) is not str:
             return self._items(given, depth + _ROWS_ROOM)
-        tensor = self._named(given)
-        if given in self._columns or tensor.dtype not in (torch.float64, torch.int64) or tensor.dim() != 1:
-            raise _Malformed(f"names {given!r:.80} as a column, which it is not, or not of this list alone")
-        self._columns.add(given)
+        tensor = self._alone(given)
+        if tensor.dtype not in (torch.float64, torch.int64) or tensor.dim() != 1:
+            raise _Malformed(f"names {given!r:.80} as a column, which it is not")
         return list(tensor.tolist())
+
+    def _alone(self, name: Any) -> Tensor:
+        """Return a tensor that is copied: each of them once only, or a small file could fill the memory."""
+        tensor = self._named(name)
+        if name in self._taken:
+            raise _Malformed(f"takes the bytes of the tensor {name!r:.80} twice")
+        self._taken.add(name)
+        return tensor
 
     def _named(self, name: Any) -> Tensor:
         """Return the tensor of this name."""
@@ -350,7 +366,7 @@ class _Decoder:
     def _array(self, given: Any, depth: int) -> np.ndarray[Any, Any]:
         """Return a numpy array from its bytes."""
         name, dtype, shape = _typed(given, list)
-        return _numpy(byte_view(self._named(name)), dtype, _shape(shape))
+        return _numpy(byte_view(self._alone(name)), dtype, _shape(shape))
 
     def _scalar(self, given: Any, depth: int) -> Any:
         """Return a numpy scalar from its bytes."""
@@ -411,16 +427,30 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
+def _plain_keys(keys: list[Any]) -> list[Any]:
+    """Return keys that are what `encode` writes, and do not collide: a dict of them would take quadratic time."""
+    waiting = [*keys]
+    while waiting:
+        key = waiting.pop()
+        if type(key) is tuple:
+            waiting += key
+        elif type(key) not in PLAIN:
+            raise _Malformed(f"holds a key that is a {_type_name(key)}")
+    if len(keys) > _COLLISIONS and max(Counter(map(hash, keys)).values()) > _COLLISIONS:
+        raise _Malformed(f"holds a dict or set in which more than {_COLLISIONS} keys have one hash")
+    return keys
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     """Return a shape when it is a list of whole numbers from 0."""
-    if any(_typed(size, int) < 0 for size in _typed(value, list)):
-        raise _Malformed("holds a shape with a negative size")
+    if len(_typed(value, list)) > _AXES or any(_typed(size, int) < 0 for size in value):
+        raise _Malformed(f"holds a shape with a negative size, or of more than {_AXES} axes")
     return tuple(value)
 
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the torch dtype of this name."""
-    dtype = getattr(torch, _typed(name, str), None)
+    dtype = vars(torch).get(_typed(name, str))  # getattr would import whatever module is named
     if not isinstance(dtype, torch.dtype):
         raise _Malformed(f"names the dtype {name!r:.80}, which torch {torch.__version__} lacks")
     return dtype

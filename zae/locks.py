@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zae import files
-from zae.errors import ConfigError
+from zae.errors import CheckpointDamaged, ConfigError
 from zae.names import staging_name
-from zae.streams import not_saved
+from zae.streams import not_saved, read_whole
 
 __all__ = ["FolderLock"]
 
@@ -205,11 +205,10 @@ def _number(folder: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a lock; one that is cut short or no file of ours holds nothing."""
+    """Read a lock; one that is cut short, a pipe or a link, or not a file of ours holds nothing."""
     try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(4096))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(bytes(read_whole(path, limit=4096)))
+    except (CheckpointDamaged, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from zae.errors import CheckpointDamaged
 
-__all__ = ["DEPTH_LIMIT", "strict_json"]
+__all__ = ["DEPTH_LIMIT", "strict_json", "without_collector"]
 
 DEPTH_LIMIT = 200
 """The deepest nesting of brackets in a text that is read."""
@@ -57,15 +60,35 @@ def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
         if spaces is not None:
             _refuse_spaces(data, spaces)
         _refuse_depth(data)
-        return json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_int=_small_int,
-            parse_float=_finite,
-        )
+        with without_collector():
+            return json.loads(
+                data.decode("utf-8"),
+                object_pairs_hook=_unique,
+                parse_constant=_refuse_constant,
+                parse_int=_small_int,
+                parse_float=_finite,
+            )
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: no JSON that zae writes ({str(error)[:200]}).") from None
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Pause the collector of cycles: it would look through half a million new lists again and again.
+
+    Examples
+    --------
+    >>> with without_collector():
+    ...     gc.isenabled()
+    False
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _refuse_spaces(data: bytes, limit: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -74,6 +75,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TIES = "zae.tied"
 _AXES = 1024  # torch takes time with the square of their number
 _LENGTH = 8  # the header's length, little endian, opens the file
+_KEYS = frozenset({"str", "int", "bool", "float", "None", "bytes_or_str"})  # what a dict in a pickle may have as keys
+_ORDERED = "collections OrderedDict"
 _PADDING = 1 << 16  # the most white space in a header that is not within its text: some tools align tensors to a page
 
 
@@ -434,7 +437,7 @@ def read_ckpt(data: bytes | bytearray, where: str) -> dict[str, Tensor]:
 (a bare pickle, or no zip file of torch.save). Get the weights as .safetensors, or as .ckpt with a dict of tensors.
     """
     try:
-        _refuse_odd_zip(data)
+        _refuse_odd_pickle(_refuse_odd_zip(data))
         made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # torch answers a hostile file with nearly any exception; none of them may reach the caller as it is.
     except Exception as error:
@@ -578,15 +581,64 @@ def _ties(notes: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -
     return cast("dict[str, str]", tied)
 
 
-def _refuse_odd_zip(data: bytes | bytearray) -> None:
-    """Refuse what torch.save does not write: bare pickles, TorchScript, and zips that unpack to more than they are."""
+def _refuse_odd_zip(data: bytes | bytearray) -> bytes:
+    """Return the pickle in a zip file, and refuse what torch.save does not write: other formats, TorchScript, bombs."""
     if data[:4] != b"PK\x03\x04":
         raise ValueError("a bare pickle, or no zip file of torch.save")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("a compressed zip file, which torch.save does not write")
-    if sum(entry.file_size for entry in entries) > len(data):
-        raise ValueError("a zip file that claims more than it holds")
-    if any("/code/" in entry.filename or entry.filename.endswith("constants.pkl") for entry in entries):
-        raise ValueError("a TorchScript archive, which is a program")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("a compressed zip file, which torch.save does not write")
+        if sum(entry.file_size for entry in entries) > len(data):
+            raise ValueError("a zip file that claims more than it holds")
+        if any("/code/" in entry.filename or entry.filename.endswith("constants.pkl") for entry in entries):
+            raise ValueError("a TorchScript archive, which is a program")
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"{len(pickles)} pickles of tensors, where there must be one")
+        return archive.read(pickles[0])
+
+
+def _refuse_odd_pickle(data: bytes) -> None:
+    """Refuse a pickle that costs more time than its size: torch's interpreter is slow, and keys of a dict may collide.
+
+    The stack is followed as pickletools describes each operation, with the kinds of values in place of values.
+    """
+    stack: list[str] = []
+    marks: list[int] = []
+    memo: dict[Any, str] = {}
+    calls = 0
+    for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        name, before = operation.name, operation.stack_before
+        if count > 2000 + 0.4 * len(data) or calls > 1000 + len(data) / 40:
+            raise ValueError("more operations than a dict of tensors takes")
+        if name == "MARK":
+            marks.append(len(stack))
+            continue
+        has_mark = pickletools.markobject in before
+        start = marks.pop() if has_mark else len(stack) - len(before)
+        taken = stack[start:]
+        del stack[start - (before.index(pickletools.markobject) if has_mark else 0) :]
+        if name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1::2] if name == "SETITEM" else taken[::2]):
+            raise ValueError("a dict with keys that are neither text nor small numbers")
+        if name in ("REDUCE", "NEWOBJ"):
+            calls += 1
+            if taken[0] == _ORDERED and taken[1] != "EMPTY_TUPLE":
+                raise ValueError("a dict that is not filled as torch.save does")
+        if name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[argument])
+        elif operation.stack_after:
+            stack.append(_kind_of(name, operation.stack_after[0].name, argument))
+
+
+def _kind_of(operation: str, made: str, argument: Any) -> str:
+    """Return what an operation of a pickle puts on the stack: the kind of a value, or the name of a function."""
+    if operation in ("GLOBAL", "STACK_GLOBAL", "INST"):
+        if argument != _ORDERED and not str(argument).startswith(("torch ", "torch.")):
+            raise ValueError(f"it names {str(argument)[:80]!r}, which weights do not need")
+        return str(argument)
+    if made == "int" and not -(2**63) <= argument < 2**63:
+        return "a large number"
+    return operation if operation == "EMPTY_TUPLE" else made
