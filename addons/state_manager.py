@@ -192,7 +192,7 @@ class StateManagerAddon(AddOnBase):
             files.put_back(self.save_path)
             known, step = self._retention.scores.keys() | self._passed_over, self.progress_checker.step
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite, self.run_id, step)
-        self._resumed.put_back(self)
+        self._resumed.put_back(self, partial(self._load_from, strict=True, resuming=True))
         if self.save_on_signal:
             self._signals = self._stop_signals.install()
 
@@ -284,6 +284,8 @@ class StateManagerAddon(AddOnBase):
             The disk refuses; what was there is intact.
         """
         self._settle_save()
+        if path is None and self._resumed.is_ahead(self):
+            return self._resumed.keep()
         progress = self.progress_checker
         target = self._path_at(progress.step) if path is None else Path(path).expanduser()
         self._undo_save = (dict(self._retention.scores), self._to_replace)

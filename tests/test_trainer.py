@@ -822,8 +822,9 @@ def test_p12_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
     torch.manual_seed(4)
     first.run(2, loader(), max_steps=4)
     second = make(save_path=tmp_path / "s", resume=True)
-    second.run(2, loader(), max_steps=4)  # The call that was made already.
-    second.run(2, loader())
+    data = loader()
+    second.run(2, data, max_steps=4)  # The call that was made already.
+    second.run(2, data)
     assert digest(whole.model) == digest(second.model)
     assert digest(whole.model) != digest(first.model)
     for weights in (whole.save_model(tmp_path / "w.safetensors"), whole.model.state_dict()):
@@ -869,9 +870,10 @@ def test_p12_f_e12_a_module_that_loads_another_shape_itself_is_resumed(tmp_path:
     torch.manual_seed(4)
     make(save_path=tmp_path / "s").run(2, loader(), valid(), max_steps=7)
     resumed = make(save_path=tmp_path / "s", resume=True)
-    resumed.run(2, loader(), valid(), max_steps=7)
+    data = loader()
+    resumed.run(2, data, valid(), max_steps=7)
     assert resumed.progress_checker.step == 7
-    resumed.run(1, loader(), valid())
+    resumed.run(1, data, valid())
     assert digest(whole.model) == digest(resumed.model)
     assert digest(*whole.average.values()) == digest(*resumed.average.values())
     fresh, state = make(save_path=tmp_path / "fresh"), whole.model.state_dict()

@@ -140,6 +140,7 @@ class Position:
         self._absent: list[int] = []
         self._absent_before = 0
         self._another = False  # Whether the loader that goes on is another one than the state is of.
+        self._ended_with: Any = None  # The loader of the call of `run` that the state is of, where that call is over.
         self._expected: int | None = None  # The batches of an open epoch, where their number may be another in each.
         self._kept: Any = None  # The loader's own state, where it was asked for the last time.
         self._is_copied = False  # Whether a copy of the loader is walked: the loader's own state is another then.
@@ -155,7 +156,8 @@ class Position:
         if self._resume is None and self.loader is not None:
             twin = Position(self._fast)
             twin.load_state_dict(self.state_dict())
-        return {**twin.__dict__, "loader": None, "_padded": (None, None), "is_evaluating": self.is_evaluating}
+        return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None),
+                "is_evaluating": self.is_evaluating}  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data and of every random stream, at this moment."""
@@ -267,6 +269,8 @@ class Position:
         """
         before = {} if self._resume is None else self._resume["facts"]
         changes = changes_of(before, facts_of(loader)) if before else []
+        if new_run and self._ended_with is not None and self._ended_with is not loader:
+            changes.append("it is another object")
         if self._resume is not None and "ranks" in self._resume:
             changes.append(f"it was of {self._resume['ranks']} ranks")
         if self._resume is None or not changes:
@@ -280,6 +284,16 @@ class Position:
         anew = {"begin": None, "first": None, "loader": None, "persists": False}
         self._resume = {**self._resume, **anew, "present": present}
         self._another = True
+
+    def note_loader(self, loader: Any) -> None:
+        """Note the loader of the call of ``run`` that the state is of, as it is made again: the next may have another.
+
+        Parameters
+        ----------
+        loader : iterable
+            The loader, after ``wrap_loader``.
+        """
+        self._ended_with = None if self._resume is None else loader
 
     def restore_random(self) -> None:
         """Put the global random streams to what they were, after whatever a resume itself has drawn."""
@@ -322,7 +336,7 @@ class Position:
         iterator
             Batches; those that are None are passed over.
         """
-        resume, self._resume, self._another = self._resume, None, False
+        resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
         self._note_workers(loader, used, resume)
         self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None

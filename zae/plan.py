@@ -287,6 +287,8 @@ def _count_steps(trainer: Trainer, made: RunPlan, loader: Any, asked: session.Pl
     if asked.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
         made.batches_per_epoch = None if in_loader is None else made.batches_per_epoch
     at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
+    if session.is_left(trainer, wrapped):
+        at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
     while at_epoch < last_epoch and at_step < last_step:
         left = in_epoch - in_open
         if at_step + left > last_step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from zae.checks import check_partial
 from zae.crash import crashes_in
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.names import original_name, step_of
-from zae.states import load_weights_of
 from zae.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ _log = logging.getLogger("zae")
 class Resumed:
     """What a trainer has resumed from, and what its script has done since.
 
-    A script that begins again makes all its calls of ``run``. Those that were over when its state was saved do nothing
-    now, but what stands between them is done once more, ``restore_best()`` for instance: on the weights of the state,
-    which is of a later call. They are put back when that call goes on.
+    A script that starts again makes all its calls of ``run``. Those that were over when its state was saved do nothing
+    now, but what stands between them is executed again, ``restore_best()`` or another learning rate for instance: on a
+    state of a later call. Before that call continues, the state is loaded again.
 
     Attributes
     ----------
@@ -82,14 +81,31 @@ class Resumed:
 
     def leave(self, trainer: Trainer) -> None:
         """Note, as a trainer is torn down, that its script has it from now on."""
-        self._is_left = self.path is not None and _is_ahead(trainer)
+        self._is_left = self.is_ahead(trainer)
 
-    def put_back(self, trainer: Trainer) -> None:
-        """Load the weights again, where a call of ``run`` goes on that others came before; say what the state lacks."""
+    def is_ahead(self, trainer: Trainer) -> bool:
+        """Whether the state is of a call of ``run`` that the script has yet to make."""
+        return self.path is not None and _is_ahead(trainer)
+
+    def keep(self) -> Path:
+        """Return the checkpoint that a save between two calls of ``run`` would overwrite with an earlier state."""
+        assert self.path is not None
+        _log.info("not saved: %s holds the state of a later call of run(), and is loaded again for it", self.path)
+        return self.path
+
+    def put_back(self, trainer: Trainer, load: Callable[[Path], None]) -> None:
+        """Load the state again, where a call of ``run`` continues that others came before; name what the state lacks.
+
+        Where the run stands, and its place in the data, stay as the beginning of this call has checked them.
+        """
         self.unsaved.begin(trainer)
-        if self._is_left and not _is_ahead(trainer):
-            self._is_left = False
-            load_weights_of(trainer, self.path)  # type: ignore[arg-type]
+        if self.path is None or not self._is_left or _is_ahead(trainer):
+            return
+        self._is_left = False
+        calls, progress, position = trainer._calls, trainer.progress_checker, dict(vars(trainer._position))
+        load(self.path)
+        trainer._calls, trainer.progress_checker = calls, progress
+        vars(trainer._position).update(position)
 
 
 def _is_ahead(trainer: Trainer) -> bool:

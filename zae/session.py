@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -25,10 +26,12 @@ _log = logging.getLogger("zae")
 
 
 def bounds(trainer: Trainer, plan: Plan) -> tuple[int, int]:
-    """The epoch and the step that this call of ``run`` ends with at the latest; ``sys.maxsize`` is no end."""
-    progress = trainer.progress_checker
-    is_new = trainer._calls == len(progress.run_starts)
-    epoch, step = (progress.epoch, progress.step) if is_new else progress.run_starts[trainer._calls]
+    """Return the epoch and the step at which this call of ``run`` ends at the latest; ``sys.maxsize`` is no limit."""
+    progress, starts, call = trainer.progress_checker, trainer.progress_checker.run_starts, trainer._calls
+    if call + 1 < len(starts):
+        epoch, step = starts[call + 1]  # It is over, as the state has it, and may have ended early.
+        return epoch, step
+    epoch, step = starts[call] if call < len(starts) else (progress.epoch, progress.step)
     last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
     return last_epoch, sys.maxsize if plan.max_steps is None else step + plan.max_steps
 
@@ -45,12 +48,18 @@ def left_of(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None
     return (steps + progress.epoch_step) // in_epoch, steps
 
 
-def spans(trainer: Trainer, plan: Plan, in_epoch: int | None) -> tuple[scheduling.Span, scheduling.Span]:
-    """Return the epochs and the optimizer steps that this call of ``run`` covers."""
+def spans(
+    trainer: Trainer, plan: Plan, in_epoch: int | None, leaves: bool = False
+) -> tuple[scheduling.Span, scheduling.Span]:
+    """Return the epochs and the optimizer steps that this call of ``run`` covers; it may leave an open epoch first."""
     progress = trainer.progress_checker
+    last_epoch, last_step = bounds(trainer, plan)
+    if leaves:
+        progress, last_epoch = replace(progress), min(last_epoch + 1, sys.maxsize)
+        progress.close_epoch()
     present = (progress.epoch, progress.step)
     start = present if trainer._calls == len(progress.run_starts) else progress.run_starts[trainer._calls]
-    left = left_of(progress, *bounds(trainer, plan), in_epoch)
+    left = left_of(progress, last_epoch, last_step, in_epoch)
     epochs, steps = map(scheduling.Span, start, present, left)
     return epochs, steps
 
@@ -72,16 +81,16 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     progress = trainer.progress_checker
     is_new = trainer._calls == len(progress.run_starts)
     last_epoch, last_step = bounds(trainer, plan)
-    goes_on = progress.epoch < last_epoch and progress.step < last_step
-    if goes_on and not is_new:
-        trainer._position.deal_anew(trainer, loader)
-    wrapped = trainer.wrap_loader(loader, True)
-    if goes_on:
-        trainer._position.check(wrapped, is_new)
+    wrapped = _fit_loader(trainer, loader, progress.epoch < last_epoch and progress.step < last_step)
+    leaves = is_new and is_left(trainer, wrapped)
     optim.check_closures(trainer._optimizers, type(trainer))
     has_metric = trainer._valid[0] is not None or _watches_training(trainer)
     in_epoch = steps_per_epoch(plan, trainer, wrapped)
-    scheduling.check_run(trainer, *spans(trainer, plan, in_epoch), in_epoch, has_metric)
+    if trainer._calls + 1 >= len(progress.run_starts):  # Else this call is over, and was checked as it began.
+        scheduling.check_run(trainer, *spans(trainer, plan, in_epoch, leaves), in_epoch, has_metric)
+    if leaves:  # That epoch is not one of this call.
+        leave_epoch(trainer, wrapped)
+        last_epoch = min(last_epoch + 1, sys.maxsize)
     if is_new:
         progress.run_starts.append([progress.epoch, progress.step])
         progress.stop_reason = None
@@ -89,6 +98,33 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     trainer._max_step, trainer._epoch_steps = last_step, plan.steps_per_epoch or 0
     trainer._position.restore_random()
     return last_epoch
+
+
+def _fit_loader(trainer: Trainer, loader: Any, has_more: bool) -> Any:
+    """Wrap the loader of a call of ``run``, and refuse one that cannot continue the epoch that a state is in."""
+    call, starts, position = trainer._calls, trainer.progress_checker.run_starts, trainer._position
+    is_new = call == len(starts)
+    if has_more and not is_new:
+        position.deal_anew(trainer, loader)
+    wrapped = trainer.wrap_loader(loader, True)
+    if has_more:
+        position.check(wrapped, is_new)
+    if call == len(starts) - 1:
+        position.note_loader(wrapped)
+    return wrapped
+
+
+def is_left(trainer: Trainer, loader: Any) -> bool:
+    """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
+    return trainer.progress_checker.epoch_batch > 0 and not trainer._position.is_of(loader)
+
+
+def leave_epoch(trainer: Trainer, loader: Any) -> None:
+    """Close the epoch that is open where another loader comes."""
+    if is_left(trainer, loader):
+        progress = trainer.progress_checker
+        _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
+        progress.close_epoch()
 
 
 def goes_on(trainer: Trainer, loader: Any, last_epoch: int) -> bool:
@@ -126,9 +162,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
                 f"trainer.{name} was replaced within a run, which goes on with the one it has; replace it between two "
                 "calls of run, or change what is in its param_groups"
             )
-    if progress.epoch_batch and not trainer._position.is_of(loader):
-        _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
-        progress.close_epoch()
+    leave_epoch(trainer, loader)
     if not progress.epoch_batch:
         trainer.log_train.begin_epoch()
         trainer.log_test.clear()

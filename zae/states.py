@@ -104,6 +104,8 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             parameter.copy_(value)
     for optimizer in optimizers.values():
         optim.lay_out(optimizer)
+        if progress.step:  # Else a schedule that is stepped before it warns.
+            optimizer._opt_called = True
 
 
 def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: ProgressChecker) -> None:
