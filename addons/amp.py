@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from zae import optim
 from zae.addon import AddOnBase, replaces
+from zae.device import cpu_computes_in_bf16
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
 __all__ = ["AMPAddon"]
@@ -33,7 +35,8 @@ class AMPAddon(AddOnBase):
     ----------
     precision : {"auto", "bf16", "fp16", "fp32"} or list of them
         "auto" is ``["bf16", "fp16"]``. Of a list, the first that the device computes in natively is taken, else
-        "fp32", which changes nothing.
+        "fp32", which changes nothing. A CPU computes in bf16 where it has AVX512_BF16, AMX or Arm's instructions for
+        it; on others an explicit "bf16" trains, but much slower than "fp32", and one warning says so.
     loss_scale : (float, float)
         For fp16, the first scale and the least it may fall to. It doubles after 2000 steps without an overflow
         (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
@@ -98,6 +101,8 @@ class AMPAddon(AddOnBase):
         # What is asked for by one name is taken; a list, or "auto", is a preference among what is native.
         native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
         self.precision = native[0] if native else "fp32"
+        if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
+            _warn_of_slow_bf16(self.device.type)
         if self.precision == "fp16":
             scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale[0])
             if self._scaler_state:
@@ -228,10 +233,21 @@ def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:
     return scaler.scale(loss) if isinstance(loss, Tensor) else loss
 
 
+@cache  # Once for each process, however many trainers there are.
+def _warn_of_slow_bf16(device: str) -> None:
+    _log.warning(
+        "precision='bf16': this %s has no instructions for bfloat16 and emulates it, which is much slower than fp32; "
+        "precision='auto' takes bf16 only where it is native",
+        device,
+    )
+
+
 def _is_native(precision: str, device: torch.device) -> bool:
     """Whether a device computes in a precision itself, rather than through a slow emulation."""
     if precision == "fp32":
         return True
     if device.type == "cuda":
         return precision == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision == "bf16" if device.type == "cpu" else precision == "fp16"
+    if device.type == "cpu":
+        return precision == "bf16" and cpu_computes_in_bf16()
+    return precision == "fp16"

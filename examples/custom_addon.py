@@ -50,7 +50,7 @@ def train(clip_ratio):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
     trainer = Digits.add_on(AdaptiveClipAddon, AMPAddon)(
-        model, optimizer=optimizer, seed=0, precision="bf16", clip_ratio=clip_ratio
+        model, optimizer=optimizer, seed=0, precision="auto", clip_ratio=clip_ratio
     )
     trainer.run(10, DataLoader(train_set, batch_size=64, shuffle=True))
     return trainer.evaluate(DataLoader(test_set, batch_size=256))["accuracy"]

@@ -5,6 +5,8 @@ python examples/ddp_seed.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 import torch.optim as optim
@@ -60,8 +62,10 @@ def main():
     )
 
     trainer.run(n_epoch=10, loader=train_loader)
-    torch.save(model.state_dict(), "dummy_model_mgpu.pth")
-    print("Model saved as 'dummy_model_mgpu.pth'.")
+    path = Path("runs/dummy_model_mgpu.pth")
+    path.parent.mkdir(exist_ok=True)
+    torch.save(model.state_dict(), path)
+    print(f"Model saved as '{path}'.")
 
 
 if __name__ == "__main__":

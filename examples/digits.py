@@ -1,11 +1,13 @@
 """Handwritten digits: mixed precision, early stopping, a log, and checkpoints that a second start goes on from."""
 
+import sys
+
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
@@ -18,13 +20,15 @@ class Digits(Trainer):
     def train_step(self, batch):
         images, labels = batch
         logits = self.model(images)
-        return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
+        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
 
     test_step = train_step  # The same numbers, without gradients and in evaluation mode.
 
-    def on_run_begin(self):
-        super().on_run_begin()
-        self.began_at = self.progress_checker.step  # Above 0 when this goes on from a checkpoint.
+    def on_epoch_end(self):
+        super().on_epoch_end()
+        if not sys.stderr.isatty():  # A terminal shows a bar, and a line for each epoch.
+            row = self.metrics["valid_metrics_history"][-1]
+            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.4f}", flush=True)
 
 
 def loaders():
@@ -48,8 +52,7 @@ def draw_curves(metrics, path):
         axis.set(xlabel="epoch", title=name, yscale=scale)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(edgecolor="none", framealpha=1)
     figure.savefig(path, dpi=120)
 
 
@@ -57,22 +60,19 @@ def main():
     torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
     torch.manual_seed(0)
     train, valid, test = loaders()
-    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    layers += [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 16, 10))
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.5), nn.Linear(32 * 16, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    options = {"precision": "bf16", "patience": 6, "save_path": FOLDER, "resume": "auto"}
+    options = {"precision": "auto", "patience": 5, "save_path": FOLDER, "resume": "auto"}
     Task = Digits.add_on(AMPAddon, EarlyStoppingAddon, JSONLLoggerAddon, StateManagerAddon)  # noqa: N806
     trainer = Task(model, optimizer=optimizer, seed=0, jsonl_path=f"{FOLDER}/log.jsonl", **options)
     metrics = trainer.run(40, train, valid)
-    if trainer.began_at == metrics["step"]:
-        print(f"{FOLDER} holds a finished run of {metrics['epoch']} epochs; remove it to begin again")
-    else:
-        print(f"trained from step {trainer.began_at} to {metrics['step']}, {metrics['epoch']} epochs in all")
-    print(f"ended because {metrics['stop_reason'] or 'all 40 epochs are done'}")
+    print(f"{metrics['epoch']} epochs, {metrics['step']} steps: {metrics['stop_reason'] or 'all 40 epochs are done'}")
     trainer.restore_best()
     draw_curves(metrics, f"{FOLDER}/curves.png")
     print(f"test accuracy {trainer.evaluate(test)['accuracy']:.4f}; the curves are in {FOLDER}/curves.png")
+    print(f"to train again, remove {FOLDER}")
 
 
 if __name__ == "__main__":

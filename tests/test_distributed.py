@@ -398,6 +398,6 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
 def test_the_seed_s_example_runs():
     with forks():
         script = Script(ROOT / "examples" / "ddp_seed.py")
-    assert script.end(120) == (0, "Model saved as 'dummy_model_mgpu.pth'.\n", "")
-    state = torch.load("dummy_model_mgpu.pth", weights_only=True)
+    assert script.end(120) == (0, "Model saved as 'runs/dummy_model_mgpu.pth'.\n", "")
+    state = torch.load("runs/dummy_model_mgpu.pth", weights_only=True)
     assert list(state) == ["weight", "bias"]

@@ -17,6 +17,7 @@ from zae.errors import ConfigError, did_you_mean
 __all__ = [
     "accelerator",
     "copies_by_itself",
+    "cpu_computes_in_bf16",
     "leading_dimension",
     "parse_device",
     "plain_tensors",
@@ -162,6 +163,32 @@ def copies_by_itself(device: torch.device) -> bool:
     """
     found = accelerator()
     return found is not None and found.type == device.type != "mps"
+
+
+def cpu_computes_in_bf16() -> bool:
+    """Return whether the processor has instructions for bfloat16: AVX512_BF16 or AMX, or those of Arm.
+
+    Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32.
+
+    Returns
+    -------
+    bool
+        False also where this build of torch cannot say.
+
+    Examples
+    --------
+    >>> isinstance(cpu_computes_in_bf16(), bool)
+    True
+    """
+    if not torch.backends.mkldnn.is_available():  # The library that uses these instructions.
+        return False
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    if ask is not None:
+        found = ask()
+        return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    # An older torch has only private functions, and those for x86 alone.
+    private = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(each() for each in private if each is not None)
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:

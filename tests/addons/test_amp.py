@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from zae import ConfigError
-from zae.addons import AMPAddon
+from zae.addons import AMPAddon, amp
+from zae.device import cpu_computes_in_bf16
 
 
 class Noting(Task):
@@ -54,18 +56,63 @@ def test_a_loss_scale_that_cannot_be_meant(scale: Any) -> None:
         build(precision="fp16", loss_scale=scale)
 
 
+@pytest.fixture(params=[True, False], ids=["with bf16", "without bf16"])
+def native(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What the processor is said to have; what was said of an earlier one is forgotten."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": request.param})
+    amp._warn_of_slow_bf16.cache_clear()
+    return bool(request.param)
+
+
 @pytest.mark.parametrize(
-    ("precision", "taken"),
-    [("auto", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), (["fp16", "bf16"], "bf16"),
-     (["fp16"], "fp32"), (["fp32", "bf16"], "fp32")],
+    ("precision", "taken", "without"),
+    [("auto", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp32", "fp32", "fp32"),
+     (["fp16", "bf16"], "bf16", "fp32"), (["fp16"], "fp32", "fp32"), (["fp32", "bf16"], "fp32", "fp32")],
 )  # fmt: skip
-def test_a_list_is_a_preference_among_what_is_native(precision: Any, taken: str) -> None:
-    """On the CPU that is bf16; one name is taken at its word."""
+def test_a_list_is_a_preference_among_what_is_native(precision: Any, taken: str, without: str, native: bool) -> None:
+    """On the CPU that is bf16, where the processor has instructions for it; one name is taken at its word."""
     trainer = build(precision=precision, loss_scale=(8.0, 1.0))
     trainer.run(1, loader())
-    assert trainer.precision == taken
-    assert set(trainer.seen) == {{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[taken]}
+    expected = taken if native else without
+    assert trainer.precision == expected
+    assert set(trainer.seen) == {{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[expected]}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_slow_bf16_is_said_once(native: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was asked for by name, on a processor without it; not of each run and each trainer."""
+    for precision in ("auto", "fp32", "bf16", "bf16"):
+        trainer = build(precision=precision)
+        for _ in range(2):
+            trainer.run(1, loader())
+    records = [record for record in caplog.records if "bf16" in record.getMessage()]
+    assert [record.levelname for record in records] == ([] if native else ["WARNING"])
+    assert all("this cpu has no instructions for bfloat16" in record.getMessage() for record in records)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_native"),
+    [({"amx_bf16": True}, True), ({"architecture": "arm64", "bf16": True}, True), ({"avx2": True}, False), ({}, False)],
+)
+def test_what_torch_says_of_the_processor(found: Any, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its public page of capabilities, by the private functions of an older torch, or not at all."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert cpu_computes_in_bf16() is is_native
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: is_native, raising=False)
+    assert cpu_computes_in_bf16() is is_native
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert cpu_computes_in_bf16() is False
+
+
+def test_this_processor_is_known() -> None:
+    """What torch says is what the kernel says, where there is a Linux kernel on x86."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    known = flags is None or cpu_computes_in_bf16() == bool(flags & {"avx512_bf16", "amx_bf16"})
+    assert known
 
 
 def test_bf16_needs_no_scale_and_no_setting_is_kept_outside() -> None:
