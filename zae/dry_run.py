@@ -68,7 +68,8 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     twin = SGD([torch.zeros(1)], lr=0.0)
     twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
-        {**{k: _copied(v) for k, v in group.items()}, "params": [torch.zeros(1, dtype=d) for d in types]}
+        {"params": [torch.zeros(1, dtype=d) for d in types]}
+        | {name: _copied(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
         for types in [{p.dtype for p in group["params"]}]
     ]
