@@ -92,18 +92,19 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
         direct.bind(trainer)
 
 
-def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
-    """Evaluate one loader, or give it up between two batches, where signals that ask for the end are looked at."""
+@contextmanager
+def _fresh_log(trainer: Trainer) -> Iterator[None]:
+    """Begin the log of an evaluation, and free what is not a number when that ends, by an exception too."""
     trainer.log_test.clear()
     try:
-        return _test_epoch(trainer, loader, signals)
+        yield
     finally:
         trainer.log_test.free()
 
 
-def _test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
-    """Do so, and leave the outputs of the model in the log."""
-    with testing(trainer, loader):
+def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
+    """Evaluate one loader, or give it up between two batches, where signals that ask for the end are looked at."""
+    with _fresh_log(trainer), testing(trainer, loader):
         own = trainer.wrap_loader(loader, False)
         batches = batches_of(own, trainer.fast_data)
         if signals is None or trainer.world_size == 1:
@@ -190,14 +191,6 @@ def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None
     metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
     common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
     return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
-
-
-def validate(trainer: Trainer) -> dict[str, float]:
-    """Evaluate the ``valid_loader`` of the run, add the metrics to the history, and update the best."""
-    metrics = evaluate(trainer, trainer._valid[0], trainer._signals if trainer._due else None)
-    session.note_validation(trainer, metrics)
-    session.judge(trainer, "valid", metrics)
-    return metrics
 
 
 def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:

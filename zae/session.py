@@ -358,6 +358,13 @@ def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)
 
 
+def take_validation(trainer: Trainer, metrics: dict[str, float]) -> dict[str, float]:
+    """Add the metrics of a validation to the history, and update the best."""
+    note_validation(trainer, metrics)
+    judge(trainer, "valid", metrics)
+    return metrics
+
+
 def row(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> Metrics:
     """One row of the history."""
     return Metrics({**_place(trainer), **{f"{split}_{key}": value for key, value in metrics.items()}})

@@ -698,7 +698,8 @@ class Trainer(metaclass=TrainerMeta):
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
-        return evaluation.validate(self)
+        metrics = evaluation.evaluate(self, self._valid[0], self._signals if self._due else None)
+        return session.take_validation(self, metrics)
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.
