@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from zae import optim, rng, scheduling, session
 from zae.data_state import undrawn
 from zae.device import to_device
+from zae.optimizer_modes import has_modes
 from zae.optimizer_state import copy_optimizer
 from zae.records import Metrics
 
@@ -181,6 +182,8 @@ def checkpoint_bytes(trainer: Trainer) -> int:
         if isinstance(optimizer, Optimizer):
             state = optimizer.state or _state_of_a_step(optimizer)
             total += sum(_bytes_of(each) for each in _tensors(state))
+            if has_modes(optimizer):  # The training weights stand beside those of evaluation.
+                total += sum(map(_bytes_of, optim.parameters_of(optimizer)))
         else:
             with rng.isolated():
                 made = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
@@ -202,6 +205,8 @@ def _state_of_a_step(optimizer: Optimizer) -> Any:
             group.update(foreach=False, fused=False)
         with rng.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if has_modes(optimizer):
+                twin.train()  # type: ignore[attr-defined]
             type(optimizer).step(twin)
     except Exception:
         return [p for group in optimizer.param_groups for p in group["params"]] * 2  # As much as Adam keeps.

@@ -165,7 +165,7 @@ def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:
 
 def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
     """Call ``test_step`` on one batch; record what it returns where that is asked for."""
-    if record and trainer.model.training:  # Called by itself, not by an evaluation.
+    if record and not trainer._position.is_evaluating:  # Called by itself, not by an evaluation.
         with testing(trainer, None):
             return test(trainer, batch, record=True)
     batch = trainer.to_device(batch)

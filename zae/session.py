@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from zae import checks, direct, optim, scheduling
+from zae import checks, direct, optim, optimizer_modes, scheduling
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
@@ -152,6 +152,13 @@ def check_optimizer(trainer: Trainer) -> None:
         raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
 
 
+def begin_steps(trainer: Trainer) -> None:
+    """Set a trainer up for a step that no run makes."""
+    trainer._set_up()
+    if trainer.mode == "train":
+        optimizer_modes.begin_training(trainer)
+
+
 def open_epoch(trainer: Trainer, loader: Any) -> None:
     """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
     progress = trainer.progress_checker
@@ -167,6 +174,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
         trainer.log_train.begin_epoch()
         trainer.log_test.clear()
     trainer._due = ""
+    optimizer_modes.begin_training(trainer)
     direct.bind(trainer)
     trainer.zero_grad()  # A step that an exception cut short has left its gradients.
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:

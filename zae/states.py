@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zae import files, optim, session
+from zae import files, optim, optimizer_modes, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loading import Position
 from zae.optimizer_state import load_optimizer_state
@@ -25,7 +25,16 @@ from zae.schedulers import is_plateau
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Weights", "is_judged_alike", "load_core", "load_weights", "load_weights_of", "read_core"]
+__all__ = [
+    "Weights",
+    "is_judged_alike",
+    "load_core",
+    "load_evaluation_weights",
+    "load_weights",
+    "load_weights_of",
+    "read_core",
+    "save_evaluation_weights",
+]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
@@ -38,8 +47,9 @@ _LOAD = torch.optim.Optimizer.load_state_dict
 def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
     trainer.nonfinite.settle(trainer)
+    weights, training_weights = optimizer_modes.both_weights(trainer)
     return {
-        "model": trainer.model_state(),
+        "model": weights,
         "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},
         # Parameters that an optimizer trains and the model does not hold, a learnt loss weight for instance.
         "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in _optimizers(trainer).items()},
@@ -60,24 +70,17 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         },
         "position": trainer._position.state_dict(),
         **({"validation": trainer._due} if trainer._due else {}),
+        # Of an optimizer that trains with other weights than it evaluates with.
+        **({"training_weights": training_weights} if training_weights else {}),
     }
 
 
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Check the whole state first, and only then take it over."""
-    missing = [key for key in _KEYS if key not in state]
-    leftover = [str(key) for key in state if key not in (*_KEYS, "order", "validation")]
-    if missing:
-        raise _incomplete(missing, state)
-    if leftover:
-        text = f"nobody here takes the state of {', '.join(leftover)}; add it with .add_on({', '.join(leftover)})"
-        if strict:
-            raise CheckpointMismatch(f"{text}, or load with strict=False to leave it out")
-        _log.warning("%s", printable(text))
+    _check_keys(state, strict)
     _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
-    weights = _fit(trainer.unwrap(), state["model"], strict)
-    _check_types(trainer.unwrap(), weights)
+    weights = _fitting_weights(trainer, state, strict)
     with _in_words("nothing was loaded"):
         _check_names(state, optimizer=optimizers, scheduler=schedulers)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
@@ -106,6 +109,31 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         optim.lay_out(optimizer)
         if progress.step:  # Else a schedule that is stepped before it warns.
             optimizer._opt_called = True
+    if state.get("training_weights"):
+        optimizer_modes.take_for_training(trainer)
+
+
+def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
+    """Refuse a state that lacks a part, or has one that nobody takes."""
+    missing = [key for key in _KEYS if key not in state]
+    leftover = [str(key) for key in state if key not in (*_KEYS, "order", "validation", "training_weights")]
+    if missing:
+        raise _incomplete(missing, state)
+    if leftover:
+        text = f"nobody here takes the state of {', '.join(leftover)}; add it with .add_on({', '.join(leftover)})"
+        if strict:
+            raise CheckpointMismatch(f"{text}, or load with strict=False to leave it out")
+        _log.warning("%s", printable(text))
+
+
+def _fitting_weights(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
+    """Return the weights that training goes on from, under the keys of the model."""
+    training_weights = state.get("training_weights", {})
+    if not isinstance(training_weights, Mapping):
+        raise CheckpointMismatch(f"the training_weights of the state are {training_weights!r:.80}, and must be a dict")
+    weights = _fit(trainer.unwrap(), {**state["model"], **training_weights}, strict)
+    _check_types(trainer.unwrap(), weights)
+    return weights
 
 
 def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: ProgressChecker) -> None:
@@ -295,6 +323,19 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
     found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
     keys = _load(module, _fit(module, found, strict), strict)
     return list(keys.missing_keys), list(keys.unexpected_keys)
+
+
+def save_evaluation_weights(trainer: Trainer, path: Path) -> Path:
+    """Save the weights that evaluation uses, alone."""
+    weights, _ = optimizer_modes.both_weights(trainer)
+    return files.save_weights(path, weights, {"step": str(trainer.progress_checker.step)})
+
+
+def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
+    """Load weights as `load_weights` does; an optimizer with modes takes them for those of evaluation."""
+    keys = load_weights(trainer._module, weights, strict)
+    optimizer_modes.take_for_evaluation(trainer)
+    return keys
 
 
 def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import checks, direct, evaluation, explain, files, optim, plan, rng, scheduling, session
+from zae import checks, direct, evaluation, explain, optim, optimizer_modes, plan, rng, scheduling, session
 from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
@@ -28,7 +28,7 @@ from zae.nonfinite import NonFiniteGuard
 from zae.progress import Every, ProgressChecker
 from zae.records import Metrics, MetricsDict, direction_of, plain
 from zae.schedulers import is_plateau
-from zae.states import Weights, load_core, load_weights, read_core
+from zae.states import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -50,7 +50,9 @@ class Trainer(metaclass=TrainerMeta):
     mode : {"train", "test"}
         What ``run``, ``run_epoch`` and ``run_batch`` do.
     optimizer : Optimizer, callable, or a list or dict of them
-        One or several, or functions that make them of the model's parameters. None is for mode "test".
+        One or several, or functions that make them of the model's parameters. None is for mode "test". Where one has
+        ``train`` and ``eval`` (schedule-free ones), you call neither: evaluation, ``save_model`` and the weights in a
+        checkpoint are those of its evaluation mode, and training goes on from its training weights, bitwise.
     scheduler : LRScheduler, callable, or a list or dict of them, optional
         One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
         optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
@@ -314,7 +316,7 @@ class Trainer(metaclass=TrainerMeta):
             One batch, or the batches of one accumulation window.
         """
         if not self._ready:
-            self._set_up()
+            session.begin_steps(self)
         if self.mode == "test":
             evaluation.test(self, batch, record=True)
             return
@@ -566,7 +568,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Enclose an evaluation, for instance with averaged weights in the model."""
-        return NOTHING
+        return optimizer_modes.evaluation_weights(self)
 
     @seam
     def on_run_begin(self) -> None:
@@ -755,7 +757,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Take of a state only what evaluation needs: the weights. Training goes on from them."""
-        load_weights(self._module, state["model"], strict=True)
+        load_evaluation_weights(self, state["model"], strict=True)
 
     def save_model(self, path: str | Path) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
@@ -770,7 +772,7 @@ class Trainer(metaclass=TrainerMeta):
         Path
             The file.
         """
-        return files.save_weights(Path(path), self.model_state(), {"step": str(self.progress_checker.step)})
+        return save_evaluation_weights(self, Path(path))
 
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
@@ -792,7 +794,7 @@ class Trainer(metaclass=TrainerMeta):
         CheckpointMismatch, CheckpointNotFound
             The model is unchanged.
         """
-        return load_weights(self._module, weights, strict)
+        return load_evaluation_weights(self, weights, strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 

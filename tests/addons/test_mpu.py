@@ -15,6 +15,7 @@ from pathlib import Path
 import faults
 import numpy as np
 import pytest
+import schedulefree
 import torch
 import torch.distributed as dist
 from rank_tasks import (
@@ -436,6 +437,25 @@ def a_compiled_model_is_averaged(world, folder):
         build(Task, (MultiGPUAddon, CompileAddon), **options).run(1, loader(4 * world, 2))
 
 
+def a_schedule_free_optimizer_evaluates_with_its_own_weights(world, folder):
+    """P-02, P-20: the score and the saved weights are those of one process, and training goes on as without them."""
+    trainers = []
+    for add_ons, ranks, valid in (((MultiGPUAddon,), 1, True), ((), world, True), ((MultiGPUAddon,), 1, False)):
+        model = network(dtype=F64)
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
+        trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False)
+        trainer.run(2, loader(4 * world, 2 * ranks, dtype=F64), loader(6, 2, dtype=F64) if valid else None)
+        trainers.append(trainer)
+    first, single, unwatched = trainers
+    assert agree(first)
+    assert same(weights(first), weights(unwatched))
+    assert distance(first, single) < 1e-12
+    assert first.valid_history[-1]["valid_loss"] == pytest.approx(single.valid_history[-1]["valid_loss"], rel=1e-9)
+    saved = [list(each.state_dict()["model"].values()) for each in (first, single)]
+    assert not same(saved[0], weights(first))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*saved))
+
+
 def frozen(model, until):
     """Freeze the first layer before an epoch, and train it from that one on; with a negative one, the other way."""
 
@@ -797,6 +817,7 @@ CHECKS = (
     rates_are_those_of_one_process,
     saved_keys_are_the_model_s,
     a_compiled_model_is_averaged,
+    a_schedule_free_optimizer_evaluates_with_its_own_weights,
     unused_parameters_are_named,
     all_ranks_begin_and_judge_alike,
     a_disk_that_refuses_ends_no_run,
