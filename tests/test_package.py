@@ -25,7 +25,8 @@ from zae.compose import seams_of
 ROOT = Path(zae.__file__).resolve().parent.parent
 CORE = sorted((ROOT / "zae").glob("*.py"))
 ADDONS = sorted((ROOT / "addons").glob("*.py"))
-FILES = [*CORE, *ADDONS]
+KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
+FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (
     *("lightning", "wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
     *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
@@ -165,6 +166,7 @@ CONSTRUCTOR = [
 def modules():
     """Every module of the package, by its import name."""
     names = [m.name for m in pkgutil.iter_modules(zae.__path__, "zae.") if m.name != "zae.addons"]
+    names += [f"zae.testing.{path.stem}" for path in KIT if path.stem != "__init__"]
     names += [m.name for m in pkgutil.iter_modules(zae.addons.__path__, "zae.addons.")]
     return ["zae", "zae.addons", *sorted(n for n in set(names) if not n.endswith("__main__"))]
 
@@ -262,7 +264,7 @@ def test_imports_point_one_way(path):
         )
     if path.name in ("errors.py", "hints.py"):
         assert not any(n.startswith("zae") and n != "zae.errors" for n in at_import)
-    if path.parent.name == "zae" and path.name not in ("addon.py", "__init__.py", "testing.py", "testing_checks.py"):
+    if path.parent.name == "zae" and path.name not in ("addon.py", "__init__.py"):
         assert not any(n.startswith("zae.addon.") or n == "zae.addon" for n in at_import)
     allowed = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}
     assert {n.split(".")[0] for n in at_import} <= allowed

@@ -1,17 +1,23 @@
-"""What the checks of `zae.testing` watch a trainer with: files, random streams, global settings, calls, transfers."""
+"""What the checks observe: files, random streams, hooks, calls, transfers, and differences between values."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import io
 import os
+import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,13 +27,18 @@ from zae import rng
 __all__ = [
     "Calls",
     "Transfers",
+    "class_values",
+    "copy_of_plain",
     "difference",
     "effects",
-    "global_settings",
     "graph_in",
+    "groups_of",
+    "held_in",
     "hooks_of",
     "output",
+    "snapshot",
     "streams",
+    "tensors_in",
 ]
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -71,28 +82,11 @@ def output() -> Iterator[io.StringIO]:
 
 
 def streams() -> dict[str, Any]:
-    """The random streams, by name."""
-    state = rng.capture()
-    return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in state.items()}
-
-
-def global_settings() -> dict[str, Any]:
-    """What a context that is left open leaves changed in the process."""
-    return {
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "default device": str(torch.get_default_device()),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "profiler": torch.autograd._profiler_enabled(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "function modes": torch._C._len_torch_function_stack(),
-        "working folder": os.getcwd(),
-        "threads of torch": torch.get_num_threads(),
-    }
+    """Return the state of each random stream, by name, in a form that can be compared."""
+    name, key, *rest = cast("Any", np.random.get_state(legacy=True))
+    devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in rng.of_devices().items()}
+    own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
+    return {**own, "numpy": (name, bytes(key), *rest), **devices}
 
 
 def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
@@ -105,7 +99,12 @@ def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
     return found
 
 
-def difference(a: Any, b: Any, where: str = "") -> str | None:
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Copy the settings of an optimizer's parameter groups."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
     """Name the first place where two nested values differ bitwise; what cannot be compared is passed over."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
@@ -114,7 +113,7 @@ def difference(a: Any, b: Any, where: str = "") -> str | None:
         if a.keys() != b.keys():
             return f"{where}[{next(iter(a.keys() ^ b.keys()))!r}]"
         return next((f for key in a if (f := difference(a[key], b[key], f"{where}[{key!r}]")) is not None), None)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
         if len(a) != len(b):
             return where
         pairs = enumerate(zip(a, b, strict=True))
@@ -124,7 +123,92 @@ def difference(a: Any, b: Any, where: str = "") -> str | None:
         return None if type(a) is type(b) and repr(a) == repr(b) else where
     if isinstance(a, (set, frozenset)) and isinstance(b, (set, frozenset)):
         return None if a == b else where
+    if type(a) is type(b) and depth:
+        return difference(_inside(a), _inside(b), where, depth - 1)
     return None
+
+
+def _inside(value: Any) -> Any:
+    """Return what an object consists of, where that is known."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, nn.Module):
+        return dict(value.state_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dict(vars(value)) if hasattr(value, "__dict__") else None
+    return None
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Copy the weights and buffers of a model."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, deque, Tensor, type(None))
+
+
+def copy_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the values that are numbers, text, tensors or containers."""
+    found = {}
+    for name, value in values.items():
+        if type(value) in _PLAIN:
+            with contextlib.suppress(Exception):  # A container may hold what cannot be copied.
+                found[name] = copy.deepcopy(value)
+    return found
+
+
+def class_values(classes: list[Any]) -> dict[str, Any]:
+    """Copy the plain values that are attributes of some classes, by class and name."""
+    values = {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name[:2] != "__"}
+    return copy_of_plain(values)
+
+
+def held_in(value: Any, wanted: Mapping[int, str], where: str, depth: int = 4) -> str | None:
+    """Name the first place in a nested value that holds one of the wanted objects, known by their ids."""
+    if id(value) in wanted:
+        return f"{where} is {wanted[id(value)]}"
+    if isinstance(value, MethodType) and id(value.__self__) in wanted:
+        return f"{where} is a method of {wanted[id(value.__self__)]}"
+    if not depth or isinstance(value, (str, bytes, Tensor)):
+        return None
+    if isinstance(value, Mapping):
+        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, partial):
+        parts = [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
+    elif isinstance(value, FunctionType):
+        parts = [(where, cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
+    else:
+        parts = []
+    return next((found for name, item in parts if (found := held_in(item, wanted, name, depth - 1))), None)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def tensors_in(value: Any, depth: int = 5) -> int:
+    """Count the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return 1
+    if not depth or isinstance(value, (nn.Module, str, bytes)):
+        return 0
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset, deque)):
+        value = vars(value).values() if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else ()
+    return sum(tensors_in(item, depth - 1) for item in value)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,285 @@
+"""What the checks of an add-on share: a small task, trainers with and without the add-on, and runs to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from zae.errors import ZaeError
+from zae.options import options_of
+from zae.rng import seed_everything
+from zae.seams import function_of, is_add_on, seams_of
+from zae.testing import watch
+from zae.testing.settings import Settings
+from zae.trainer import Trainer
+
+__all__ = ["AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
+
+
+class AddOnFault(ZaeError, AssertionError):
+    """An add-on does not keep the contract; the message names each fault and its cure."""
+
+
+class PlainTask(Trainer):
+    """The smallest task: a squared error."""
+
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the squared error."""
+        inputs, targets = batch
+        return {"loss": nn.functional.mse_loss(self.model(inputs), targets)}
+
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the squared error."""
+        inputs, targets = batch
+        return {"loss": nn.functional.mse_loss(self.model(inputs), targets)}
+
+
+@dataclass
+class Notes:
+    """What is observed in one run."""
+
+    fail_in: str = ""
+    error: type[BaseException] = Exception
+    has_failed: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+    modes: list[tuple[str, bool]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    steps: int = 0
+    states: list[dict[str, Any]] = field(default_factory=list)
+    disturbed: str | None = None
+    watched: Callable[[], None] | None = None
+    collectives: list[str] = field(default_factory=list)
+
+    def enter(self, step: str, model: nn.Module, at: int = 1) -> None:
+        """Note the mode of a step, and let it fail where that is asked for."""
+        self.modes.append((step, model.training))
+        if self.watched is not None and step == "train_step":
+            self.watched()
+        self.fail(step, at)
+
+    def fail(self, place: str, at: int = 1) -> None:
+        """Raise in the place where the check wants it, in the call of this number."""
+        self.calls[place] = self.calls.get(place, 0) + 1
+        if self.fail_in == place and self.calls[place] == at:
+            self.has_failed = True
+            raise self.error("raised on purpose by check_addon")
+
+
+class Loader:
+    """Batches that count how often they are read from the beginning."""
+
+    def __init__(self, batches: list[Any], notes: Notes | None = None) -> None:
+        self.batches, self.notes, self.passes = batches, notes or Notes(), 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for batch in self.batches:
+            self.notes.fail("loader", at=3)
+            yield batch
+
+
+@dataclass
+class Standard:
+    """A run of two epochs, and what it had, for the checks that only look."""
+
+    trainer: Any
+    data: list[Any]
+    passes: int
+    valid: list[Any]
+    changed: dict[str, str]
+
+
+@dataclass
+class Kit:
+    """How a trainer with the add-on is made and run."""
+
+    add_on: Any
+    options: Mapping[str, Any]
+    task: type[Trainer] = PlainTask
+    model: Callable[[], nn.Module] | None = None
+    batches: Callable[[], Any] | None = None
+    beside: Sequence[Any] = ()
+    transient: Collection[str] = ()
+    settings: Settings = field(default_factory=Settings)
+    reported: set[str] = field(default_factory=set)
+    changed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shared = watch.class_values(self.own_classes)
+        self.given = watch.copy_of_plain(self.options)
+
+    @property
+    def name(self) -> str:
+        return str(self.add_on.__name__)
+
+    @property
+    def own_classes(self) -> list[Any]:
+        """The add-on and those of its bases that are add-ons, without AddOnBase."""
+        return [c for c in self.add_on.__mro__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+
+    @cached_property
+    def probe(self) -> Any:
+        """The task, deriving a class that notes what happens in each step; the add-ons are outside of it."""
+        return self.derive(_probing(self.task))
+
+    @cached_property
+    def _bare_keys(self) -> set[str]:
+        return set(options_of(self.probe.add_on(*self.beside)))
+
+    def derive(self, base: Any, **members: Any) -> Any:
+        """Derive a task under the name of the one that was given."""
+        made: Any = type(self.task.__name__, (base,), {"__module__": __name__, **members})
+        return made
+
+    def build_model(self) -> nn.Module:
+        """Make the model, the same each time."""
+        seed_everything(0)
+        return self.model() if self.model else nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def make(self, task: Any = None, without_it: bool = False, add: Sequence[Any] = (), **more: Any) -> Any:
+        """Make a trainer from a seed, with the add-on or without it."""
+        model = more.pop("model", None) or self.build_model()
+        optimizer = more.pop("optimizer", None) or build_optimizer(model.parameters())
+        scheduler = more.pop("scheduler", None) or build_scheduler(optimizer)
+        task = self.probe if task is None else task
+        cls = task.add_on(*self.beside, *add) if without_it else task.add_on(self.add_on, *self.beside, *add)
+        options = {k: v for k, v in self.options.items() if not without_it or k in self._bare_keys}
+        more = {"gradient_clip": 0.1, "scheduler_step_on_batch": True, "log_bar": False, **more, **options}
+        trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **more)
+        trainer.notes = Notes()
+        return trainer
+
+    def data(self) -> list[Any]:
+        """Six batches, the same each time."""
+        if self.batches is not None:
+            return list(self.batches())
+        generator = torch.Generator().manual_seed(1)
+        return [[torch.randn(n, k, generator=generator) for k in (3, 2)] for n in (4, 4, 4, 4, 4, 3)]
+
+    def run(self, trainer: Any, n_epoch: int = 2, data: Any = None, valid: Any = True) -> Any:
+        """Train, validating every second step; put the settings of the process back, and return the trainer."""
+        data = data if isinstance(data, Loader) else Loader(self.data() if data is None else data)
+        valid = self.data()[:2] if valid is True else valid or None
+        torch.manual_seed(7)
+        settings = Settings()
+        try:
+            trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
+        finally:
+            self.changed = settings.changed()
+            settings.restore()
+        return trainer
+
+    @cached_property
+    def standard(self) -> Standard:
+        """A run with the add-on: several checks look at this one."""
+        return self._observe(self.make())
+
+    @cached_property
+    def bare(self) -> Standard:
+        """The same run without the add-on."""
+        return self._observe(self.make(without_it=True))
+
+    def _observe(self, trainer: Any) -> Standard:
+        with in_new_folder():
+            data, valid = self.data(), self.data()[:2]
+            loader = Loader(data)
+            trainer.notes.fail_in = "nowhere: keep states"
+            self.run(trainer, data=loader, valid=valid)
+        return Standard(trainer, data, loader.passes, valid, self.changed)
+
+    @cached_property
+    def own_codes(self) -> dict[Any, str]:
+        """The code of every method that the add-on has, by name."""
+        found = {}
+        for klass in self.own_classes:
+            for name, value in klass.__dict__.items():
+                code = getattr(function_of(value), "__code__", None)
+                if code is not None:
+                    found[code] = name
+        return found
+
+    @property
+    def own_seams(self) -> dict[Any, str]:
+        """The code of every seam that the add-on overrides."""
+        seams = seams_of(Trainer)
+        return {code: name for code, name in self.own_codes.items() if name in seams}
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Make the optimizer of every run."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def build_scheduler(optimizer: Any) -> Any:
+    """Make the scheduler of every run."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+
+
+def _probing(task: Any) -> Any:
+    """Derive from a task a class that notes what happens in each step."""
+
+    class Probe(task):
+        notes: Notes
+
+        def train_step(self, batch: Any) -> Any:
+            if self.mode == "test":  # A test_step that calls it.
+                return super().train_step(batch)
+            self.notes.enter("train_step", self.unwrap(), at=3)
+            return _with_metric(super().train_step(batch))
+
+        def test_step(self, batch: Any) -> Any:
+            self.notes.enter("test_step", self.unwrap())
+            return _with_metric(super().test_step(batch))
+
+        def metric_on_epoch_end(self) -> Any:
+            self.notes.fail("metric_on_epoch_end")
+            return {**super().metric_on_epoch_end(), "kit_epoch": 1.0}
+
+        def step_one(self, optimizer: Any) -> bool:
+            self.notes.norms.append(_gradient_norm(optimizer))
+            self.notes.fail("step_one", at=3)
+            stepped = bool(super().step_one(optimizer))
+            self.notes.steps += stepped
+            return stepped
+
+        def validate(self) -> Any:
+            before = watch.snapshot(self.unwrap())
+            metrics = super().validate()
+            self.notes.disturbed = self.notes.disturbed or watch.difference(before, watch.snapshot(self.unwrap()))
+            return metrics
+
+        def checkpoint(self) -> None:
+            super().checkpoint()
+            if self.notes.fail_in == "nowhere: keep states" and self.progress_checker.step in (2, 6):
+                self.notes.states.append(copy.deepcopy(self.state_dict()))
+
+    return Probe
+
+
+def _gradient_norm(optimizer: Any) -> float:
+    gradients = [p.grad.double() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    norms = [(gradient.to_dense() if gradient.is_sparse else gradient).norm() for gradient in gradients]
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _with_metric(output: Any) -> Any:
+    """Add a metric to what a step returned."""
+    return {**output, "kit_step": 1.0} if isinstance(output, Mapping) else output
+
+
+@contextlib.contextmanager
+def in_new_folder() -> Iterator[str]:
+    """Work in a new folder: relative paths among the options begin afresh in every run."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield folder

@@ -1,0 +1,184 @@
+"""Checks of an add-on among several ranks: who writes, and whether all ranks call the same collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zae.testing import watch
+from zae.testing.kit import Kit, in_new_folder
+
+__all__ = ["check_ranks"]
+
+TIMEOUT = 10.0
+"""Seconds that a rank waits for the other."""
+
+
+def check_ranks(kit: Kit) -> Iterator[str]:
+    """Find what every rank writes, and a collective that only some ranks call."""
+    if kit.add_on.slot == "parallel":
+        return
+    faults = list(_simulated(kit))
+    yield from faults
+    if not faults and _can_fork():
+        yield from _in_two_processes(kit)
+
+
+def _simulated(kit: Kit) -> Iterator[str]:
+    """Train as rank 0 of 2 and as rank 1, with the values of this process for those of both."""
+    task = kit.derive(_ranked(kit.probe))
+    calls: list[list[str]] = []
+    for rank in (0, 1):
+        with in_new_folder(), watch.effects() as effects, watch.output() as text:
+            trainer = kit.make(task, kit_rank=rank)
+            kit.run(trainer)
+        calls.append(trainer.notes.collectives)
+        done = list(dict.fromkeys(effects))[:1] if rank else []
+        if rank and text.getvalue():
+            done.append(f"prints {text.getvalue()[:60]!r}")
+        for each in done:
+            yield f"logs on every rank: on rank 1 it {each}; ask self.is_main first"
+    if calls[0] != calls[1]:
+        pairs = zip([*calls[0], None], [*calls[1], None])
+        first, second = next((a, b) for a, b in pairs if a != b)
+        yield (
+            f"calls a collective on some ranks only: where rank 0 calls {first or 'nothing more'}, rank 1 calls "
+            f"{second or 'nothing more'}, and one of them would wait for ever; call reduce, gather and barrier on "
+            "every rank, outside of `if self.is_main`"
+        )
+
+
+def _ranked(probe: Any) -> Any:
+    """Derive a task that is one of two ranks, of which the other does the same."""
+
+    class Ranked(probe):
+        def __init__(self, *args: Any, kit_rank: int = 0, **kwargs: Any) -> None:
+            self.kit_rank = kit_rank
+            super().__init__(*args, **kwargs)
+
+        @property
+        def rank(self) -> int:
+            return self.kit_rank
+
+        @property
+        def world_size(self) -> int:
+            return 2
+
+        def reduce(self, value: Any) -> Any:
+            self.notes.collectives.append("reduce")
+            return super().reduce(value) * 2
+
+        def gather(self, value: Any) -> list[Any]:
+            self.notes.collectives.append("gather")
+            return [value, *super().gather(value)]
+
+        def barrier(self) -> None:
+            self.notes.collectives.append("barrier")
+            super().barrier()
+
+    return Ranked
+
+
+# --------------------------------------------------------------------------------------------- two real processes
+
+
+def _can_fork() -> bool:
+    """Whether a copy of this process can train: autograd has threads for accelerators, which do not survive a fork."""
+    return (
+        sys.platform == "linux"
+        and dist.is_available()
+        and not (torch.accelerator.is_available() or dist.is_initialized())
+        and threading.current_thread() is threading.main_thread()
+    )
+
+
+def _in_two_processes(kit: Kit) -> Iterator[str]:
+    """Train in two processes that meet over gloo."""
+    context, store = multiprocessing.get_context("fork"), os.path.abspath("store")
+    lines, processes = [], []
+    try:
+        for rank in (0, 1):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(kit, rank, store, writer), daemon=True)
+            with warnings.catch_warnings():  # Python warns of threads that may hold a lock; a rank has a deadline.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            writer.close()
+            lines.append(reader)
+            processes.append(process)
+        answers = [_answer(line) for line in lines]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    for rank, answer in enumerate(answers):
+        if answer:
+            yield (
+                f"fails in two processes: rank {rank} {answer}; call reduce, gather, barrier and what "
+                "torch.distributed has on every rank, equally often and in one order"
+            )
+            return
+
+
+def _answer(line: Connection) -> str:
+    """Return what a rank reports: nothing where all is well."""
+    try:
+        return str(line.recv()) if line.poll(2 * TIMEOUT) else f"did not end within {2 * TIMEOUT:g} seconds"
+    except EOFError:
+        return "ended without a word"
+
+
+def _run_rank(kit: Kit, rank: int, store: str, line: Connection) -> None:
+    """Train as one rank, report, and end without what the process that was copied does at its end."""
+    with contextlib.suppress(BaseException):
+        line.send(_outcome(kit, rank, store))
+    os._exit(0)
+
+
+def _outcome(kit: Kit, rank: int, store: str) -> str:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT)
+        )
+        with in_new_folder(), watch.output():
+            kit.run(kit.make(kit.derive(_distributed(kit.probe))))
+        dist.destroy_process_group()
+    except Exception as error:
+        return f"raises {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def _distributed(probe: Any) -> Any:
+    """Derive a task whose ranks are those of the process group."""
+
+    class Distributed(probe):
+        rank = property(lambda self: dist.get_rank())
+        world_size = property(lambda self: dist.get_world_size())
+
+        def reduce(self, value: Any) -> Any:
+            summed = super().reduce(value).clone()
+            dist.all_reduce(summed)
+            return summed
+
+        def gather(self, value: Any) -> list[Any]:
+            values: list[Any] = [None, None]
+            dist.all_gather_object(values, value)
+            return values
+
+        def barrier(self) -> None:
+            super().barrier()
+            dist.barrier()
+
+    return Distributed
