@@ -76,7 +76,7 @@ class Resumed:
         except CheckpointMismatch as error:
             if "strict=False" in str(error):
                 error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
-                               "makes so many epochs more")  # fmt: skip
+                               "trains all of its epochs")  # fmt: skip
             raise
 
     def leave(self, trainer: Trainer) -> None:

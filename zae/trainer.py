@@ -220,12 +220,15 @@ class Trainer(metaclass=TrainerMeta):
         valid_every: Every | int | None = None,
         steps_per_epoch: int | None = None,
     ) -> MetricsDict:
-        """Train for so many epochs more (or evaluate, in mode "test"); a second call goes on where the first ended.
+        """Train for ``n_epoch`` epochs (or evaluate, in mode "test"), from where the last call of ``run`` ended.
+
+        With ``resume="auto"`` a script that is started again continues the call it was in: a call trains ``n_epoch``
+        epochs, however often its script was started.
 
         Parameters
         ----------
         n_epoch : int or None
-            Epochs; None with ``max_steps`` goes on until so many steps are done.
+            Epochs that this call trains; None with ``max_steps`` has no limit but that one.
         loader : iterable
             Batches; anything that can be iterated over once an epoch, with or without a length.
         valid_loader : iterable, or dict of them, optional
