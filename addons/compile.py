@@ -295,7 +295,9 @@ class CompileAddon(AddOnBase):
 
     def _with_gradients(self, batch: Any, count: int, parameters: list[Tensor]) -> tuple[dict[str, Any], Any]:
         """What is compiled: the step, and the gradient of its share of the window."""
-        out = self.train_step(batch)
+        out: Any = self.train_step(batch)
+        if isinstance(out, Tensor) and out.numel() == 1:
+            out = {"loss": out}
         if not isinstance(out, Mapping):
             raise TypeError  # Refused by the compiler; the eager step then says what it should be.
         with torch.autocast(self.device.type, enabled=False):  # As the backward is by hand: outside of autocast.

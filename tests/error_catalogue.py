@@ -436,13 +436,40 @@ def misspelt_toggle():
 
 
 @mistake
+def add_on_of_an_instance():
+    trainer_of().add_on(StateManagerAddon)
+
+
+@mistake
+def logging_a_number_by_name():
+    with_step(lambda self, batch: self.log("accuracy", 0.5)).run(1, loader())
+
+
+@mistake
+def schedule_by_epochs_of_as_many_steps():
+    trainer_of(scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)).run(2, loader())
+
+
+@mistake
+def one_cycle_by_epochs():
+    trainer_of(scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)).run(
+        2, loader()
+    )
+
+
+@mistake
+def schedule_of_total_steps_without_a_run():
+    trainer_of(scheduler=lambda optimizer, total_steps: None).evaluate(loader())
+
+
+@mistake
 def step_without_return():
     with_step(lambda self, batch: None).run(1, loader())
 
 
 @mistake
-def step_that_returns_the_loss():
-    with_step(lambda self, batch: cross_entropy(self.model(batch[0]), batch[1])).run(1, loader())
+def step_that_returns_the_losses():
+    with_step(lambda self, batch: cross_entropy(self.model(batch[0]), batch[1], reduction="none")).run(1, loader())
 
 
 @mistake

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import multiprocessing
 import re
 from collections import namedtuple
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hand import digest
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,6 +42,7 @@ from zae.addons import (
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
+    JSONLLoggerAddon,
     MultiGPUAddon,
     StateManagerAddon,
 )
@@ -1054,3 +1057,140 @@ def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
     assert copied.progress_checker.step == 6
     assert copied.run(1, loader())["step"] == 9
     assert torch.equal(copied.model.weight, trainer.model.weight)
+
+
+class Bare(Trainer):
+    """Returns the loss alone."""
+
+    def train_step(self, batch):
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(self.model(inputs), targets)
+
+    def test_step(self, batch):
+        return self.train_step(batch)
+
+
+class InADict(Bare):
+    def train_step(self, batch):
+        return {"loss": super().train_step(batch)}
+
+
+@pytest.mark.parametrize(
+    ("add_ons", "options"),
+    [
+        ((), {}),
+        ((), {"gradient_clip": 0.1}),
+        ((AMPAddon,), {"precision": "bf16"}),
+        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}),
+        ((CompileAddon,), {"compile_backend": "eager"}),
+    ],
+)
+def test_e17_a_loss_alone_is_a_dict_with_it(add_ons, options):
+    """In training, validation, inference and plan(), on every way through a step."""
+    ends = []
+    for task in (Bare, InADict):
+        trainer = make(task.add_on(*add_ons), **options)
+        metrics = trainer.run(2, loader(), loader())
+        plan = trainer.plan(1, loader(), loader())
+        ends.append((digest(trainer.model), str(metrics), trainer.inference(loader()), plan.metrics))
+    assert str(ends[0]) == str(ends[1])
+
+
+@pytest.mark.parametrize("number", [0.5, 1, np.float32(2.0), torch.tensor(3.0)])
+def test_e17_a_number_alone_is_the_loss_of_a_test_step(number):
+    class Counting(InADict):
+        def test_step(self, batch):
+            return number
+
+    assert make(Counting).evaluate(loader()) == {"loss": float(number)}
+
+
+@pytest.mark.parametrize("wrong", [None, "loss", [1.0], torch.ones(2), 0.5])
+def test_e17_what_is_neither_is_refused(wrong):
+    class Wrong(InADict):
+        def train_step(self, batch):
+            return wrong
+
+        def test_step(self, batch):
+            return None if isinstance(wrong, float) else wrong
+
+    with pytest.raises(StepError, match=r"Wrong.train_step .*return a dict: return {'loss': loss}"):
+        make(Wrong).run(1, loader())
+    with pytest.raises(StepError, match=r"Wrong.test_step .*return a dict: return {'loss': loss}"):
+        make(Wrong).evaluate(loader())
+
+
+@pytest.mark.parametrize("add_ons", [(), (JSONLLoggerAddon,)])
+def test_e17_logging_a_number_by_name(add_ons):
+    """The most written line of Lightning, with and without its further arguments."""
+    options = {"jsonl_path": "log.jsonl"} if add_ons else {}
+
+    class ByName(InADict):
+        more: dict[str, bool] = {}
+
+        def train_step(self, batch):
+            self.log("accuracy", 0.5, **self.more)
+            return super().train_step(batch)
+
+    with pytest.raises(StepError, match=r"return it from the step: return {'loss': loss, 'accuracy': value}"):
+        make(ByName.add_on(*add_ons), **options).run(1, loader())
+    ByName.more = {"prog_bar": True}
+    with pytest.raises(TypeError) as caught:
+        make(ByName.add_on(*add_ons), **options).run(1, loader())
+    assert "return it from the step: return {'loss': loss, 'x': value}" in caught.value.__notes__[0]
+
+
+def test_e15_add_on_of_an_instance_is_refused():
+    """It would make a class, and leave the instance as it is; asked for as an attribute it stays a method."""
+    trainer = make(InADict.add_on(AMPAddon))
+    with pytest.raises(AddOnError, match=r"write InADict.add_on\(EMAAddon, 'x'\)\(model, ...\)"):
+        trainer.add_on(EMAAddon, "x")
+    assert callable(trainer.add_on)
+    assert type(trainer).add_on(EMAAddon) is InADict.add_on(AMPAddon, EMAAddon)
+    assert list(inspect.signature(InADict.add_on).parameters) == ["add_ons"]
+
+
+def test_e15_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
+    """At the run's begin, and when it is thawed or added later; one that is frozen is meant."""
+
+    def build(*held, frozen=()):
+        model = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 1), "head": torch.nn.Linear(3, 1)})
+        model.forward = lambda x: model["body"](x)
+        for name in frozen:
+            model[name].requires_grad_(False)
+        optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in held}
+        return InADict(model, "cpu", optimizer=optimizers if len(held) > 1 else optimizers[held[0]])
+
+    def warned():
+        texts = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        caplog.clear()
+        return texts
+
+    missing = build("body")
+    missing.run(2, loader())
+    missing.run(1, loader())
+    [text] = warned()
+    assert text.startswith("no optimizer holds head.weight, head.bias (2 parameters with requires_grad=True)")
+    assert "add_param_group" in text
+    assert "requires_grad_(False)" in text
+    build("body", frozen=["head"]).run(1, loader())
+    assert warned() == []
+    thawed = build("body", frozen=["head"])
+    thawed.on_epoch_end = lambda: thawed.model["head"].requires_grad_(True)
+    thawed.run(3, loader())
+    assert len(warned()) == 1
+    many = build("body")
+    many.model.update({str(n): torch.nn.Linear(1, 1) for n in range(9)})
+    many.run(1, loader())
+    [text] = warned()
+    assert "head.weight, head.bias, 0.weight, 0.bias, 1.weight and 15 more (20 parameters" in text
+    added = build("body", frozen=["head"])
+
+    def grow():
+        if "new" not in added.model:
+            added.model.update({"new": torch.nn.Linear(1, 1)})
+            added.optimizer.add_param_group({"params": added.model["new"].parameters()})
+
+    added.on_epoch_end = grow
+    added.run(2, loader())
+    assert warned() == []

@@ -195,8 +195,20 @@ def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_word
     bare = subprocess.run([sys.executable, "bare.py"], capture_output=True, text=True, timeout=60)
     assert typed.returncode == bare.returncode == 1
     assert re.search("ConfigError: Mine: defined where the interpreter was typed into", typed.stderr)
-    assert 'put what begins it under: if __name__ == "__main__":' in bare.stderr
-    assert "before it began" in bare.stderr.splitlines()[-1]
+    last = 'ConfigError: put what begins the run under: if __name__ == "__main__":'
+    assert last in bare.stderr.splitlines()[-1]
+    assert bare.stderr.count("Traceback") == 1  # No process was started.
+
+
+def test_p38_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
+    """P-38: whatever else the script asks, the last line has the line to write."""
+    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom rank_tasks import *\nfrom zae.addons import *\n"
+    make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
+    Path("asking.py").write_text(f"{head}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
+    asking = subprocess.run([sys.executable, "asking.py"], capture_output=True, text=True, timeout=60)
+    assert asking.returncode == 1
+    assert 'put what begins it under: if __name__ == "__main__":' in asking.stderr
+    assert 'begins its run under: if __name__ == "__main__":' in asking.stderr.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------------- failing

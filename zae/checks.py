@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zae.errors import ConfigError, StepError, did_you_mean
 
 __all__ = [
+    "as_mapping",
     "check_count",
     "check_devices",
     "check_file",
@@ -163,6 +164,38 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
     if isinstance(batch, (tuple, list)) and depth < 3:
         return f"{type(batch).__name__}({', '.join(describe_batch(v, depth + 1) for v in batch[:8])})"
     return type(batch).__name__
+
+
+def as_mapping(trainer: Any, out: Any, batch: Any) -> Mapping[str, Any]:
+    """Return what a step returned as a mapping: a loss alone is ``{"loss": loss}``.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose step it is.
+    out : object
+        What it returned.
+    batch : object
+        What it was given.
+
+    Returns
+    -------
+    mapping
+        With an entry for each thing to record.
+
+    Raises
+    ------
+    StepError
+        It is neither a mapping nor a loss.
+    """
+    if isinstance(out, Mapping):
+        return out
+    is_train = trainer.mode == "train"
+    is_number = isinstance(out, (int, float, np.number)) and not is_train
+    if is_number or (isinstance(out, Tensor) and out.numel() == 1):
+        return {"loss": out}
+    check_outputs(f"{type(trainer).__name__}.{'train' if is_train else 'test'}_step", out, batch, train=is_train)
+    raise AssertionError("check_outputs refuses what is not a mapping")
 
 
 def explain_outputs(trainer: Any, out: Any, batch: Any, error: Exception) -> None:

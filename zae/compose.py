@@ -11,6 +11,7 @@ import copyreg
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -22,6 +23,21 @@ from zae.options import check_call, check_owners, missing_attribute, options_of
 from zae.seams import LAYERS, add_ons_of, is_add_on, is_trainer, replaces, seam, seams_of, slots_of
 
 __all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
+
+
+class _OfClass(classmethod):
+    """A classmethod that an instance refuses: what it returns would be lost there."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        return super().__get__(instance, owner) if instance is None else partial(_refuse_instance, owner)
+
+
+def _refuse_instance(cls: TrainerMeta, *add_ons: Any) -> Any:
+    root, names = cls.__dict__.get("_recipe", (cls, ()))[0].__name__, [getattr(a, "__name__", repr(a)) for a in add_ons]
+    raise AddOnError(
+        f"add_on() makes a class, and this {cls.__name__} exists already; write "
+        f"{root}.add_on({', '.join(names)})(model, ...)"
+    )
 
 
 class TrainerMeta(ABCMeta):
@@ -43,6 +59,7 @@ class TrainerMeta(ABCMeta):
         namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
         if not parents:
             namespace.setdefault("__getattr__", missing_attribute)  # Asked only for what is not there.
+            namespace["add_on"] = _OfClass(namespace["add_on"].__func__)
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:

@@ -167,7 +167,9 @@ def _gradient(trainer: Trainer, batch: Any, count: int) -> tuple[Mapping[str, An
     samples = samples_on_host(batch) if own.batch else 0
     if not samples:
         batch = trainer.to_device(batch)
-    out = trainer.train_step(batch)
+    out: Any = trainer.train_step(batch)
+    if type(out) is not dict:
+        out = checks.as_mapping(trainer, out, batch)
     try:
         loss, num_targets = out["loss"], out.get("num_targets")
         if count > 1:

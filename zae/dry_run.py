@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from zae import optim, rng, scheduling, session
+from zae import checks, optim, rng, scheduling, session
 from zae.data_state import undrawn
 from zae.device import to_device
 from zae.optimizer_modes import has_modes
@@ -144,7 +144,8 @@ def metric_names(trainer: Trainer, loader: Any, split: str) -> list[str] | None:
     with rng.isolated(), torch.set_grad_enabled(split == "train"):
         batch = to_device(batch, twin.device)
         with twin.forward_context():
-            out = twin.train_step(batch) if split == "train" else twin.test_step(batch)
+            out: Any = twin.train_step(batch) if split == "train" else twin.test_step(batch)
+        out = checks.as_mapping(twin, out, batch)
         log.record(out)
         names = list(log.means())
         own = session.own_metrics(twin)

@@ -151,16 +151,12 @@ def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int]
         else:
             with context():
                 out = test_step(batch)
-        if type(out) is not dict and not isinstance(out, Mapping):
-            _refuse(trainer, out, batch)
+        if type(out) is not dict:
+            out = checks.as_mapping(trainer, out, batch)
         targets = out.get("num_targets")
         record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
         count += 1
     return count
-
-
-def _refuse(trainer: Trainer, out: Any, batch: Any) -> None:
-    checks.check_outputs(f"{type(trainer).__name__}.test_step", out, batch, train=False)
 
 
 def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
@@ -171,11 +167,10 @@ def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
     batch = trainer.to_device(batch)
     with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
         out: Any = trainer.test_step(batch)
-    if type(out) is not dict and not isinstance(out, Mapping):  # The second look takes longer than all the others.
-        _refuse(trainer, out, batch)
+    made: Mapping[str, Any] = out if type(out) is dict else checks.as_mapping(trainer, out, batch)
     if record:
-        trainer.logging(out, trainer.weight_of(batch, out.get("num_targets")))
-    return out
+        trainer.logging(made, trainer.weight_of(batch, made.get("num_targets")))
+    return made
 
 
 def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:

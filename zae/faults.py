@@ -49,6 +49,8 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     """
     if not isinstance(error, Exception):
         return
+    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
+        error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
     progress = trainer.progress_checker
     where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
     try:

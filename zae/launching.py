@@ -6,12 +6,14 @@ rank 0 returned, and raises what went wrong. No process outlives it, whatever ha
 
 from __future__ import annotations
 
+import ast
 import atexit
 import itertools
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -172,6 +174,11 @@ def spawn(
             "a run on several devices was begun while a new process was importing the main script, which would go on "
             'for ever; put what begins it under: if __name__ == "__main__":'
         )
+    if _runs_unguarded():
+        raise ConfigError(
+            'put what begins the run under: if __name__ == "__main__":  (a run on several devices starts a process for '
+            "each, and each imports the main script: it would begin the run again there)"
+        )
     with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
         travel.pack({**args, "function": function}, Path(folder, "begin"))
         store, meeting = _meeting_point(init_method, timeout)
@@ -183,6 +190,30 @@ def spawn(
             ranks.watch()
         del store  # It was served by this process until here.
         return travel.unpack(Path(folder, "end"))
+
+
+def _runs_unguarded() -> bool:
+    """Return whether the main script certainly begins this run again wherever it is imported: under no condition."""
+    frame, main = sys._getframe(), sys.modules.get("__main__")
+    if getattr(main, "__file__", None) is None:  # A notebook, say, which no process imports.
+        return False
+    while frame.f_code.co_name != "<module>" or frame.f_globals is not vars(main):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    conditions = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try)
+    for node in ast.walk(tree):
+        if isinstance(node, conditions) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
+            return False
+        if isinstance(node, ast.Compare) and any(
+            isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node)
+        ):
+            return False  # It may end the script early.
+    return True
 
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:

@@ -40,6 +40,7 @@ __all__ = [
     "parameters_of",
     "parameters_to_clip",
     "step",
+    "unheld",
     "unlisted",
 ]
 
@@ -246,6 +247,19 @@ def outside_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     """List the parameters of an optimizer that are not the model's: no ``state_dict`` of the model has them."""
     own = {id(p) for p in model.parameters()}
     return [p for p in parameters_of(optimizer) if id(p) not in own]
+
+
+def unheld(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name the parameters of a model that want a gradient and that no optimizer holds.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> unheld(model, {"0": torch.optim.SGD(model[0].parameters())})
+    ['1.weight', '1.bias']
+    """
+    held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def _follow_parameters(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.errors import ConfigError, MonitorError, did_you_mean, printable
+from zae.errors import ConfigError, MonitorError, StepError, did_you_mean, printable
 
 __all__ = ["EpochLog", "Metrics", "MetricsDict", "direction_of", "merge_sums", "split_prefix", "to_host"]
 
@@ -426,6 +426,11 @@ def _freed(value: Any, twins: dict[int, Any]) -> Any:
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Take numbers out of tensors and arrays: a record that is kept holds no graph and no memory of a device."""
+    if not isinstance(metrics, Mapping):
+        raise StepError(
+            f"self.log({metrics!r:.40}, ...) takes a dict of metrics and a step; to record a number of a batch, return "
+            f"it from the step: return {{'loss': loss, {str(metrics)[:40]!r}: value}}"
+        )
     return {key: value.item() if _is_number(value) else to_host(value) for key, value in metrics.items()}
 
 

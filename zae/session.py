@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 _log = logging.getLogger("zae")
+_SHOWN = 5  # Names of parameters in a warning.
 
 
 def bounds(trainer: Trainer, plan: Plan) -> tuple[int, int]:
@@ -163,6 +164,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
     progress = trainer.progress_checker
     check_optimizer(trainer)
+    _warn_of_unheld(trainer)
     for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
         if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
             raise ConfigError(
@@ -180,6 +182,20 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
         trainer.model.train()
     trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
+
+
+def _warn_of_unheld(trainer: Trainer) -> None:
+    """Warn of parameters that want a gradient and that no optimizer holds, of each of them once."""
+    known = vars(trainer).setdefault("_unheld", set())
+    names = [name for name in optim.unheld(trainer.unwrap(), trainer._optimizers) if name not in known]
+    known.update(names)
+    if names and trainer.is_main:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        _log.warning(
+            "no optimizer holds %s%s (%d parameters with requires_grad=True): training does not change them; give them "
+            "to one, optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
+            ", ".join(names[:_SHOWN]), more, len(names),
+        )  # fmt: skip
 
 
 def batches_left(trainer: Trainer, loader: Any) -> Iterator[Any]:

@@ -161,7 +161,7 @@ class Trainer(metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------ what the user writes
 
     @abstractmethod
-    def train_step(self, batch: Any) -> Mapping[str, Any]:
+    def train_step(self, batch: Any) -> Mapping[str, Any] | Tensor:
         """Compute the loss of one batch; it is differentiated and the optimizer is stepped for you.
 
         Parameters
@@ -174,11 +174,12 @@ class Trainer(metaclass=TrainerMeta):
         mapping
             ``"loss"``: a scalar tensor (or, for a dict of optimizers, a dict with one for each: it is differentiated
             by that optimizer's parameters only). ``"num_targets"``, optional: the count that the loss is the mean
-            over; with it, accumulation and ranks weigh every target alike. Other numbers are recorded.
+            over; with it, accumulation and ranks weigh every target alike. Other numbers are recorded. A loss alone is
+            ``{"loss": loss}``.
         """
 
     @abstractmethod
-    def test_step(self, batch: Any) -> Mapping[str, Any]:
+    def test_step(self, batch: Any) -> Mapping[str, Any] | Tensor | float:
         """Compute what is to be recorded of one batch, under ``torch.no_grad()`` and in evaluation mode.
 
         Parameters
@@ -190,7 +191,7 @@ class Trainer(metaclass=TrainerMeta):
         -------
         mapping
             Numbers are averaged by sample. Anything else is kept for ``metric_on_epoch_end`` where that is overridden,
-            and freed when the evaluation ends.
+            and freed when the evaluation ends. A number alone is ``{"loss": number}``.
         """
 
     @seam
@@ -406,7 +407,7 @@ class Trainer(metaclass=TrainerMeta):
             What ``train_step`` returned, and its weight in the epoch's means.
         """
         with self.forward_context():
-            out = self.train_step(batch)
+            out = checks.as_mapping(self, self.train_step(batch), batch)
         try:
             self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
             # A copy in a window: a step may return the same dict for all of it.
