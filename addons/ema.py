@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zae import files
 from zae.addon import AddOnBase
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.optim import are_lazy
 
 __all__ = ["EMAAddon"]
 
@@ -68,13 +69,16 @@ class EMAAddon(AddOnBase):
         self._paired = 0  # How many parameters there were when they were paired.
 
     def setup(self) -> None:
-        """Start the average at the present weights, unless there is one already."""
+        """Start the average at the present weights, unless there is one already; of a lazy model, at its first step."""
         super().setup()
         self._pair()
 
     def _pair(self) -> None:
         """Put each tensor of the average beside the one that it follows, so that a step looks nothing up."""
         module = self.unwrap()
+        if are_lazy(module.parameters()) or are_lazy(module.buffers()):
+            self._paired = -1
+            return
         live = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         started = {id(weight): average for average, weight in (*self._averaged, *self._copied)}
         for key, value in live.items():
@@ -160,7 +164,9 @@ class EMAAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Count the average among what a checkpoint holds."""
-        plan.bytes_per_checkpoint += sum(v.numel() * v.element_size() for v in self.unwrap().state_dict().values())
+        held = self.unwrap().state_dict().values()
+        if not are_lazy(held):
+            plan.bytes_per_checkpoint += sum(v.numel() * v.element_size() for v in held)
         return super().plan_lines(plan)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def _misfit(average: Any, module: nn.Module) -> str:
         if not isinstance(value, Tensor):
             return f"{key} is a {type(value).__name__}"
         # The shape of a buffer is the model's own business: that of an observer is known after its first batch.
-        if key in trained and value.shape != trained[key].shape:
+        if key in trained and not are_lazy([trained[key]]) and value.shape != trained[key].shape:
             return f"{key} is {tuple(value.shape)} and must be {tuple(trained[key].shape)}"
     return ""
 

@@ -21,6 +21,7 @@ from zae.addons.sinks import RunInfo, Sink
 from zae.checks import check_flags, check_number
 from zae.compose import add_ons_of, options_of
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
+from zae.optim import are_lazy
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
 
@@ -215,7 +216,8 @@ class LoggerAddon(AddOnBase):
         options = [name for name in options_of(type(self)) if name not in _OBJECTS and hasattr(self, name)]
         config = {name: _setting(getattr(self, name)) for name in options}
         config["model"] = type(self.unwrap()).__name__
-        config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
+        if not are_lazy(self.unwrap().parameters()):  # Else the first batch makes them.
+            config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
         for name, optimizer in self._optimizers.items():
             rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
             config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}

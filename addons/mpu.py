@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replica import Replica, alike, broadcast, sparse_in
 from zae.checks import check_flags
-from zae.errors import DistributedError
-from zae.optim import laid_out
+from zae.errors import ConfigError, DistributedError
+from zae.optim import are_lazy, laid_out
 
 __all__ = ["MultiGPUAddon"]
 
@@ -123,6 +123,11 @@ class MultiGPUAddon(DistributedAddon):
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
     def _wrap(self) -> Any:
+        if are_lazy([*self._inner.parameters(), *self._inner.buffers()]):
+            raise ConfigError(
+                "the model is lazy, and all ranks must begin with the same weights; call it once with a batch before "
+                "run(): model(inputs)"
+            )
         self._engine, self._sparse = None, sparse_in(self._inner)
         if any(parameter.requires_grad for parameter in self._inner.parameters()):
             self._engine = Replica(
