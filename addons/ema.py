@@ -15,6 +15,7 @@ from zae import files
 from zae.addon import AddOnBase
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import are_lazy
+from zae.plain_names import fit_name, own_names, plain_names, plain_state
 
 __all__ = ["EMAAddon"]
 
@@ -79,7 +80,8 @@ class EMAAddon(AddOnBase):
         if are_lazy(module.parameters()) or are_lazy(module.buffers()):
             self._paired = -1
             return
-        live = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        state = plain_state(module, keep_vars=True)
+        live = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         started = {id(weight): average for average, weight in (*self._averaged, *self._copied)}
         for key, value in live.items():
             if key not in self.average:  # At the beginning that is all; later, what the model has grown.
@@ -144,7 +146,7 @@ class EMAAddon(AddOnBase):
         """Take the average that was evaluated, beside the weights."""
         super().load_evaluation_state(state)
         if "EMAAddon" in state:
-            self.average = {key: value.detach().clone() for key, value in state["EMAAddon"]["average"].items()}
+            self.average = _loaded(state["EMAAddon"]["average"], self.unwrap())
             self._pair()
 
     def save_average(self, path: str | Path) -> Path:
@@ -185,17 +187,26 @@ class EMAAddon(AddOnBase):
                 )
         super().load_state_dict(rest, strict)
         if own is not None:
-            self.average = {key: value.detach().clone() for key, value in own["average"].items()}
+            self.average = _loaded(own["average"], self.unwrap())
             if self.average:
                 self._pair()
+
+
+def _loaded(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Copy an average that fits, under the present names: an older zae saved those of wrappers."""
+    known = own_names(module)
+    return {fit_name(name, known): value.detach().clone() for name, value in average.items()}
 
 
 def _misfit(average: Any, module: nn.Module) -> str:
     """What of a saved average does not fit a model; empty where all does."""
     if not isinstance(average, Mapping):
         return f"it is {average!r:.40}"
-    live, trained = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
-    for key, value in average.items():
+    live, trained = plain_state(module), dict(module.named_parameters(remove_duplicate=False))
+    plain = plain_names(module, trained)
+    trained = {plain[name]: parameter for name, parameter in trained.items()}
+    for name, value in average.items():
+        key = fit_name(name, live)
         if key not in live:
             return f"{key} is not in {type(module).__name__}"
         if not isinstance(value, Tensor):
@@ -214,5 +225,5 @@ def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:
 
 def _place_of_extra(module: nn.Module, key: str, value: Tensor) -> tuple[Any, str | None]:
     """Where the rest of a state comes from: a module is asked for its extra state, and anything else stays as it is."""
-    path, _, name = key.rpartition(".")
+    path, _, name = own_names(module)[key].rpartition(".")
     return (module.get_submodule(path), None) if name == "_extra_state" else ({key: value}, key)

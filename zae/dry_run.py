@@ -156,7 +156,7 @@ def _copy_of(trainer: Any) -> Any:
     """A trainer of its own: the model copied, containers copied, everything else shared and only looked at."""
     twin = object.__new__(type(trainer))
     twin.__dict__.update({k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in trainer.__dict__.items()})
-    twin._module = twin.model = copy.deepcopy(trainer._module)
+    twin._module = twin.model = copy.deepcopy(trainer.unwrap())  # A compiled one would be compiled again.
     twin.log_train, twin.log_test = trainer.log_train.empty_copy(), trainer.log_test.empty_copy()
     twin.train_metrics = Metrics()
     first = next(iter(twin._module.parameters()), None)

@@ -23,6 +23,7 @@ from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
 from zae.nonfinite import bad_parameters
 from zae.optim import named
 from zae.optimizer_state import check_optimizer_states
+from zae.plain_names import named_parameters
 from zae.tensors import byte_view, view_key
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def job_of(
     progress = trainer.progress_checker
     composition = [add_on.__name__ for add_on in add_ons_of(type(trainer))]
     about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}
-    trained = {name for name, parameter in trainer.unwrap().named_parameters() if parameter.requires_grad}
+    trained = {name for name, each in named_parameters(trainer.unwrap()).items() if each.requires_grad}
     return Job(target, state, kind, about, replaces, trained)
 
 

@@ -18,6 +18,7 @@ from zae import files, optim, optimizer_modes, session
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loading import Position
 from zae.optimizer_state import load_optimizer_state
+from zae.plain_names import fit_name, fit_state, named_parameters
 from zae.progress import ProgressChecker
 from zae.records import Metrics
 from zae.schedulers import is_plateau
@@ -39,7 +40,6 @@ __all__ = [
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
 Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
-_PREFIXES = ("module.", "_orig_mod.")
 _SHOWN = 10
 _LOAD = torch.optim.Optimizer.load_state_dict
 
@@ -231,7 +231,7 @@ def _in_words(so_far: str) -> Iterator[None]:
 
 def _order_of(trainer: Trainer, optimizer: Any) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group: its own state knows only their places."""
-    names = {id(parameter): name for name, parameter in trainer.unwrap().named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(trainer.unwrap()).items()}
     outside = itertools.count()
     groups = [group["params"] for group in optimizer.param_groups]
     return [[names.get(id(each)) or f"outside {next(outside)}" for each in group] for group in groups]
@@ -241,11 +241,14 @@ def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, A
     """Return an optimizer's state with the parameters in the order of this time, as those of a set have another."""
     own, saved, present = state["optimizer"][name], state.get("order", {}).get(name), _order_of(trainer, optimizer)
     optim.check_groups(name, optimizer, own)
-    if saved is None or saved == present:  # An older zae has not saved it.
+    if saved is None:  # An older zae has not saved it.
         return own
-    known = {key for key, _ in trainer.unwrap().named_parameters()}.union(itertools.chain(*present))
-    if not known.issuperset(itertools.chain(*saved)):
-        return own  # The names are others now, as those within a compiled module: their places are all there is.
+    known = dict.fromkeys([*named_parameters(trainer.unwrap()), *itertools.chain(*present)])
+    saved = [[fit_name(key, known) for key in keys] for keys in saved]  # An older zae saved the names of wrappers.
+    if saved == present:
+        return own
+    if not known.keys() >= set(itertools.chain(*saved)):
+        return own  # The names are others now: their places are all there is.
     places = {
         key: place for keys, group in zip(saved, own["param_groups"]) for key, place in zip(keys, group["params"])
     }
@@ -333,7 +336,7 @@ def save_evaluation_weights(trainer: Trainer, path: Path) -> Path:
 
 def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
     """Load weights as `load_weights` does; an optimizer with modes takes them for those of evaluation."""
-    keys = load_weights(trainer._module, weights, strict)
+    keys = load_weights(trainer.unwrap(), weights, strict)
     optimizer_modes.take_for_evaluation(trainer)
     return keys
 
@@ -374,14 +377,9 @@ def load_weights_of(trainer: Trainer, path: Path) -> None:
 
 
 def _fit(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
-    """Take off what wrappers put before the keys, and refuse weights of another model."""
+    """Return weights under the keys of a module, without what wrappers put into them; refuse those of another model."""
     own = module.state_dict()
-    made, weights = _made(own), dict(weights)
-    while weights and not set(weights) & set(own):
-        prefix = next((p for p in _PREFIXES if all(key.startswith(p) for key in weights)), None)
-        if prefix is None:
-            break
-        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    made, weights = _made(own), fit_state(module, weights)
     missing = [key for key in own if key not in weights]
     unexpected = [key for key in weights if key not in own]
     shapes = [

@@ -25,6 +25,7 @@ from zae.device import copies_by_itself, leading_dimension, parse_device, to_dev
 from zae.faults import explain_error, undisturbed
 from zae.loading import Position, length_of
 from zae.nonfinite import NonFiniteGuard
+from zae.plain_names import plain_state, without_wrappers
 from zae.progress import Every, ProgressChecker
 from zae.records import Metrics, MetricsDict, direction_of, plain
 from zae.schedulers import is_plateau
@@ -720,13 +721,13 @@ class Trainer(metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------- weights and state
 
     def unwrap(self) -> nn.Module:
-        """Return the module that was given, whatever is wrapped around it."""
-        return self._module
+        """Return the module itself: without what the trainer, ``torch.compile``, DataParallel or DDP put around it."""
+        return without_wrappers(self._module)
 
     @seam
     def model_state(self) -> dict[str, Tensor]:
-        """Return the weights under the keys of ``unwrap().state_dict()``, whole on this rank."""
-        return self._module.state_dict()
+        """Return the weights under the keys of the plain module, whole on this rank."""
+        return plain_state(self.unwrap())
 
     @seam
     def state_dict(self) -> dict[str, Any]:
