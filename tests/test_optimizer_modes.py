@@ -50,7 +50,6 @@ KINDS: dict[str, Any] = {
     "AdamW": lambda p, lr=0.05: schedulefree.AdamWScheduleFree(p, lr=lr, warmup_steps=2),
     "RAdam": lambda p, lr=0.05: schedulefree.RAdamScheduleFree(p, lr=lr),
     "SGD": lambda p, lr=0.5: schedulefree.SGDScheduleFree(p, lr=lr),
-    "reference": lambda p, lr=0.05: schedulefree.AdamWScheduleFreeReference(p, lr=lr),
     "exchanging": Exchanging,
 }
 
@@ -175,7 +174,7 @@ def test_the_best_weights_are_evaluated_as_they_were_scored(kind: str) -> None:
     assert trainer.evaluate(valid)["loss"] == trainer.valid_history[-1]["valid_loss"]
 
 
-@pytest.mark.parametrize(("kind", "cut"), [("AdamW", 4), ("AdamW", 7), ("AdamW", 10), ("exchanging", 10)])
+@pytest.mark.parametrize(("kind", "cut"), [("AdamW", 4), ("AdamW", 10), ("exchanging", 10)])
 def test_a_script_that_restores_the_best_between_two_runs(kind: str, cut: int) -> None:
     """P-22: killed in either run, the script ends as if it had not been."""
 

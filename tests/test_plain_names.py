@@ -45,7 +45,6 @@ def in_parts(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "compiled": compiled,
     "data-parallel": DataParallel,
-    "ddp": DistributedDataParallel,
     "compiled-in-ddp": lambda model: DistributedDataParallel(compiled(model)),
     "parts-compiled": in_parts(compiled),
     "parts-data-parallel": in_parts(DataParallel),
