@@ -408,6 +408,19 @@ class LeavesThreadAddon(AddOnBase):
         return {key: value for key, value in super().__getstate__().items() if key != "done"}
 
 
+class LeavesGradientHooksAddon(AddOnBase):
+    """Hook every weight, and never unhook it."""
+
+    def setup(self) -> None:
+        super().setup()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(_look)
+
+
+def _look(parameter: Any) -> None:
+    """Look at a gradient."""
+
+
 class PopsAddon(GoodAddon):
     """Take its entry out of the caller's state."""
 
@@ -520,6 +533,31 @@ class UnfreezesInStepAddon(AddOnBase):
         super().logging(step_dict, weight)
         for parameter in self.parameters:
             parameter.requires_grad_(True)
+
+
+class UnfreezesAtTheEndAddon(AddOnBase):
+    """Thaw all weights when it is torn down."""
+
+    layer = "loop"
+
+    def teardown(self) -> None:
+        for parameter in self.unwrap().parameters():
+            parameter.requires_grad_(True)
+        super().teardown()
+
+
+class ForgetsBestAddon(AddOnBase):
+    """Keep a best value that no checkpoint holds."""
+
+    layer = "control"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lowest = float("inf")
+
+    def check_better(self, metrics: Any) -> bool:
+        self.lowest = min(self.lowest, metrics["loss"])
+        return super().check_better(metrics)
 
 
 class TrainsNormsAddon(AddOnBase):
@@ -720,6 +758,9 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (ResetsAddon, "again", r"forgets something between two calls of run: .* model", r"do not reset in setup\(\)"),
     (UnfreezesAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight' requires", "put those back"),
     (UnfreezesInStepAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight'", "put those back"),
+    (UnfreezesAtTheEndAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight'", "put those back"),
+    (LeavesGradientHooksAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
+    (ForgetsBestAddon, "state", "keeps undeclared state: self.lowest is .* and ", "add it to state_dict"),
     (TrainsNormsAddon, "frozen", "unfreezes what the user froze: module '1.0' is in training mode", "put those back"),
     (LeavesAverageAddon, "evaluation", "leaves other weights in the model after a validation", "in the finally of"),
     (MainOnlyAddon, "ranks", "calls a collective on some ranks only: where rank 0 calls barrier, .*", "every rank"),

@@ -117,7 +117,7 @@ OWN = {
     "MultiGPUAddon": {},
     "PrefetchAddon": {},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
-    "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at", "_token"]},
+    "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at", "_token", "_undo_save"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 from zae.seams import is_marked
 from zae.testing import watch
 from zae.testing.kit import Kit, build_optimizer, build_scheduler, in_new_folder
-from zae.testing.settings import Settings
+from zae.testing.settings import LASTING, Settings
 from zae.testing.step_checks import kept_busy, parted
 from zae.trainer import Trainer
 
@@ -119,8 +119,9 @@ def check_settings(kit: Kit) -> Iterator[str]:
     kit.reported.update(changed)
     with in_new_folder():
         kit.run(kit.make())
-    for name in changed.keys() & kit.changed.keys():  # A library changes something when it is first imported.
-        yield left_changed(name, changed[name])
+    for name, how in changed.items():  # A library changes something when it is first imported, and not again.
+        if name in kit.changed or name in LASTING:
+            yield left_changed(name, how)
 
 
 def left_changed(name: str, how: str) -> str:
@@ -206,6 +207,8 @@ def check_factory(kit: Kit) -> Iterator[str]:
             "read self.optimizer in setup(), after super().setup(), not before"
         )
         return
+    if kit.standard.trainer.optimizer is not kit.standard.trainer.notes.given:
+        return  # It builds another optimizer, which the schedule that was given does not drive.
     differing = [each for each in parted(kit.standard.trainer, trainer) if each[0] in ("model", "progress")]
     for part, found in differing[:1]:
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,6 +47,7 @@ class PlainTask(Trainer):
 class Notes:
     """What is observed in one run."""
 
+    given: Any = None
     fail_in: str = ""
     error: type[BaseException] = Exception
     has_failed: bool = False
@@ -157,27 +159,31 @@ class Kit:
         options = {k: v for k, v in self.options.items() if not without_it or k in self._bare_keys}
         more = {"gradient_clip": 0.1, "scheduler_step_on_batch": True, "log_bar": False, **more, **options}
         trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **more)
-        trainer.notes = Notes()
+        trainer.notes = Notes(given=optimizer)
         return trainer
 
     def data(self) -> list[Any]:
         """Six batches, the same each time."""
         if self.batches is not None:
             return list(self.batches())
-        generator = torch.Generator().manual_seed(1)
-        return [[torch.randn(n, k, generator=generator) for k in (3, 2)] for n in (4, 4, 4, 4, 4, 3)]
+        return _draw(1, (4, 4, 4, 4, 4, 3))
+
+    def valid_data(self) -> list[Any]:
+        """Two batches, of which the loss falls and then rises: what keeps the best has something to lose."""
+        return self.data()[:2] if self.batches is not None else _draw(4, (4, 4))
 
     def run(self, trainer: Any, n_epoch: int = 2, data: Any = None, valid: Any = True) -> Any:
         """Train, validating every second step; put the settings of the process back, and return the trainer."""
         data = data if isinstance(data, Loader) else Loader(self.data() if data is None else data)
-        valid = self.data()[:2] if valid is True else valid or None
+        valid = self.valid_data() if valid is True else valid or None
         torch.manual_seed(7)
-        settings = Settings()
-        try:
-            trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
-        finally:
-            self.changed = settings.changed()
-            settings.restore()
+        with warnings.catch_warnings():  # It puts the filters back.
+            settings = Settings()
+            try:
+                trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
+            finally:
+                self.changed = settings.changed()
+                settings.restore()
         return trainer
 
     @cached_property
@@ -192,7 +198,7 @@ class Kit:
 
     def _observe(self, trainer: Any) -> Standard:
         with in_new_folder():
-            data, valid = self.data(), self.data()[:2]
+            data, valid = self.data(), self.valid_data()
             loader = Loader(data)
             trainer.notes.fail_in = "nowhere: keep states"
             self.run(trainer, data=loader, valid=valid)
@@ -214,6 +220,11 @@ class Kit:
         """The code of every seam that the add-on overrides."""
         seams = seams_of(Trainer)
         return {code: name for code, name in self.own_codes.items() if name in seams}
+
+
+def _draw(seed: int, sizes: Sequence[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(size, width, generator=generator) for width in (3, 2)] for size in sizes]
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from torch import nn
 from zae import rng
 from zae.trainer import Trainer
 
-__all__ = ["Settings", "kept"]
+__all__ = ["LASTING", "Settings", "kept"]
 
 Read = Callable[[], Any]
 Write = Callable[[Any], object]
@@ -143,6 +143,9 @@ SETTINGS: dict[str, tuple[Read, Write]] = {
     "timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
 """How each setting is read, and put back, by the name that a message has for it."""
+
+LASTING = frozenset(name for name, (_, write) in SETTINGS.items() if write is _nothing)
+"""Settings that cannot be put back from outside."""
 
 _PATCHED: dict[str, Any] = {
     "torch": torch,

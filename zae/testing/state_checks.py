@@ -134,24 +134,34 @@ def _swallowed(kit: Kit, task: Any, place: str) -> str:
     return ", ".join(found[:3]) + (" and others" if len(found) > 3 else "")
 
 
-def _resources() -> dict[str, int]:
-    """Count the threads, child processes and open files of this process; files where the system tells."""
-    files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    children = len(multiprocessing.active_children())
-    return {"a thread running": threading.active_count(), "a process running": children, "a file open": files}
+def _resources() -> dict[str, set[Any]]:
+    """Return the threads, child processes and open files of this process; files where the system lists them."""
+    files = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()
+    processes = multiprocessing.active_children()
+    return {
+        "a thread running": set(threading.enumerate()),
+        "a process running": set(processes),
+        "a file open": set(files),
+    }
 
 
 _CURES = {"a thread running": "end it", "a process running": "end it", "a file open": "close it"}
 
 
-def _left_behind(before: dict[str, int]) -> Iterator[tuple[str, str]]:
+def _left_behind(before: dict[str, set[Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what is left, after a second in which it may end."""
     deadline = time.monotonic() + 1
-    while any(count > before[name] for name, count in _resources().items()) and time.monotonic() < deadline:
+    while (left := _more_than(before)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-    for name, count in _resources().items():
-        if count > before[name]:
-            yield name, _CURES[name]
+    yield from ((name, _CURES[name]) for name in left)
+
+
+def _more_than(before: dict[str, set[Any]]) -> list[str]:
+    """Name the resources that are new; of files, whose numbers are used again, those that are more."""
+    now = _resources()
+    found = [name for name in now if name != "a file open" and now[name] - before[name]]
+    return [*found, *(["a file open"] if len(now["a file open"]) > len(before["a file open"]) else [])]
 
 
 # ------------------------------------------------------------------------------------------------------ in a state

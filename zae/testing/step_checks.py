@@ -68,7 +68,7 @@ def check_scheduler(kit: Kit) -> Iterator[str]:
 def check_batch(kit: Kit) -> Iterator[str]:
     """Find batches of the user that are changed."""
     run = kit.standard
-    for label, before, now in (("batches", kit.data(), run.data), ("valid_batches", kit.data()[:2], run.valid)):
+    for label, before, now in (("batches", kit.data(), run.data), ("valid_batches", kit.valid_data(), run.valid)):
         found = watch.difference(before, now, label)
         if found is not None:
             yield f"mutates the batch: {found} is not what the loader gave; change a copy, in to_device"
@@ -145,6 +145,9 @@ def check_frozen(kit: Kit) -> Iterator[str]:
         now = watch.snapshot(model)
         kept = [name for name, _ in frozen] + [k for k in before for n, _ in still if k.startswith(f"{n}.")]
         found += [f"{n!r} has another value after the run" for n in kept if not torch.equal(before[n], now[n])]
+        with in_new_folder(), contextlib.suppress(Exception):  # It is set up and torn down, and nothing else.
+            trainer.evaluate(kit.data()[:1])
+        look()
         if found:
             yield (
                 f"unfreezes what the user froze: {found[0]}; remember requires_grad and training of each before you "

@@ -91,11 +91,13 @@ def streams() -> dict[str, Any]:
 
 def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
     """Count the hooks on a model and its optimizers."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = {kind: sum(len(getattr(module, kind)) for module in model.modules()) for kind in kinds}
-    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        found[kind] = sum(len(getattr(optimizer, kind)) for optimizer in optimizers)
-    found["parameter hooks"] = sum(len(p._backward_hooks or ()) for p in model.parameters())
+    found: dict[str, int] = {}
+    for owner in [*model.modules(), *optimizers]:
+        for name, held in vars(owner).items():
+            if name.endswith("_hooks") and isinstance(held, Mapping):
+                found[name] = found.get(name, 0) + len(held)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        found[f"parameter{name}"] = sum(len(getattr(p, name, None) or ()) for p in model.parameters())
     return found
 
 
@@ -185,6 +187,8 @@ def held_in(value: Any, wanted: Mapping[int, str], where: str, depth: int = 4) -
         parts = [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     elif isinstance(value, FunctionType):
         parts = [(where, cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
+    elif callable(getattr(value, "__init_subclass__", None)) and not isinstance(value, (type, nn.Module)):
+        parts = [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     else:
         parts = []
     return next((found for name, item in parts if (found := held_in(item, wanted, name, depth - 1))), None)
