@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from zae import optim, rng
@@ -26,6 +27,7 @@ from zae.checks import check_file
 from zae.compose import add_ons_of
 from zae.data_state import Passing
 from zae.errors import ConfigError
+from zae.fingerprint import fingerprint
 from zae.loading import length_of
 from zae.progress import Every
 from zae.streams import reason
@@ -34,8 +36,6 @@ from zae.trainer import Trainer
 __all__ = ["LedgerAddon", "fingerprint"]
 
 _log = logging.getLogger("zae")
-_WORDS = 1 << 16  # 64-bit words that are hashed at once: half a megabyte, which stays in the cache.
-_keys: dict[torch.device, Tensor] = {}
 
 
 class LedgerAddon(AddOnBase):
@@ -51,7 +51,7 @@ class LedgerAddon(AddOnBase):
         of a run gives one warning, and training goes on without it.
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
-        weights.
+        weights, gradients or batch.
 
     Raises
     ------
@@ -141,7 +141,8 @@ class LedgerAddon(AddOnBase):
         """The line of one step."""
         progress = self.progress_checker
         with inner:
-            self._stages = {"batch": {"data": [], "random": random_state()}, "forward": {"loss": [], "random": []}}
+            batch = {"data": [], "content": [], "random": random_state()}
+            self._stages = {"batch": batch, "forward": {"loss": [], "random": []}}
             try:
                 yield
                 self._write({"step": progress.step + 1, "epoch": progress.epoch + 1, "stages": self._stages})
@@ -149,9 +150,10 @@ class LedgerAddon(AddOnBase):
                 self._stages = {}
 
     def to_device(self, batch: Any) -> Any:
-        """Note the samples of a batch, or the hash of what is in it where the sampler is not known."""
+        """Note the samples of a batch and the hash of each of its tensors; one hash where the sampler is not known."""
         if self._stages:
             noted = self._stages["batch"]["data"]
+            self._stages["batch"]["content"].append([fingerprint([tensor]) for tensor in _tensors(batch)])
             sampler = getattr(self._loaders[1], "batch_sampler", None)
             samples = sampler.take(self.progress_checker.epoch_batch + len(noted)) if sampler is not None else None
             noted.append(fingerprint(_tensors(batch)) if samples is None else samples)
@@ -185,14 +187,14 @@ class LedgerAddon(AddOnBase):
             self._stages["clip"] = {"norm": norm, "gradients": same or self._gradients(), "random": random_state()}
 
     def optimizer_step(self) -> bool:
-        """Note the learning rates of the step, and the weights after it."""
+        """Note what the optimizers step with, and the weights after it."""
         if not self._stages:
             return super().optimizer_step()
-        rates = optim.learning_rates(self._optimizers)
-        stepped = super().optimizer_step()
+        noted = self._stages["step"] = _settings(self._optimizers)
+        with _noting_settings(self._optimizers, noted):
+            stepped = super().optimizer_step()
         weights = fingerprint(self.unwrap().state_dict().values())
-        after = {"stepped": bool(stepped), "lr": rates, "weights": weights, "random": random_state()}
-        self._stages["step"] = after
+        noted.update(stepped=bool(stepped), weights=weights, random=random_state())
         return stepped
 
     @property
@@ -239,6 +241,49 @@ class LedgerAddon(AddOnBase):
         super().teardown()
 
 
+def _settings(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return the learning rates, and the other settings of each group that are numbers."""
+    others = {
+        name: [
+            {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        for name, optimizer in optimizers.items()
+    }
+    return {"lr": optim.learning_rates(optimizers), "settings": others}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting is a number, or a few of them."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _noting_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) -> Iterator[None]:
+    """Note the settings again as each optimizer steps: what is called before it, ``step_one`` say, may change them."""
+
+    def note(name: str) -> None:
+        now = _settings(optimizers)
+        own = {key for key in now["lr"] if len(optimizers) == 1 or key.split("/")[1] == name}
+        noted["lr"] |= {key: now["lr"][key] for key in own}
+        noted["settings"][name] = now["settings"][name]
+
+    hooks = [each.register_step_pre_hook(lambda *_, name=name: note(name)) for name, each in optimizers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _is_cut_short(path: Path) -> bool:
     """Whether a file does not end with the end of a line: a process was killed, or the disk was full."""
     if not path.is_file():
@@ -274,79 +319,6 @@ class _NotingSampler(Passing):
         return samples if samples is None or all(isinstance(index, (int, str)) for index in samples) else None
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Hash tensors where they are: a sum of their 64-bit words, each multiplied by an odd random number of its own.
-
-    Any change of one word changes the sum, and others do but for a chance of about 2**-63 (Dietzfelbinger et al. 1997,
-    "A reliable randomized algorithm for the closest-pair problem": multiply-shift hashing). Only the sums travel to
-    the host, in one piece.
-
-    Parameters
-    ----------
-    tensors : iterable of Tensor
-        On any devices; of a distributed tensor, this rank's part.
-
-    Returns
-    -------
-    str
-        16 hexadecimal digits.
-
-    Examples
-    --------
-    >>> import torch
-    >>> fingerprint([torch.zeros(3)]) == fingerprint([torch.zeros(3)])
-    True
-    >>> fingerprint([torch.tensor([1.0, 2.0])]) == fingerprint([torch.tensor([2.0, 1.0])])
-    False
-    """
-    sums: dict[torch.device, list[Tensor]] = {}
-    small: dict[torch.device, list[Tensor]] = {}
-    shapes = []
-    for tensor in (part for each in tensors for part in _parts(getattr(each, "_local_tensor", each).detach())):
-        shapes.append((str(tensor.dtype), tuple(tensor.shape)))
-        if not tensor.numel():
-            continue
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        if data.numel() < _WORDS:
-            small.setdefault(data.device, []).append(data)
-        else:
-            sums.setdefault(data.device, []).extend(_sums(data))
-    for device, parts in small.items():
-        sums.setdefault(device, []).extend(_sums(torch.cat(parts)))
-    found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
-    return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that one is made of: it is one itself, or nested, or sparse."""
-    if tensor.is_nested:
-        return tensor.unbind()
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
-
-
-def _sums(data: Tensor) -> Iterator[Tensor]:
-    """The keyed sums of a tensor of bytes, one for each half megabyte."""
-    left = data.numel() % 8
-    if left or data.storage_offset() % 8:
-        data = torch.cat([data, data.new_zeros(8 - left if left else 0)])
-    words = data.view(torch.int64)
-    for start in range(0, words.numel(), _WORDS):
-        part = words[start : start + _WORDS]
-        key = _key(part.device)[: part.numel()]
-        # A processor multiplies and adds whole numbers in one go; elsewhere dot is for floats only.
-        yield torch.dot(part, key) if part.is_cpu else (part * key).sum()
-
-
-def _key(device: torch.device) -> Tensor:
-    """Odd random numbers, the same everywhere, drawn from a generator of their own."""
-    if device not in _keys:
-        drawn = np.random.Generator(np.random.PCG64(2718)).integers(-(2**63), 2**63 - 1, _WORDS, dtype=np.int64)
-        _keys[device] = torch.from_numpy(drawn | 1).to(device)
-    return _keys[device]
-
-
 def random_state() -> str:
     """Hash the random streams of the process, without drawing from them."""
     state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
@@ -363,9 +335,11 @@ def random_state() -> str:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, however nested."""
+    """The tensors in a batch, however nested, and the arrays of numbers."""
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
+        yield torch.from_numpy(np.ascontiguousarray(batch).reshape(-1).view(np.uint8))
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from _tensors(value)

@@ -18,14 +18,16 @@ STAGES = ("batch", "forward", "backward", "clip", "step")
 """The parts of a step in the order in which they happen."""
 
 _NAMES = {
-    "data": "the samples of the batch, or the hash of its content,",
-    "random": "the random state",
-    "loss": "the loss",
-    "gradients": "the gradients",
-    "norm": "the norm of the gradients",
-    "weights": "the weights",
-    "lr": "the learning rate",
-    "stepped": "whether the optimizer stepped",
+    "data": "the samples of the batch (or the hash of its content) differ",
+    "content": "the content of the batch differs (a value or a label of these samples)",
+    "random": "the random state differs",
+    "loss": "the loss differs",
+    "gradients": "the gradients differ",
+    "norm": "the norm of the gradients differs",
+    "lr": "the learning rate differs",
+    "settings": "the settings of the optimizer differ",
+    "stepped": "the optimizer stepped in one of the runs only",
+    "weights": "the weights differ",
 }
 
 
@@ -110,7 +112,9 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
     for step in sorted(first.keys() & second.keys()):
         for stage in STAGES:
             a, b = (run[step]["stages"].get(stage, {}) for run in (first, second))
-            for what in dict.fromkeys([*a, *b]):
+            # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
+            names = [what for what in a if what in b] if a and b else [*a, *b]
+            for what in names:
                 if repr(a.get(what)) != repr(b.get(what)):  # NaN is what it was.
                     return Difference(step, stage, what, a.get(what), b.get(what))
     return None
@@ -146,20 +150,20 @@ def run(arguments: argparse.Namespace) -> int:
         longer = "" if ends[0] == ends[1] else f"; runA goes on to step {ends[0]}, runB to step {ends[1]}"
         sys.stdout.write(f"the same in all {len(common)} steps that both have, up to step {common[-1]}{longer}\n")
         return 0 if ends[0] == ends[1] else 1
-    sys.stdout.write(_told(difference, common) + "\n")
+    sys.stdout.write(_describe(difference, common) + "\n")
     return 1
 
 
-def _told(found: Difference, common: list[int]) -> str:
+def _describe(found: Difference, common: list[int]) -> str:
     """A difference in words."""
     before = [step for step in common if step < found.step]
     same = f"the same up to step {before[-1]}" if before else "no step before it was compared"
     begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
     begun = begun if before and found.step - before[-1] > 1 else ""
-    what = _NAMES.get(found.what) or printable(found.what)
+    what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
     return (
         f"the runs part at step {found.step}, in the stage {found.stage!r}: {what} "
-        f"differs ({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
+        f"({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,17 @@ class Task(Trainer):
         super().clip()
         if self._now("clip"):
             self.parameters[0].grad[0, 0].mul_(1 + 1e-6)
+
+    def step_one(self, optimizer: Any) -> bool:
+        group = optimizer.param_groups[0]
+        kept = {**group}
+        if self._now("rate"):
+            group["lr"] *= 2
+        if self._now("decay"):
+            group["weight_decay"] = 0.1
+        stepped = super().step_one(optimizer)
+        group.update(lr=kept["lr"], weight_decay=kept["weight_decay"])
+        return stepped
 
     def optimizer_step(self) -> bool:
         stepped = super().optimizer_step()
@@ -212,6 +224,8 @@ def test_ledgers_without_a_common_step_are_told_the_option(tmp_path: Path, capsy
         ("loss", "forward", "loss"),
         ("backward", "backward", "gradients"),
         ("clip", "clip", "gradients"),
+        ("rate", "step", "lr"),
+        ("decay", "step", "settings"),
         ("step", "step", "weights"),
     ],
 )
@@ -230,6 +244,79 @@ def test_ledger_diff_names_other_data_first(tmp_path: Path) -> None:
     found = compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b"))
     assert found is not None
     assert (found.step, found.stage, found.what) == (1, "batch", "data")
+
+
+def test_ledger_diff_names_a_changed_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The samples are the same: what differs is found in the batch, not first in the loss."""
+    train(tmp_path / "a")
+    loader = loader_of()
+    loader.dataset.tensors[1][4] += 1
+    train(tmp_path / "b", loader=loader)
+    found = compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b"))
+    assert found is not None
+    assert (found.stage, found.what) == ("batch", "content")
+    (inputs, labels), (others, changed) = found.first[0], found.second[0]
+    assert (inputs == others, labels == changed) == (True, False)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "in the stage 'batch': the content of the batch differs (a value or a label" in capsys.readouterr().out
+
+
+def test_a_ledger_without_the_newer_entries_is_compared_by_the_others(tmp_path: Path) -> None:
+    """One of an earlier zae lacks the content of batches and the settings; a stage that is missing is a difference."""
+    train(tmp_path / "a")
+    new, old = read_ledger(tmp_path / "a"), read_ledger(tmp_path / "a")
+    for entry in old.values():
+        del entry["stages"]["batch"]["content"], entry["stages"]["step"]["settings"]
+    assert compare(new, old) is None
+    old[5]["stages"]["step"]["weights"] = "0"
+    assert compare(old, new)[:3] == (5, "step", "weights")  # type: ignore[index]
+    del old[4]["stages"]["clip"]
+    assert compare(new, old)[:2] == (4, "clip")  # type: ignore[index]
+
+
+def test_ledger_notes_the_settings_of_each_of_several_optimizers(tmp_path: Path) -> None:
+    """Of the second, whose rate is another only while it steps, as of the first."""
+
+    class Two(Task):
+        def step_one(self, optimizer: Any) -> bool:
+            kept = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = kept * 3
+            stepped = super().step_one(optimizer)
+            optimizer.param_groups[0]["lr"] = kept
+            return stepped
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            loss = self.model(batch[0]).square().mean()
+            return {"loss": {"a": loss, "b": loss * 2}}
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizers = {
+        "a": torch.optim.SGD(model[0].parameters(), lr=1.0),
+        "b": torch.optim.SGD(model[1].parameters(), lr=2.0),
+    }
+    trainer = Two.add_on(LedgerAddon)(model, "cpu", optimizer=optimizers, ledger_path=tmp_path / "a")
+    trainer.run(1, loader_of())
+    stages = [entry["stages"]["step"] for entry in lines(tmp_path / "a")[1:]]
+    assert all(stage["lr"] == {"lr/a": 3.0, "lr/b": 6.0} for stage in stages)
+    assert list(stages[0]["settings"]) == ["a", "b"]
+    assert not any(o._optimizer_step_pre_hooks for o in optimizers.values())
+
+
+def test_ledger_hashes_a_batch_of_arrays(tmp_path: Path) -> None:
+    class OfArrays(Task):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            return super().train_step([torch.from_numpy(each) for each in batch])
+
+    noted = []
+    for changed in (0.0, 1.0):
+        model = nn.Linear(3, 1)
+        trainer = OfArrays.add_on(LedgerAddon)(
+            model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ledger_path=tmp_path / "a"
+        )
+        trainer.run(1, [(np.ones((2, 3), np.float32), np.full((2, 1), changed, np.float32))])
+        noted.append(read_ledger(tmp_path / "a")[1]["stages"]["batch"]["content"][0])
+    assert noted[0][0] == noted[1][0]
+    assert noted[0][1] != noted[1][1]
 
 
 def test_ledger_diff_finds_two_equal_runs_the_same(tmp_path: Path) -> None:
