@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zae import files
 from zae.addon import AddOnBase
+from zae.checkpoint_size import tensor_bytes
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import are_lazy
 from zae.plain_names import fit_name, own_names, plain_names, plain_state
@@ -166,9 +167,9 @@ class EMAAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Count the average among what a checkpoint holds."""
-        held = self.unwrap().state_dict().values()
-        if not are_lazy(held):
-            plan.bytes_per_checkpoint += sum(v.numel() * v.element_size() for v in held)
+        held = self.unwrap().state_dict()
+        if plan.bytes_per_checkpoint and not self.average:  # Else the size is not known, or it is counted already.
+            plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         return super().plan_lines(plan)
 
     def state_dict(self) -> dict[str, Any]:

@@ -358,22 +358,66 @@ def test_plan_reports_a_step_that_fails() -> None:
 # -------------------------------------------------------------------------------------------------- how it shows
 
 
-def test_plan_counts_the_disk_that_checkpoints_take() -> None:
-    """Within three per cent for a model of a megabyte, before anything was trained; exactly as many as are kept."""
-    model = nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 200))
-    optimizer = torch.optim.AdamW(model.parameters())
-    trainer = Task.add_on(StateManagerAddon, EMAAddon)(
-        model, "cpu", optimizer=optimizer, save_path="save", keep_last=2, keep_best=0, save_every=2
-    )
-    batches = [(torch.randn(4, 300), torch.randn(4, 200))] * 6
-    plan = trainer.plan(2, batches, max_steps=9)
-    trainer.run(2, batches, max_steps=9)
-    checkpoints = sorted(Path("save").glob("step-*"))
-    sizes = [sum(file.stat().st_size for file in path.rglob("*")) for path in checkpoints]
-    assert len(checkpoints) == 2
-    assert plan.disk == 3 * plan.bytes_per_checkpoint
-    assert sizes[0] == pytest.approx(plan.bytes_per_checkpoint, rel=0.03)
-    assert plan.bytes_per_checkpoint == 4 * 4 * sum(p.numel() for p in model.parameters()) + 4 * 4
+class Alike(Trainer):
+    """Returns the same metrics from both of its steps."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        return {"loss": loss, "root": loss.detach().sqrt()}
+
+    test_step = train_step
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), *(nn.Linear(8, 8) for _ in range(30)), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "add_ons", "options", "size"),
+    [
+        (lambda: nn.Linear(3, 2), [], {}, {}),
+        (lambda: nn.Linear(3, 2), [], {"gradient_clip": 1.0, "log_every": 1}, {"epochs": 40}),
+        (lambda: nn.Linear(3, 2), [], {"log_every": 1}, {"samples": 2000}),
+        (lambda: nn.Linear(3, 2), [], {"save_every": 150}, {"epochs": 1, "samples": 700}),
+        (deep, [EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon], {"save_every": 4}, {}),
+        (deep, [], {"save_format": "ckpt", "optimizer": lambda parameters: torch.optim.AdamW(parameters)}, {}),
+        (lambda: nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 2)), [EMAAddon], {}, {}),
+    ],
+    ids=["tiny", "many epochs", "many records", "within an epoch", "add-ons", "ckpt", "large"],
+)
+def test_plan_counts_the_disk_that_checkpoints_take(model: Any, add_ons: Any, options: Any, size: Any) -> None:
+    """Within ten per cent of the files of the largest one, before anything was trained and before a second run.
+
+    Training has the metrics of the validation, as the plan assumes.
+    """
+    made, samples = model(), size.get("samples", 20)
+    options = {"optimizer": torch.optim.AdamW(made.parameters()), "keep_last": 2, "keep_best": 0, **options}
+    trainer = Alike.add_on(StateManagerAddon, *add_ons)(made, "cpu", seed=0, save_path="save", **options)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 3), torch.randn(samples, 2)), 4, shuffle=True)
+    for _ in range(2):
+        plan = trainer.plan(size.get("epochs", 2), loader, loader)
+        trainer.run(size.get("epochs", 2), loader, loader)
+        checkpoints = list(Path("save").glob("step-*"))
+        largest = max(sum(file.stat().st_size for file in path.rglob("*")) for path in checkpoints)
+        assert len(checkpoints) == 2
+        assert plan.disk == 3 * plan.bytes_per_checkpoint
+        assert plan.bytes_per_checkpoint == pytest.approx(largest, rel=0.1)
+
+
+def test_plan_says_that_the_size_of_a_state_is_not_known() -> None:
+    """A state that the first save is going to refuse does not end the plan, and is not looked at without saves."""
+
+    class Odd(Alike):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "own": object()}
+
+    for add_ons, told in (((StateManagerAddon, EMAAddon), True), ((), False)):
+        model = nn.Linear(3, 2)
+        options = {"save_path": "odd"} if add_ons else {}
+        trainer = Odd.add_on(*add_ons)(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        plan = trainer.plan(1, [(torch.ones(4, 3), torch.ones(4, 2))])
+        assert any("the size of a checkpoint is not known: CheckpointError" in note for note in plan.notes) is told
+        assert (plan.bytes_per_checkpoint, plan.disk) == (0, 0)
 
 
 def test_plan_prints_a_page_and_shows_a_table() -> None:

@@ -23,7 +23,7 @@ from zae.records import Metrics
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["checkpoint_bytes", "first_batch", "metric_names", "simulated"]
+__all__ = ["first_batch", "metric_names", "simulated", "states_after_a_step"]
 
 
 class NoBatch(Exception):
@@ -164,8 +164,8 @@ def _copy_of(trainer: Any) -> Any:
     return twin
 
 
-def checkpoint_bytes(trainer: Trainer) -> int:
-    """Count what a checkpoint of this trainer is going to hold: weights, and what the optimizers keep.
+def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
+    """Return what each optimizer is going to keep.
 
     Parameters
     ----------
@@ -174,22 +174,16 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
     Returns
     -------
-    int
-        Bytes of its tensors.
+    dict of str to object
+        Before the first step, tensors without data.
     """
-    held = dict(trainer._module.state_dict())
-    total = sum(_bytes_of(each) for each in {id(value): value for value in _tensors(held)}.values())
-    for optimizer in optim.named(trainer.optimizer).values():
-        if isinstance(optimizer, Optimizer):
-            state = optimizer.state or _state_of_a_step(optimizer)
-            total += sum(_bytes_of(each) for each in _tensors(state))
-            if has_modes(optimizer):  # The training weights stand beside those of evaluation.
-                total += sum(map(_bytes_of, optim.parameters_of(optimizer)))
-        else:
+    states = {}
+    for name, optimizer in optim.named(trainer.optimizer).items():
+        if not isinstance(optimizer, Optimizer):
             with rng.isolated():
-                made = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
-            total += sum(_bytes_of(each) for each in _tensors(_state_of_a_step(made)))
-    return total
+                optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
+        states[name] = optimizer.state or _state_of_a_step(optimizer)
+    return states
 
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:
@@ -223,7 +217,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -9,14 +9,16 @@ from __future__ import annotations
 import html
 import sys
 import warnings
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zae import optim, rng, scheduling, session
+from zae.checkpoint_size import checkpoint_bytes
 from zae.data_state import facts_of
 from zae.device import leading_dimension
-from zae.dry_run import checkpoint_bytes, metric_names, simulated
+from zae.dry_run import metric_names, simulated, states_after_a_step
 from zae.errors import MonitorError
 from zae.fast_data import why_not
 from zae.loading import describe, length_of, own_batch_sampler
@@ -59,7 +61,7 @@ class RunPlan:
     metrics : list of str or None
         The names that ``monitor`` may have; None where they cannot be tried.
     bytes_per_checkpoint, disk : int
-        What a checkpoint holds, and the room that all of them take at once; 0 without a state manager.
+        The size of the largest checkpoint, and the room that all of them take at once; 0 without a state manager.
     kernels : dict of str to str
         For each class of optimizer whose faster kernel nobody has chosen, what to write; an add-on that steps by that
         kernel takes it out.
@@ -86,6 +88,8 @@ class RunPlan:
     disk: int = 0
     kernels: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
+    _within_epoch: list[int] = field(default_factory=lambda: [0, 0], repr=False)
 
     @property
     def steps(self) -> int | None:
@@ -137,6 +141,10 @@ class RunPlan:
         end = [] if self.last_step is None else [self.last_step]
         self.saves_at = sorted({*self.due(every), *end})
         possible = len({*self.saves_at, *(self.validates_at if keep_best else [])})
+        ends = [self.first_step - 1, *(step for _, step in self.epoch_ends)]
+        steps = max((step - ends[bisect(ends, step) - 1] for step in self.saves_at), default=0)
+        if steps:
+            self.bytes_per_checkpoint += self._within_epoch[0] + steps * self._within_epoch[1]
         kept = possible if keep_last is None else min(possible, keep_last + keep_best)
         self.disk = self.bytes_per_checkpoint * (kept + 1)
         best = "; and where a validation is the best so far" if keep_best and self.validates_at else ""
@@ -247,10 +255,7 @@ def plan(
     made.logs_at = made.due(self.log_every)
     made.validates_at = [] if valid_loader is None else made.due(asked.valid_every)
     _try_metrics(self, made, loader, valid_loader)
-    if optim.are_lazy(self._module.parameters()):
-        made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
-    else:
-        made.bytes_per_checkpoint = checkpoint_bytes(self)
+    _measure_checkpoint(self, made)
     made.notes += self.plan_lines(made)
     made.notes += made.kernels.values()
     if not made.disk:
@@ -259,6 +264,21 @@ def plan(
     if reason is not None and hasattr(loader, "dataset"):
         made.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
     return made
+
+
+def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
+    """Note the size of a checkpoint, where the trainer saves any."""
+    if "state" not in slots_of(type(trainer)):
+        return
+    if optim.are_lazy(trainer._module.parameters()):
+        made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
+        return
+    try:
+        sizes = checkpoint_bytes(trainer, made, states_after_a_step(trainer))
+    except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
+        made.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
+        return
+    made.bytes_per_checkpoint, *made._within_epoch = sizes
 
 
 def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
