@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zae import launching, optim, rng
+from zae import addon_state, launching, optim, rng
 from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
 from zae.checks import check_number
@@ -151,6 +151,7 @@ class DistributedAddon(ShardingAddon):
             own, self._ranks = self._ranks[self._rank], []
             self._position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
+            addon_state.load_entries(self, own.get("add_ons"))
         elif self._position.is_restored:
             self._position.load_state_dict(_apart(self._position.state_dict(), self._rank))
 
@@ -243,9 +244,8 @@ class DistributedAddon(ShardingAddon):
     def stop(self, reason: str) -> None:
         """End the run on all ranks after this step, whichever of them asks for it."""
         if self._world == 1:
-            super().stop(reason)
-        else:
-            self._wish = reason
+            return super().stop(reason)
+        self._wish = reason
 
     def on_run_begin(self) -> None:
         """Forget what was asked of an earlier run, and begin all at the same place."""
@@ -268,18 +268,20 @@ class DistributedAddon(ShardingAddon):
 
     def state_dict(self) -> dict[str, Any]:
         """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
-        if asks := self._world > 1 and not self._is_failing():
+        if asks := self._world > 1 and not self._is_failing() and not self._loads_entries:
             self.nonfinite.share(self)
         state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
         if world == 1:
             return state
         if asks:
             ranks = self.gather({"position": state["position"], "log_train": state["records"]["log_train"]})
-        return {**state, self._name(): {"world_size": world, "ranks": list(ranks)}}
+        return {**state, self._name(): {"world_size": world, "ranks": list(ranks), "rank": self._rank}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over this rank's part; the state of another number of ranks only where its position allows it."""
         own, rest = self.take(state, self._name(), strict=False)
+        if self._loads_entries:
+            return super().load_state_dict(rest, strict)
         own = {"world_size": 1, "ranks": []} if own is None else own
         if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):
             raise CheckpointMismatch(f"the state of {self._name()} holds no list of ranks")
@@ -300,16 +302,17 @@ class DistributedAddon(ShardingAddon):
         elif self._rank:
             rest["position"] = _apart(rest["position"], self._rank)
         super().load_state_dict(rest, strict)
-        self._ranks = ranks if self._world == 1 and self._position.is_restored else []
-        self._placed = self._world > 1
+        addon_state.warn_of_other_ranks(self, own, world)
+        is_waiting = self._world == 1 and self._position.is_restored
+        self._ranks, self._placed = ranks if is_waiting else [], self._world > 1
 
 
 def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
-    names = ("log_test", "grad_norm", "_calls", "_seeded", "_planned")
-    return result, trainer.state_dict(), {name: getattr(trainer, name) for name in names}
+    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "_calls", "_seeded")}
+    return result, addon_state.gather_entries(trainer, trainer.state_dict()), rest
 
 
 def _is_known(backend: str) -> bool:

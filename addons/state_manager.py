@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zae import files
+from zae import addon_state, files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_flags, check_folder, check_partial
 from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
@@ -145,12 +145,10 @@ class StateManagerAddon(AddOnBase):
         self.allow_partial, self.run_id, self._token = check_partial(allow_partial), "", ""
         self._retention = Retention(self.keep_last, self.keep_best, 1 if self.monitor_mode == "min" else -1)
         self._saver, self._stop_signals = Saver(self.save_async), StopSignals()
-        self._folder_lock = FolderLock(self.save_path)
+        self._folder_lock, self._resumed, self._run_failed = FolderLock(self.save_path), Resumed(), False
         self._folder_lock.check()
-        self._resumed, self._run_failed = Resumed(), False
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
-        self._passed_over: set[str] = set()
-        self._to_replace: list[Path] = []
+        self._passed_over, self._to_replace = set[str](), list[Path]()
         self._saved_at: tuple[int, int, str] | None = None
         self._undo_save: tuple[dict[str, float | None], list[Path]] = ({}, [])
 
@@ -308,7 +306,7 @@ class StateManagerAddon(AddOnBase):
 
     def _hand_over(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any] | None = None) -> None:
         """Hand the state to the saver, on the rank that saves: after an exception, this one."""
-        state = self.state_dict()
+        state = addon_state.gather_entries(self, self.state_dict())
         if self.is_main or self._run_failed:
             self._folder_lock.keep(target)
             info = {"score": present_score(self), "monitor": self.monitor, **(info or {})}
@@ -374,7 +372,7 @@ class StateManagerAddon(AddOnBase):
             return
         if self.reshard:
             state["position"] = {**state["position"], "may_deal_anew": True}
-        self.load_state_dict({"model": model or self.model_state(), **state}, strict)
+        addon_state.load_for_rank(self, {"model": model or self.model_state(), **state}, strict)
         self.run_id = manifest["run_id"]
         self._retention.add(found, self.save_path)
         self._saved_at = (self.progress_checker.epoch, self.progress_checker.step, self._due)

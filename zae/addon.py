@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from zae.addon_state import check_declared, declaring, read_declared
 from zae.compose import mix
 from zae.errors import CheckpointMismatch
 from zae.options import BASES
@@ -34,6 +35,12 @@ class AddOnBase(Trainer):
         At most one add-on of a class may fill a slot.
     requires : tuple of str or type
         Add-ons that must be there too.
+    state_attributes : tuple of str
+        Attributes that a checkpoint holds and a resume puts back; nothing else is to be written for them. They are the
+        same on every rank. Their values are tensors, numbers, text, and lists, tuples and dicts of them.
+    rank_state_attributes : tuple of str
+        The same of what each rank has of its own. A resume on another number of ranks gives all that of rank 0, and
+        warns.
 
     Examples
     --------
@@ -41,6 +48,7 @@ class AddOnBase(Trainer):
     >>> class CountAddon(AddOnBase):
     ...     "Count the optimizer steps that took place."
     ...     layer = "observe"
+    ...     state_attributes = ("count",)
     ...     def __init__(self, *args, start: int = 0, **kwargs):
     ...         super().__init__(*args, **kwargs)
     ...         self.count = start
@@ -57,6 +65,8 @@ class AddOnBase(Trainer):
     outside: ClassVar[tuple[str | type, ...]] = ()
     slot: ClassVar[str | None] = None
     requires: ClassVar[tuple[str | type, ...]] = ()
+    state_attributes: ClassVar[tuple[str, ...]] = ()
+    rank_state_attributes: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:
         # mypy refuses to pass a class with abstract methods to add_on; an add-on is never instantiated.
@@ -95,6 +105,20 @@ class AddOnBase(Trainer):
             An add-on that does not say otherwise is never idle.
         """
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add an entry for each add-on that declares ``state_attributes`` or ``rank_state_attributes``."""
+        return {**super().state_dict(), **read_declared(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Check the entries of declared attributes, load the rest, and then set the attributes."""
+        values: dict[str, Any] = {}
+        for owner in declaring(type(self)):
+            own, state = self.take(state, owner, strict)
+            values |= {} if own is None else check_declared(self, owner, own)
+        super().load_state_dict(state, strict)
+        for name, value in values.items():
+            setattr(self, name, value)
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:

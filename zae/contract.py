@@ -64,6 +64,15 @@ def _check_declaration(cls: Any) -> None:
             raise AddOnError(
                 f"{name}.{relation} is {label}; it must be a tuple of add-ons or their names: {relation} = ({label},)"
             )
+    for declared in ("state_attributes", "rank_state_attributes"):
+        value = getattr(cls, declared)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v.isidentifier() for v in value):
+            raise AddOnError(f"{name}.{declared} is {value!r}; it must be a tuple of names: {declared} = ('count',)")
+    if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
+        raise AddOnError(
+            f"{name} names {min(twice)!r} in state_attributes and in rank_state_attributes; name it where it belongs: "
+            "in the second where it differs from rank to rank"
+        )
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
         raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")
     parents = [c for c in cls.__bases__ if is_add_on(c) and not c.__dict__.get("_is_base")]

@@ -77,6 +77,8 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
 
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Check the whole state first, and only then take it over."""
+    if trainer._loads_entries:
+        return
     _check_keys(state, strict)
     _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)

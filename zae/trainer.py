@@ -151,7 +151,8 @@ class Trainer(metaclass=TrainerMeta):
         self.grad_norm: Tensor | None = None
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        self._ready, self._seeded, self._own = False, False, direct.Own()
+        self._ready = self._seeded = self._loads_entries = False  # The last one: only the entries of add-ons.
+        self._own = direct.Own()
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
         self._signals: list[int] = []  # What asks for the end.
