@@ -76,6 +76,35 @@ def test_check_addon_refuses_what_the_class_itself_refuses() -> None:
         type("Loop", (AddOnBase,), {"run_batch": lambda self, batch: None, "__doc__": "Another loop."})
 
 
+class ReachesSuperAddon(AddOnBase):
+    """Call super() in a helper."""
+
+    layer = "loop"
+
+    def clip(self) -> None:
+        self._clip_twice_as_much(2)
+
+    def _clip_twice_as_much(self, factor: float) -> None:
+        for parameter in self.parameters:
+            parameter.grad.mul_(factor)
+        super().clip()
+
+
+def test_a_helper_may_call_super_and_dead_code_does_not() -> None:
+    """What the class cannot see of super(), the check of an add-on counts."""
+    check_addon(ReachesSuperAddon, allow=CHECKS.keys() - {"class", "super", "clip"})
+    with pytest.raises(AddOnFault, match=r"forgets super\(\)\.logging\(\): of \d+ calls of logging, 0 reached"):
+        check_addon(DeadCodeAddon, allow=CHECKS.keys() - {"super"})
+
+
+class DeadCodeAddon(AddOnBase):
+    """Mention super() where it is never called."""
+
+    def logging(self, step_dict: Any, weight: float = 1) -> None:
+        if self is None:
+            super().logging(step_dict, weight)
+
+
 def test_check_addon_passes_a_good_one() -> None:
     check_addon(GoodAddon)
     check_addon(GoodAddon, start=3, beside=[zae.addons.AMPAddon, zae.addons.EMAAddon])
