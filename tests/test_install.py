@@ -68,7 +68,8 @@ def built(request, tmp_path_factory):
 
 def modules() -> list[str]:
     """Every file of the package, by its place in an installation."""
-    core = [f"zae/{path.name}" for path in (ROOT / "zae").glob("*.py")]
+    paths = [path.relative_to(ROOT) for path in (ROOT / "zae").rglob("*.py")]
+    core = [path.as_posix() for path in paths if path.parts[1] != "addons"]
     return sorted([*core, *(f"zae/addons/{path.name}" for path in (ROOT / "addons").glob("*.py"))])
 
 
