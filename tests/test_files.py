@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from faults import RefusingDisk, installed
 from test_tensors import Tied, wrapped
 from torch import Tensor, nn
 
@@ -558,7 +560,7 @@ def test_a_wrong_path_costs_nobodys_files(tmp_path: Path) -> None:
     directory = save(tmp_path, 1)
     (directory / "plots").symlink_to(tmp_path / "thesis")
     remove_checkpoint(directory)
-    assert os.listdir(tmp_path) == ["thesis"]
+    assert os.listdir(directory) == ["plots"]
     assert os.listdir(tmp_path / "thesis") == ["text.tex"]
 
 
@@ -621,3 +623,71 @@ def test_a1_a3_weights_are_replaced_at_once(tmp_path: Path, watch: Callable[...,
         assert load_weights(path)["bias"].tolist() in ([1.0, 1.0], [2.0, 2.0])
         save_weights(path, model_state(1))
         assert os.listdir(tmp_path) == [path.name]
+
+
+# ---------------------------------------------------------------- what a user puts into the folder of a checkpoint
+
+
+def put_in(directory: Path, text: str = "mine") -> None:
+    """Do what users do: a note, a folder with plots, and a link."""
+    (directory / "notes.txt").write_text(text)
+    (directory / "plots").mkdir()
+    (directory / "plots" / "state.json").write_text(text)
+    (directory / "link").symlink_to("plots")
+
+
+def are_kept(directory: Path, text: str = "mine") -> bool:
+    """Say whether all of that is there."""
+    kept = (directory / "notes.txt", directory / "plots" / "state.json", directory / "link" / "state.json")
+    return all(path.read_text() == text for path in kept)
+
+
+def test_files_of_a_user_outlive_the_checkpoint(tmp_path: Path) -> None:
+    directory = save(tmp_path, 1)
+    put_in(directory)
+    assert is_of(directory, 1)
+    remove_checkpoint(directory)
+    assert are_kept(directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["link", "notes.txt", "plots"]
+    assert list_checkpoints(tmp_path) == []
+    assert newest_valid(tmp_path) is None
+    save(tmp_path, 1)  # a checkpoint of that step, once more
+    assert is_of(directory, 1)
+    assert are_kept(directory)
+    assert [path.name for path in tmp_path.iterdir()] == [directory.name]
+
+
+def test_files_of_a_user_outlive_a_kill_at_any_operation(tmp_path: Path) -> None:
+    for act in (remove_checkpoint, lambda directory: save(directory.parent, 2)):
+        for at in range(40):
+            folder = tmp_path / f"{act.__name__}-{at}"
+            folder.mkdir()
+            directory = save(folder, 2)
+            put_in(directory)
+            with installed(RefusingDisk(at, errno.EIO)) as disk, contextlib.suppress(CheckpointError, OSError):
+                act(directory)
+            sweep(folder)
+            found = [path.parent for path in folder.rglob("notes.txt")]
+            assert len(found) == 1
+            assert are_kept(found[0])
+            assert found[0] == directory or not directory.exists() or (directory / "manifest.json").exists()
+            if disk.now < at:
+                break
+        assert at < 39
+        assert found == [directory]
+
+
+def test_what_cannot_be_given_back_stays_aside(tmp_path: Path) -> None:
+    directory = save(tmp_path, 2)
+    aside = directory.with_name(".replaced-step-00000002-0123456789abcdef")
+    aside.mkdir()
+    for place, text in ((aside, "old"), (directory, "new")):
+        put_in(place, text)
+    (aside / "state.json").write_text("{}")
+    (aside / "more.txt").write_text("more")
+    assert sweep(tmp_path) == []
+    assert are_kept(aside, "old")
+    assert are_kept(directory, "new")
+    assert (directory / "more.txt").read_text() == "more"
+    assert list_checkpoints(tmp_path) == [directory]
+    assert is_of(directory, 2)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from zae.encoding import decode, encode
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.folders import KNOWN, MANIFEST, entries_of, holds_checkpoint, refuse_foreign
 from zae.manifest import (
     FORMAT,
     MANIFEST_LIMIT,
@@ -95,8 +96,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zae")
-_MANIFEST = "manifest.json"
-_KNOWN = {_MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
 
 _LARGE = 1 << 20  # bytes: the disk is told of no smaller piece
 
@@ -294,7 +293,7 @@ def save_checkpoint(
         STATE: lambda write: write(text),
     }
     needed = byte_count(*model_state.values(), *tensors.values()) + len(text)
-    _refuse_foreign(directory)
+    refuse_foreign(directory)
     make_directory(directory.parent)
     with _staged(directory, needed) as staging:
         filesystem.mkdir(staging)
@@ -304,7 +303,7 @@ def save_checkpoint(
         step, run_id = manifest["step"], manifest["run_id"]
         for name, output in outputs.items():
             manifest["files"][name] = FileEntry(size=output.size, sha256=output.hexdigest(), step=step, run_id=run_id)
-        _write_file(staging / _MANIFEST, lambda write: write(seal(manifest)))
+        _write_file(staging / MANIFEST, lambda write: write(seal(manifest)))
         filesystem.fsync_directory(staging)
         _install(staging, directory)
     sweep(directory.parent)
@@ -338,7 +337,7 @@ def read_manifest(directory: Path) -> Manifest:
     ...
     zae.errors.CheckpointDamaged: runs/no-such-run/manifest.json: is missing. Restore the file...
     """
-    return parse(bytes(read_whole(directory / _MANIFEST, limit=MANIFEST_LIMIT)), str(directory / _MANIFEST))
+    return parse(bytes(read_whole(directory / MANIFEST, limit=MANIFEST_LIMIT)), str(directory / MANIFEST))
 
 
 def verify(directory: str | os.PathLike[str]) -> Manifest:
@@ -427,8 +426,8 @@ def load_checkpoint(
     ...     load_checkpoint(path, allow_partial=["state.json"])[1:]
     ({'w': tensor([1., 1.])}, {})
     """
-    if unknown := sorted(set(allow_partial) - (_KNOWN - {_MANIFEST})):
-        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(_KNOWN - {_MANIFEST})}")
+    if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
+        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
     directory = _standing(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
@@ -478,12 +477,14 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
     []
     """
     found: list[tuple[int, bool, float, Path]] = []
-    for entry in _entries(Path(save_path)):
+    for entry in entries_of(Path(save_path)):
         own = original_name(entry.name)
         if (step := step_of(own)) is None or not entry.is_dir(follow_symlinks=False):
             continue
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             age = entry.stat(follow_symlinks=False).st_mtime
+            if not holds_checkpoint(Path(entry.path)):
+                continue
             found.append((step, own == entry.name, age, Path(entry.path)))
     return [path for *_, path in sorted(found, reverse=True)]
 
@@ -540,6 +541,8 @@ def newest_valid(save_path: str | os.PathLike[str]) -> tuple[Path, Manifest, lis
 def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
     """Remove a checkpoint; killed at any instant, it leaves it whole or gone.
 
+    What a user has put into its folder stays there, and the folder with it.
+
     Parameters
     ----------
     directory : path-like
@@ -561,12 +564,12 @@ def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
 give the directory that holds manifest.json
     """
     directory = _standing(Path(directory))
-    _refuse_foreign(directory)
+    refuse_foreign(directory)
     gone = directory.with_name(aside_name(directory.name, "deleting"))
     try:
         filesystem.rename(directory, gone)
         filesystem.fsync_directory(directory.parent)
-        _remove_tree(gone)
+        _clear(gone)
     except OSError as error:
         raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it by hand") from error
 
@@ -612,11 +615,10 @@ def sweep(parent: str | os.PathLike[str]) -> list[Path]:
     """
     removed: list[Path] = []
     with contextlib.suppress(OSError, ConfigError):
-        for entry in _entries(Path(parent)):
+        for entry in entries_of(Path(parent)):
             path = Path(entry.path)
             with contextlib.suppress(OSError):
-                if _is_stray(path):
-                    _remove_tree(path)
+                if _is_stray(path) and _clear(path):
                     removed.append(path)
     return removed
 
@@ -773,7 +775,7 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
     except BaseException as error:
         free = free_bytes(target.parent)  # before the removal changes it
         with contextlib.suppress(OSError):
-            _remove_tree(staging)
+            _clear(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise not_saved(target, error, needed, free) from error
         raise
@@ -803,10 +805,11 @@ def _standing(directory: Path) -> Path:
     if directory.is_dir():
         return directory
     with contextlib.suppress(ConfigError):
-        twins = [entry for entry in _entries(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
+        twins = [entry for entry in entries_of(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
+        twins = [entry for entry in twins if holds_checkpoint(Path(entry.path))]
         if twins and not os.path.lexists(directory):
             return Path(max(twins, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime).path)
-    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {_MANIFEST}")
+    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {MANIFEST}")
 
 
 def _is_stray(path: Path) -> bool:
@@ -826,35 +829,37 @@ def _stands(directory: Path) -> bool:
         return False
 
 
-def _entries(parent: Path) -> list[os.DirEntry[str]]:
-    """List a directory; one that is absent holds nothing."""
+def _clear(path: Path) -> bool:
+    """Remove a file, a link, or a checkpoint that was moved aside; say whether it is gone.
+
+    Of a folder only the files of a checkpoint are removed: what is left is a user's, and goes back to where it was.
+    """
     try:
-        with os.scandir(parent) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError as error:
-        raise ConfigError(f"{parent} is a file, not a directory; give the directory that holds checkpoints") from error
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a file, a link, or a directory and what is in it; what is already gone is no error."""
-    with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            for entry in _entries(path):
-                _remove_tree(Path(entry.path))
-            filesystem.remove_directory(path)
-        else:
+        if path.is_symlink() or not path.is_dir():
             filesystem.remove_file(path)
+            return True
+        entries = entries_of(path)
+        ours = [entry for entry in entries if entry.name in KNOWN and not entry.is_dir(follow_symlinks=False)]
+        for entry in ours:
+            filesystem.remove_file(Path(entry.path))
+        foreign = [Path(entry.path) for entry in entries if entry not in ours]
+        if not foreign or not _give_back(path, foreign):
+            filesystem.remove_directory(path)
+    except FileNotFoundError:  # Somebody else was quicker.
+        return True
+    return not foreign
 
 
-def _refuse_foreign(directory: Path) -> None:
-    """Refuse to replace or remove what is not plainly a checkpoint: a wrong path must not cost anybody's files."""
-    if not os.path.lexists(directory) or step_of(original_name(directory.name)) is not None:
-        return
-    foreign = sorted(entry.name for entry in _entries(directory) if entry.name not in _KNOWN)
-    if foreign:
-        raise CheckpointError(
-            f"{directory} holds {foreign[0]!r}, which is no part of a checkpoint; it is neither replaced nor removed: "
-            "choose another directory"
-        )
+def _give_back(path: Path, foreign: list[Path]) -> bool:
+    """Return a user's files to the folder that was moved aside with them; say whether there is still one aside."""
+    home = path.with_name(set_aside(path.name, "deleting") or original_name(path.name))
+    if home == path:
+        return True
+    if not os.path.lexists(home):
+        filesystem.rename(path, home)
+        return True
+    taken = [each for each in foreign if os.path.lexists(home / each.name)]
+    for each in foreign:
+        if each not in taken:
+            filesystem.rename(each, home / each.name)
+    return bool(taken)
