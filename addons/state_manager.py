@@ -18,6 +18,7 @@ from zae.locks import FolderLock
 from zae.progress import Every
 from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
 from zae.retention import Retention, best_of, present_score, scores_now
+from zae.sanity import check_manifest
 from zae.saver import Saver, job_of
 from zae.signals import StopSignals
 from zae.states import load_weights_of
@@ -364,6 +365,7 @@ class StateManagerAddon(AddOnBase):
         manifest, model, state = files.load_checkpoint(found, allow_partial=self.allow_partial)
         if resuming:
             check_ranks(found, manifest["world_size"], self.world_size, self.reshard)
+        check_manifest(found, manifest, state)
         say_what_it_lacks(found, manifest)
         if self.allow_partial and not (model and state):
             _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.sanity import check_counters
 
 __all__ = ["Every", "ProgressChecker"]
 
@@ -194,12 +195,13 @@ class ProgressChecker:
         Raises
         ------
         CheckpointMismatch
-            A counter is missing or not a number; nothing is changed then.
+            A counter is missing, not a number, or cannot be; nothing is changed then.
         """
         for each in fields(self):
             value = state.get(each.name, self)
             if value is self or (each.type == "int" and not isinstance(value, int)):
                 raise CheckpointMismatch(f"the progress in the state has no proper {each.name!r}: {dict(state)!r:.200}")
+        check_counters({each.name: state[each.name] for each in fields(self)})
         for each in fields(self):
             setattr(self, each.name, state[each.name])
         self.run_starts = [list(start) for start in self.run_starts]

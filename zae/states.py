@@ -21,6 +21,7 @@ from zae.optimizer_state import load_optimizer_state
 from zae.plain_names import fit_name, fit_state, named_parameters
 from zae.progress import ProgressChecker
 from zae.records import Metrics
+from zae.sanity import check_rates
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: Prog
 def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:
     """Return a scheduler's state; one that waits for a metric begins to wait anew where that is another one now."""
     own = copy.deepcopy(state["scheduler"][name])
+    check_rates("scheduler", own, scheduler.state_dict())
     if is_plateau(scheduler) and not is_judged_alike(trainer, state):
         return {**own, "mode": scheduler.mode, "best": scheduler.mode_worse, "num_bad_epochs": 0}
     return own
@@ -243,6 +245,8 @@ def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, A
     """Return an optimizer's state with the parameters in the order of this time, as those of a set have another."""
     own, saved, present = state["optimizer"][name], state.get("order", {}).get(name), _order_of(trainer, optimizer)
     optim.check_groups(name, optimizer, own)
+    for there, here in zip(own["param_groups"], optimizer.param_groups):
+        check_rates("optimizer", there, here)
     if saved is None:  # An older zae has not saved it.
         return own
     known = dict.fromkeys([*named_parameters(trainer.unwrap()), *itertools.chain(*present)])
