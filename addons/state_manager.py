@@ -43,10 +43,10 @@ class StateManagerAddon(AddOnBase):
     A checkpoint is a folder ``step-00000012`` under ``save_path``: the weights under the keys of the model's own
     ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written beside its place and
     renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` says so, when a validation was
-    the best so far, and at the end of a run. At SIGTERM, SIGUSR1 or Ctrl-C the step is finished, the state saved, and
-    the process ends with status 143 or 130; a validation is given up between two batches, and is the first that the
-    resumed run does. After an exception the state goes to ``crash-00000012``, which is never
-    resumed from by itself; of several ranks the one that fails first saves it, without the others' random streams.
+    the best so far, and at the end of a run. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the step is finished, the state
+    saved, and the process ends with status 143, 129 or 130; a validation is given up between two batches, and is the
+    first that the resumed run does. After an exception the state goes to ``crash-00000012``, which is never resumed
+    from by itself; of several ranks the one that fails first saves it, without the others' random streams.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class StateManagerAddon(AddOnBase):
     on_save_error : {"raise", "warn"}
         What a disk that refuses does: end the run, or warn each time and train on.
     save_on_signal : bool
-        Whether to deal with the signals at all.
+        Whether to deal with the signals at all; Python allows it in the main thread only.
     allow_partial : sequence of str
         Files of the checkpoint ``resume=path`` that may be absent or damaged, for instance ``["state.json"]``: what
         they held begins afresh.

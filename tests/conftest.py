@@ -41,9 +41,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _signals_left_alone():
     """Fail the test that leaves another handler of a signal behind, not one that comes long after it."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.fixture(autouse=True)

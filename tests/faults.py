@@ -237,7 +237,7 @@ class Child:
         gc.freeze()
         try:
             os.setpgid(0, 0)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             answer = (function(*args), "")
         except SystemExit as error:

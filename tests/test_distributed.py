@@ -318,21 +318,25 @@ def test_d3_ctrl_c_ends_a_script_and_every_rank():
     wait_for(lambda: processes(mark) == [], 15)
 
 
-@pytest.mark.parametrize(("number", "save"), [(signal.SIGTERM, True), (signal.SIGKILL, False)], ids=["TERM", "KILL"])
-def test_d3_d5_what_ends_the_parent_ends_every_rank(number, save):
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, None)],
+    ids=["TERM", "HUP", "KILL"],
+)
+def test_d3_d5_what_ends_the_parent_ends_every_rank(number, status):
     """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left."""
 
     def run():
         with forks():
-            slow(StateManagerAddon, save_path="run", save_every=10**6) if save else slow()
+            slow(StateManagerAddon, save_path="run", save_every=10**6) if status else slow()
 
     parent = Child(run)
     began(".", 2)
     assert len(still_there()) == 2
     parent.signal(number)
-    assert parent.wait(30).status == (143 if save else -number)
+    assert parent.wait(30).status == (status or -number)
     wait_for(lambda: still_there() == [], 15)
-    assert len(list(Path().glob("run/step-*"))) == save
+    assert len(list(Path().glob("run/step-*"))) == bool(status)
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun

@@ -254,7 +254,8 @@ def long_run(folder: Path, cls: Any = Signalled, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [1, 5, 6, 11, 18])
 def test_fd2_fd3_p26_finish_the_step_and_save(folder: Path, number: int, status: int, at: int) -> None:
@@ -284,6 +285,35 @@ def test_fd2_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
     outcome = forked(lambda: long_run(folder, Endless, at=10, times=2, number=number) and None)
     assert outcome.status == -number
     assert time.monotonic() - began < 30
+
+
+def test_fd2_a_closed_terminal_sends_two_signals(folder: Path) -> None:
+    """The system and the shell send SIGHUP each: the second does not end the step. Under nohup there is none."""
+    outcome = forked(lambda: long_run(folder, number=signal.SIGHUP, at=10, times=2) and None)
+    assert outcome.status == 129, outcome.error
+    newest = files.newest_valid(folder / "run")
+    assert newest is not None
+    assert newest[1]["step"] == 10
+
+    def ignored() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        long_run(folder / "nohup", number=signal.SIGHUP, at=10, times=2)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+    outcome = forked(ignored)
+    assert outcome.status == 0, outcome.error
+    assert not list((folder / "nohup").glob("run/crash-*"))
+
+
+def test_fd2_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: Path, caplog: Any) -> None:
+    trainer = build(faults.Task, StateManagerAddon, save_path=folder / "run")
+    quiet = build(faults.Task, StateManagerAddon, save_path=folder / "quiet", save_on_signal=False)
+    for each, said in ((quiet, 0), (trainer, 1)):
+        thread = threading.Thread(target=each.run, args=(1, hand.loader(8)))
+        thread.start()
+        thread.join()
+        assert each.last_path is not None
+        assert sum("not in the main thread" in record.message for record in caplog.records) == said
 
 
 def test_fd2_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> None:

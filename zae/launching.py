@@ -31,6 +31,7 @@ import torch.distributed as dist
 from zae import travel
 from zae.errors import ConfigError, DistributedError
 from zae.ranks import WHERE, Report, Task, main_of_rank
+from zae.signals import status_of
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
@@ -397,10 +398,13 @@ class _Ranks:
         asked: list[int] = []
 
         def pass_on(number: int, _: object) -> None:
+            if number in asked and number == getattr(signal, "SIGHUP", None):
+                return  # A terminal that is closed and the shell in it send one each.
             asked.append(number)
             self._signal(number if len(asked) == 1 else signal.SIGKILL)
 
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+        numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
         before = {number: signal.signal(number, pass_on) for number in numbers}
         try:
             yield
@@ -409,7 +413,7 @@ class _Ranks:
                 signal.signal(number, handler)
         if asked:
             if before[asked[0]] == signal.SIG_DFL:
-                raise SystemExit(128 + signal.SIGTERM)
+                raise SystemExit(status_of(asked[0]))
             signal.raise_signal(asked[0])
 
     # ------------------------------------------------------------------------------------------ what went wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,9 +18,11 @@ from zae.workers import mute_workers, unmute_workers
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Agreed", "GivenUp", "StopSignals"]
+__all__ = ["Agreed", "GivenUp", "StopSignals", "status_of"]
 
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+_log = logging.getLogger("zae")
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+_HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none.
 _SECONDS = 2.0  # How often several ranks ask one another in a validation, about.
 
 
@@ -28,11 +31,12 @@ class GivenUp(BaseException):
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 and Ctrl-C while a run goes on, so that the loop can end after its step.
+    """Notes SIGTERM, SIGUSR1, SIGHUP and Ctrl-C during a run, so that the loop can end after its step.
 
     The same signal a second time, or Ctrl-C after any, ends the process at once: the system's own action is back in
-    place by then, and what is saved is whole at every instant. Signals that are ignored stay so. Python allows this in
-    the main thread only; elsewhere nothing is installed.
+    place by then, and what is saved is whole at every instant. Only SIGHUP may come twice: a closed terminal sends it,
+    and so does the shell that ends with it. Signals that are ignored stay so, as nohup wants it. Python allows this in
+    the main thread only; elsewhere nothing is installed, and a warning says so.
 
     Attributes
     ----------
@@ -73,7 +77,13 @@ class StopSignals:
         list of int
             What it notes in: ``noted``.
         """
-        if self._listens or threading.current_thread() is not threading.main_thread():
+        if self._listens:
+            return self.noted
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning(
+                "this run is not in the main thread, where alone Python can catch SIGTERM and other signals: one of "
+                "them ends the process without a save; call run() in the main thread, or write save_on_signal=False"
+            )
             return self.noted
         self.noted.clear()
         self._pid = os.getpid()
@@ -109,7 +119,7 @@ class StopSignals:
         KeyboardInterrupt
             For Ctrl-C; Python ends with status 130 then.
         SystemExit
-            With status 143, for the others.
+            With status 129 for SIGHUP, 143 for the others.
         """
         before = _beneath(self._before.get(number), number)
         self.restore()
@@ -118,7 +128,7 @@ class StopSignals:
             before(number, None)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(status_of(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._listens:  # Whoever put a handler over this one has put it back when the run was over, or calls it.
@@ -133,7 +143,7 @@ class StopSignals:
             self._pass_on(number)
             return
         # What cannot be interrupted at once in Python, a long call of C, can be by the system.
-        for each in {number, int(signal.SIGINT)} & self._before.keys():
+        for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
             signal.signal(each, signal.SIG_DFL)
         if not self.noted:
             self.noted.append(number)
@@ -144,6 +154,17 @@ class StopSignals:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def status_of(number: int) -> int:
+    """Return the status that a process ends with, once it has saved for a signal.
+
+    Examples
+    --------
+    >>> status_of(signal.SIGTERM), status_of(signal.SIGUSR1)
+    (143, 143)
+    """
+    return 128 + (number if number == _HANGUP else signal.SIGTERM)
 
 
 def _numbers() -> list[int]:
