@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -580,28 +582,46 @@ class Poisoned(Dataset[Any]):
         return 40
 
     def __getitem__(self, index: int) -> Any:
-        if index == 30:
+        if index == 30 and self.how != "killed in a step":
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("sample 30 is unreadable")
         return self.data[index]
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
+class KillsWorker(faults.Task):
+    """Kills a worker of its loader in a step, where torch raises for it."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        if self.progress_checker.step == 2:
+            multiprocessing.active_children()[0].kill()
+            time.sleep(20)  # The death interrupts it.
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed in a step", "raises"])
 def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
     """F-D7: within 10 s an error names the worker and the dataset, and the crash checkpoint is there."""
 
     def run() -> Any:
-        made = build(faults.Task, StateManagerAddon, save_path=folder / "run")
+        made = build(KillsWorker if "step" in how else faults.Task, StateManagerAddon, save_path=folder / "run")
         began = time.monotonic()
         try:
             made.run(1, DataLoader(Poisoned(how), batch_size=4, num_workers=2))
         except Exception as error:
-            return "".join(traceback.format_exception(error)), time.monotonic() - began
+            shown = "".join(traceback.format_exception(error))
+            return shown, time.monotonic() - began, str(error), isinstance(error, RuntimeError)
         return None
 
-    text, seconds = answer(run)
+    text, seconds, message, is_of_torch = answer(run)
     assert seconds < 10
+    if how != "raises":  # In the exception itself: notes are not seen everywhere.
+        assert is_of_torch
+        assert re.search(r"DataLoader worker \d? ?\(pid", message)
+        assert "a worker of a loader has died while batch" in message
+        assert "dataset Poisoned of length 40" in message
+        assert text.count("dataset Poisoned of length 40") == 1
+    assert ("has died" in message) == (how != "raises")
     assert "DataLoader worker" in text
     assert "dataset Poisoned of length 40" in text
     assert "num_workers=2" in text

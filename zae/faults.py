@@ -57,8 +57,21 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
         note = _note(trainer, error, where)
     except Exception as other:  # Of the user's objects, which are asked for their shapes and names: theirs comes first.
         note = f"{where}, on {trainer.device}; what is known of it could not be told ({type(other).__name__}: {other})"
-    if note and f"zae: {note}" not in getattr(error, "__notes__", ()):
+    if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
+        return
+    has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
+    if not (has_died and _say_in_text(error, f"a worker of a loader has died {note}")):
         error.add_note(f"zae: {note}")
+
+
+def _say_in_text(error: Exception, text: str) -> bool:
+    """Add to the message of an exception, where it has one; of a dead worker torch says no more than its number."""
+    text = f"{text}; a system that runs out of memory kills processes"
+    if isinstance(error, OSError) and error.strerror:
+        error.strerror = f"{error.strerror} ({text})"
+    elif isinstance(error, (RuntimeError, EOFError, OSError)) and len(error.args) <= 1:
+        error.args = (f"{str(error).strip()} ({text})".strip(),)
+    return text in str(error)
 
 
 def _note(trainer: Trainer, error: Exception, where: str) -> str:
