@@ -13,13 +13,13 @@ from zae import addon_state, files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_flags, check_folder, check_partial
 from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
-from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
+from zae.errors import CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
 from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
 from zae.retention import Retention, best_of, present_score, scores_now
 from zae.sanity import check_manifest
-from zae.saver import Saver, job_of
+from zae.saver import Saver, job_of, parse_format
 from zae.signals import StopSignals
 from zae.states import load_weights_of
 
@@ -27,14 +27,6 @@ __all__ = ["StateManagerAddon"]
 
 _log = logging.getLogger("zae")
 _SIGNALED = "a signal asked for the end"
-
-
-def _parse_format(save_format: str) -> str:
-    """The one name of a format; an error names the option."""
-    try:
-        return files.parse_format(save_format)
-    except ConfigError as error:
-        raise ConfigError(f"save_format={save_format!r}: {error}") from None
 
 
 class StateManagerAddon(AddOnBase):
@@ -134,7 +126,7 @@ class StateManagerAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.save_format = _parse_format(save_format)
+        self.save_format = parse_format(self.unwrap(), save_format)
         self.save_path = check_folder(save_path, "save_path").absolute()  # Wherever the script goes meanwhile.
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)

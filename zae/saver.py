@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae import files
 from zae.columns import PLAIN
 from zae.compose import add_ons_of
 from zae.device import copies_by_itself
-from zae.errors import CheckpointError, CheckpointNotFound, NonFiniteError
+from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.nonfinite import bad_parameters
 from zae.optim import named
 from zae.optimizer_state import check_optimizer_states
 from zae.plain_names import named_parameters
-from zae.tensors import byte_view, view_key
+from zae.tensors import DTYPES, byte_view, view_key
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Job", "Saver", "Snapshots", "job_of"]
+__all__ = ["Job", "Saver", "Snapshots", "job_of", "parse_format"]
 
 _log = logging.getLogger("zae")
 
@@ -119,6 +119,47 @@ def job_of(
     about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}
     trained = {name for name, each in named_parameters(trainer.unwrap()).items() if each.requires_grad}
     return Job(target, state, kind, about, replaces, trained)
+
+
+def parse_format(model: nn.Module, save_format: str) -> str:
+    """Return the one name of a format that can hold the weights of a model; errors name the option.
+
+    Parameters
+    ----------
+    model : Module
+        Whose state is to be saved.
+    save_format : str
+        As it was given.
+
+    Returns
+    -------
+    str
+        "safetensors" or "ckpt".
+
+    Raises
+    ------
+    ConfigError
+        The format is unknown, or cannot hold a dtype: then with the tensor, and the format that can.
+
+    Examples
+    --------
+    >>> parse_format(torch.nn.Linear(2, 1, dtype=torch.complex128), "safetensors")
+    Traceback (most recent call last):
+    ...
+    zae.errors.ConfigError: save_format='safetensors' cannot hold torch.complex128, the dtype of 'weight'; write \
+save_format='ckpt', or convert the model
+    """
+    try:
+        kind = files.parse_format(save_format)
+    except ConfigError as error:
+        raise ConfigError(f"save_format={save_format!r}: {error}") from None
+    for name, tensor in model.state_dict().items() if kind == "safetensors" else ():
+        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; write "
+                "save_format='ckpt', or convert the model"
+            )
+    return kind
 
 
 def _check_moment(trainer: Trainer, target: Path) -> None:

@@ -25,6 +25,7 @@ from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zae.files import load_checkpoint
 from zae.rng import seed_everything
+from zae.saver import parse_format
 
 
 class Scored(Task):
@@ -555,3 +556,28 @@ def test_p17_other_add_ons_than_were_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match="nobody here takes the state of EMAAddon") as caught:
         build(tmp_path, resume="auto").run(2, loader(), valid())
     assert "load_state(strict=False)" in caught.value.__notes__[0]
+
+
+def test_a_format_that_cannot_hold_the_weights_is_refused_at_once(tmp_path: Path) -> None:
+    """Of a model, or of a buffer that is saved; one that is not saved does not matter."""
+
+    def made(model: torch.nn.Module, **options: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Task.add_on(StateManagerAddon)(model, "cpu", optimizer=optimizer, save_path=tmp_path / "run", **options)
+
+    wide = torch.nn.Linear(2, 1, dtype=torch.complex128)
+    said = "cannot hold torch.complex128, the dtype of 'weight'; write save_format='ckpt'"
+    with pytest.raises(ConfigError, match=said):
+        made(wide)
+    assert not (tmp_path / "run").exists()
+    assert made(wide, save_format="ckpt").save_state().is_dir()
+    for persistent in (False, True):
+        model = torch.nn.Linear(2, 1)
+        model.register_buffer("phase", torch.ones(2, dtype=torch.complex128), persistent=persistent)
+        if persistent:
+            with pytest.raises(ConfigError, match=r"the dtype of 'phase'"):
+                made(model)
+        else:
+            assert made(model).save_state(tmp_path / "other").is_dir()
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(2, dtype=torch.complex64))
+    assert parse_format(lazy, "safetensor") == "safetensors"
