@@ -560,6 +560,12 @@ class ForgetsBestAddon(AddOnBase):
         return super().check_better(metrics)
 
 
+class DeclaresUnsetAddon(AddOnBase):
+    """Declare state that it never sets."""
+
+    state_attributes = ("seen",)
+
+
 class TrainsNormsAddon(AddOnBase):
     """Put the whole model in training mode after each validation."""
 
@@ -761,6 +767,12 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (UnfreezesAtTheEndAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight'", "put those back"),
     (LeavesGradientHooksAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
     (ForgetsBestAddon, "state", "keeps undeclared state: self.lowest is .* and ", "add it to state_dict"),
+    (
+        DeclaresUnsetAddon,
+        "state",
+        "declares the state attribute 'seen', which it has not set",
+        "set self.seen in __init",
+    ),
     (TrainsNormsAddon, "frozen", "unfreezes what the user froze: module '1.0' is in training mode", "put those back"),
     (LeavesAverageAddon, "evaluation", "leaves other weights in the model after a validation", "in the finally of"),
     (MainOnlyAddon, "ranks", "calls a collective on some ranks only: where rank 0 calls barrier, .*", "every rank"),

@@ -49,6 +49,7 @@ class SWAAddon(AddOnBase):
     """End with the mean of the weights after each epoch from ``swa_from`` on (stochastic weight averaging)."""
 
     layer = "loop"
+    state_attributes = ("swa_count", "swa_mean")
 
     def __init__(self, *args: Any, swa_from: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,16 +71,6 @@ class SWAAddon(AddOnBase):
         for name, parameter in self.unwrap().named_parameters():
             if name in self.swa_mean:
                 parameter.copy_(self.swa_mean[name])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "SWAAddon": {"count": self.swa_count, "mean": self.swa_mean}}
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        own, rest = self.take(state, "SWAAddon", strict)
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            self.swa_count = own["count"]
-            self.swa_mean = {name: mean.clone().to(self.device) for name, mean in own["mean"].items()}
 
 
 class MixupAddon(AddOnBase):
@@ -246,6 +237,7 @@ class LookAheadAddon(AddOnBase):
     """Pull the weights back towards slow ones every ``slow_every`` steps (LookAhead)."""
 
     layer = "loop"
+    state_attributes = ("slow",)
 
     def __init__(self, *args: Any, slow_every: int = 5, slow_share: float = 0.5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -263,14 +255,6 @@ class LookAheadAddon(AddOnBase):
                 slow.lerp_(weights[name], self.slow_share)
                 weights[name].copy_(slow)
         return stepped
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "LookAheadAddon": self.slow}
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        own, rest = self.take(state, "LookAheadAddon", strict)
-        super().load_state_dict(rest, strict)
-        self.slow = {name: slow.clone().to(self.device) for name, slow in (own or {}).items()}
 
 
 class CSVAddon(AddOnBase):

@@ -259,8 +259,8 @@ def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Itera
         a, b = vars(whole)[name], vars(resumed).get(name)
         yield (
             f"keeps undeclared state: self.{name} is {a!r:.60} after a whole run, and {b!r:.60} after one resumed at "
-            f"step {step}; add it to state_dict() and load_state_dict() under the key {kit.name!r}, or name it in "
-            "transient= when no resume needs it"
+            f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "
+            f"under the key {kit.name!r}, or name it in transient= when no resume needs it"
         )
     for part, found in list(parted(whole, resumed))[: not lost]:
         yield f"does not resume: saved at step {step}, the {part} ends as another ({found}); save what it needs"
