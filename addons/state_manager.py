@@ -12,15 +12,22 @@ from typing import Any
 from zae import addon_state, files
 from zae.addon import AddOnBase
 from zae.checks import check_count, check_flags, check_folder, check_partial
-from zae.crash import forget_claims, save_crash, say_what_it_lacks, was_in_step
+from zae.crash import forget_claims, save_crash, was_in_step
 from zae.errors import CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.locks import FolderLock
 from zae.progress import Every
-from zae.resume import Resumed, check_ranks, check_resume, find_checkpoint, foreign_checkpoints, restart_epoch
+from zae.resume import (
+    Resumed,
+    check_resume,
+    find_checkpoint,
+    foreign_checkpoints,
+    load_from,
+    restart_epoch,
+)
 from zae.retention import Retention, best_of, present_score, scores_now
-from zae.sanity import check_manifest
 from zae.saver import Saver, job_of, parse_format
 from zae.signals import StopSignals
+from zae.start_from import Start
 from zae.states import load_weights_of
 
 __all__ = ["StateManagerAddon"]
@@ -74,6 +81,14 @@ class StateManagerAddon(AddOnBase):
     allow_partial : sequence of str
         Files of the checkpoint ``resume=path`` that may be absent or damaged, for instance ``["state.json"]``: what
         they held begins afresh.
+    start_from : str or Path, optional
+        A checkpoint, or a folder of them, whose newest whole one is taken, to begin a new run from: a fine-tune, or the
+        cooldown of a schedule. It is read once, where ``resume`` finds nothing in ``save_path``.
+    start_with : tuple of str, optional
+        What to take from ``start_from``; the rest begins afresh. Any of "model" (the default is ``("model",)``),
+        "optimizer" (the state of each parameter; every setting of the groups is the script's), "scheduler" (with its
+        rates), "progress" (the counters of epochs, steps and batches), "random" (the random streams), and add-ons by
+        the names of their classes, "EMAAddon" for instance.
 
     Raises
     ------
@@ -123,6 +138,8 @@ class StateManagerAddon(AddOnBase):
         on_save_error: str = "raise",
         save_on_signal: bool = True,
         allow_partial: Sequence[str] = (),
+        start_from: str | Path | None = None,
+        start_with: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -131,6 +148,7 @@ class StateManagerAddon(AddOnBase):
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)
         self.keep_best = check_count("keep_best", keep_best, least=0)
+        self._start = Start(self, start_from, start_with, resume, allow_partial)
         check_resume(resume, on_save_error, allow_partial, mid_epoch)
         self.resume, self.mid_epoch, self.on_save_error = resume, mid_epoch, on_save_error
         flags = {"reshard": reshard, "overwrite": overwrite, "save_async": save_async, "save_on_signal": save_on_signal}
@@ -162,14 +180,14 @@ class StateManagerAddon(AddOnBase):
         is_due = self._resumed.is_due(self)
         super().setup()
         if is_due:
-            found, self._passed_over = find_checkpoint(self.resume, self.save_path)
-            self._resumed.path, calls = found, self._calls
-            if found is not None:
-                with self._resumed.strictly():
-                    self._load_from(found, strict=True, resuming=True)
+            self._resumed.path, self._passed_over = find_checkpoint(self.resume, self.save_path)
+            if (found := self._resumed.path) is None:
+                self._start.take(self)
+            else:
+                with self._resumed.strictly(self):
+                    load_from(self, found, resuming=True)
                 if self.mid_epoch == "restart":
                     restart_epoch(self)
-                self._calls = calls  # The calls of run that this script has made, not those that were saved.
         self.run_id = self.run_id or secrets.token_hex(8)
 
     def on_run_begin(self) -> None:
@@ -183,7 +201,7 @@ class StateManagerAddon(AddOnBase):
             files.put_back(self.save_path)
             known, step = self._retention.scores.keys() | self._passed_over, self.progress_checker.step
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite, self.run_id, step)
-        self._resumed.put_back(self, partial(self._load_from, strict=True, resuming=True))
+        self._resumed.put_back(self, partial(load_from, self, resuming=True))
         if self.save_on_signal:
             self._signals = self._stop_signals.install()
 
@@ -351,26 +369,7 @@ class StateManagerAddon(AddOnBase):
         found = Path(path).expanduser() if path is not None else self.save_path
         found = (files.newest_valid(found) or (found,))[0]
         self.allow_partial = check_partial(allow_partial)
-        self._load_from(found, strict)
-
-    def _load_from(self, found: Path, strict: bool, resuming: bool = False) -> None:
-        manifest, model, state = files.load_checkpoint(found, allow_partial=self.allow_partial)
-        if resuming:
-            check_ranks(found, manifest["world_size"], self.world_size, self.reshard)
-        check_manifest(found, manifest, state)
-        say_what_it_lacks(found, manifest)
-        if self.allow_partial and not (model and state):
-            _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
-        if not state and self.allow_partial:
-            self.apply_weights(model, strict)
-            return
-        if self.reshard:
-            state["position"] = {**state["position"], "may_deal_anew": True}
-        addon_state.load_for_rank(self, {"model": model or self.model_state(), **state}, strict)
-        self.run_id = manifest["run_id"]
-        self._retention.add(found, self.save_path)
-        self._saved_at = (self.progress_checker.epoch, self.progress_checker.step, self._due)
-        _log.info("loaded %s (step %d)", found, self.progress_checker.step)
+        load_from(self, found, strict)
 
     def restore_best(self) -> Path:
         """Load the weights of the best checkpoint into the model (and an average of them, where there is one).

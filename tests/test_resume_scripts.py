@@ -139,7 +139,9 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_p12_p17_p55_a_script_killed_anywhere_ends_as_if_it_was_not(number: int) -> None:
+def test_p12_p17_p55_a_script_killed_anywhere_ends_as_if_it_was_not(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """P-12, P-17, P-55: calls that ended early are over for good, whenever the script is started again."""
     draw = random.Random(number)
     script = draw_script(draw)
@@ -159,6 +161,7 @@ def test_p12_p17_p55_a_script_killed_anywhere_ends_as_if_it_was_not(number: int)
                 break
             assert play(script, place, seed=99) == whole, (script, first)
             shutil.rmtree(place)
+        assert "overrides" not in caplog.text, "nothing in the script has changed"
     finally:
         shutil.rmtree(folder)
 

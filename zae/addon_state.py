@@ -28,6 +28,7 @@ __all__ = [
     "load_entries",
     "load_for_rank",
     "read_declared",
+    "state_of_rank",
     "warn_of_other_ranks",
 ]
 
@@ -209,11 +210,16 @@ def _feed(sha: Any, value: Any) -> None:
 
 def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state with this rank's own entries: they are put in before any add-on takes its entry out."""
+    trainer.load_state_dict(state_of_rank(trainer, state), strict)
+
+
+def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with this rank's own entries of add-ons."""
     engine, made = state.get(_engine(trainer)), dict(state)
     ranks = engine.get("ranks") if isinstance(engine, Mapping) else None
     if isinstance(ranks, list) and trainer.world_size == len(ranks) > 1:
         made |= _merged(made, _entries(ranks)[trainer.rank])
-    trainer.load_state_dict(made, strict)
+    return made
 
 
 def _entries(ranks: Sequence[Any]) -> list[Mapping[str, Any]]:

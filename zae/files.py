@@ -82,6 +82,7 @@ __all__ = [
     "filesystem",
     "list_checkpoints",
     "load_checkpoint",
+    "load_state",
     "load_weights",
     "make_directory",
     "newest_valid",
@@ -431,25 +432,51 @@ def load_checkpoint(
     directory = _standing(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
-    state: dict[Any, Any] = {}
     try:
         model_state = _load_model(directory, manifest)
     except CheckpointDamaged:
         if MODEL_FILES[manifest["model_format"]] not in allow_partial:
             raise
+    state = load_state(directory, manifest, allow_partial)
+    return manifest, moved(model_state, map_location), state
+
+
+def load_state(path: Path, manifest: Manifest | None = None, allow_partial: Collection[str] = ()) -> dict[Any, Any]:
+    """Read what a checkpoint holds beside the model, and compare it with the manifest.
+
+    Parameters
+    ----------
+    path : Path
+        The checkpoint.
+    manifest : Manifest, optional
+        What `read_manifest` returned.
+    allow_partial : collection of str
+        As for `load_checkpoint`.
+
+    Returns
+    -------
+    dict
+        The state; the model's file is not read.
+
+    Raises
+    ------
+    CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+        As from `load_checkpoint`.
+    """
+    manifest, state = manifest or read_manifest(path), dict[Any, Any]()
     blamed = STATE_TENSORS
     try:
-        tensors = _load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
+        tensors = _load_safetensors(path / STATE_TENSORS, manifest["files"][STATE_TENSORS])
         blamed = STATE
         entry = manifest["files"][STATE]
-        text, where = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"]), str(directory / STATE)
+        text, where = read_whole(path / STATE, size=entry["size"], sha256=entry["sha256"]), str(path / STATE)
         state = decode(strict_json(bytes(text), where), tensors, where=where)
     except CheckpointDamaged:
         if blamed not in allow_partial:
             raise
     if not isinstance(state, dict):
-        raise CheckpointDamaged(f"{directory / STATE}: holds a {type(state).__name__}, not a dict. {CURE}")
-    return manifest, moved(model_state, map_location), state
+        raise CheckpointDamaged(f"{path / STATE}: holds a {type(state).__name__}, not a dict. {CURE}")
+    return state
 
 
 def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:

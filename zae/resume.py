@@ -7,13 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zae import files
+from zae import addon_state, files
 from zae.checks import check_partial
-from zae.crash import crashes_in
+from zae.crash import crashes_in, say_what_it_lacks
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.names import original_name, step_of
+from zae.sanity import check_manifest
 from zae.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "check_resume",
     "find_checkpoint",
     "foreign_checkpoints",
+    "load_from",
     "restart_epoch",
 ]
 
@@ -69,10 +71,12 @@ class Resumed:
         return not is_begun
 
     @contextlib.contextmanager
-    def strictly(self) -> Iterator[None]:
+    def strictly(self, trainer: Trainer) -> Iterator[None]:
         """Say of a state that is refused for its add-ons how to load it: a resume is always strict."""
+        calls = trainer._calls
         try:
             yield
+            trainer._calls = calls  # The calls of run that this script has made, not those that were saved.
         except CheckpointMismatch as error:
             if "strict=False" in str(error):
                 error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
@@ -102,15 +106,49 @@ class Resumed:
         if self.path is None or not self._is_left or _is_ahead(trainer):
             return
         self._is_left = False
-        calls, progress, position = trainer._calls, trainer.progress_checker, dict(vars(trainer._position))
-        load(self.path)
-        trainer._calls, trainer.progress_checker = calls, progress
+        progress, position = trainer.progress_checker, dict(vars(trainer._position))
+        with self.strictly(trainer):
+            load(self.path)
+        trainer.progress_checker = progress
         vars(trainer._position).update(position)
 
 
 def _is_ahead(trainer: Trainer) -> bool:
     """Whether a state is of a call of ``run`` that the script has not come to yet."""
     return trainer._calls < len(trainer.progress_checker.run_starts)
+
+
+def load_from(manager: Any, found: Path, strict: bool = True, resuming: bool = False) -> None:
+    """Load a checkpoint into a trainer with the state manager: everything, or on an error nothing.
+
+    Parameters
+    ----------
+    manager : StateManagerAddon
+        Whose ``allow_partial`` names what may be absent.
+    found : Path
+        The checkpoint.
+    strict : bool
+        As for ``load_state_dict``.
+    resuming : bool
+        Whether a run continues from it: with as many ranks, unless ``reshard`` is set.
+    """
+    manifest, model, state = files.load_checkpoint(found, allow_partial=manager.allow_partial)
+    if resuming:
+        check_ranks(found, manifest["world_size"], manager.world_size, manager.reshard)
+    check_manifest(found, manifest, state)
+    say_what_it_lacks(found, manifest)
+    if manager.allow_partial and not (model and state):
+        _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
+    if not state and manager.allow_partial:
+        manager.apply_weights(model, strict)
+        return
+    if manager.reshard:
+        state["position"] = {**state["position"], "may_deal_anew": True}
+    addon_state.load_for_rank(manager, {"model": model or manager.model_state(), **state}, strict)
+    manager.run_id = manifest["run_id"]
+    manager._retention.add(found, manager.save_path)
+    manager._saved_at = (manager.progress_checker.epoch, manager.progress_checker.step, manager._due)
+    _log.info("loaded %s (step %d)", found, manager.progress_checker.step)
 
 
 def check_resume(

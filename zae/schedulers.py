@@ -96,7 +96,8 @@ class _StepSchedule(LRScheduler):
             if state[name] != here:
                 raise CheckpointMismatch(
                     f"the saved scheduler has {name}={state[name]!r}, this {type(self).__name__} has {name}={here!r}; "
-                    f"build it with {name}={state[name]!r}, or leave the scheduler's state out"
+                    f"build it with {name}={state[name]!r}, or begin a new run without its state: "
+                    "start_from=PATH, start_with=('model', 'optimizer'), options of StateManagerAddon"
                 )
         groups = len(self.optimizer.param_groups)
         for name in _RATES:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from zae import checks, direct, optim, optimizer_modes, scheduling
+from zae import checks, direct, optim, optimizer_modes, scheduling, settings
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
 from zae.progress import Every
@@ -266,6 +266,7 @@ def make_up(trainer: Trainer) -> None:
     """Make the validation that the state of this run has begun, and what comes after it."""
     if trainer._calls != len(trainer.progress_checker.run_starts):
         return  # It is of a later call of ``run``.
+    settings.warn(trainer)
     if trainer._due == "epoch":
         end_epoch(trainer)
     elif trainer._due:

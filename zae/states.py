@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zae import files, optim, optimizer_modes, session
+from zae import files, optim, optimizer_modes, session, settings
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loading import Position
 from zae.optimizer_state import load_optimizer_state
@@ -47,6 +47,7 @@ _LOAD = torch.optim.Optimizer.load_state_dict
 
 def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
+    settings.note(trainer, _optimizers(trainer), _schedulers(trainer))
     trainer.nonfinite.settle(trainer)
     weights, training_weights = optimizer_modes.both_weights(trainer)
     return {
@@ -67,6 +68,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
             "log_history": [dict(row) for row in trainer.log_history],
             "best": dict(trainer.best),
             "monitor": _monitor_of(trainer),
+            "settings": settings.read(trainer),
             "grad_norm": trainer.grad_norm,
         },
         "position": trainer._position.state_dict(),
@@ -83,9 +85,11 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     _check_keys(state, strict)
     _build_factories(trainer)
     optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
+    settings.note(trainer, optimizers, schedulers)
     weights = _fitting_weights(trainer, state, strict)
     with _in_words("nothing was loaded"):
         _check_names(state, optimizer=optimizers, scheduler=schedulers)
+        settings.refuse_other_classes(trainer, state)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
         progress, due, records = ProgressChecker(), _due_of(state), _read_records(trainer, state["records"])
@@ -102,6 +106,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
             for name, value in records.items():
                 setattr(trainer, name, value)
+            settings.take_over(trainer, state["records"].get("settings"))
             if not is_judged_alike(trainer, state):
                 _judge_anew(trainer, state["records"]["monitor"])
         _load(trainer.unwrap(), weights, strict)  # Last: of most models there is no copy to take it back by.
@@ -215,7 +220,7 @@ def _check_names(state: Mapping[str, Any], **present: Mapping[str, Any]) -> None
         if set(state[what]) != set(own):
             raise CheckpointMismatch(
                 f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; build the "
-                "trainer as it was, or load only the weights: apply_weights(path)"
+                f"trainer as it was, load only the weights: apply_weights(path), or {settings.REMEDY}"
             )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import checks, direct, evaluation, explain, optim, optimizer_modes, plan, rng, scheduling, session
+from zae import checks, direct, evaluation, explain, optim, optimizer_modes, plan, rng, scheduling, session, settings
 from zae.bar import Bar
 from zae.compose import TrainerMeta, compose, seam, slots_of
 from zae.contexts import NOTHING
@@ -147,18 +147,17 @@ class Trainer(metaclass=TrainerMeta):
         self.log_train, self.log_test = session.empty_logs(self)
         self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
         self.train_history, self.valid_history = list[Metrics](), list[Metrics]()
-        self.log_history: list[dict[str, Any]] = []
-        self.grad_norm: Tensor | None = None
+        self.log_history, self.grad_norm = list[dict[str, Any]](), cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        self._ready = self._seeded = self._loads_entries = False  # The last one: only the entries of add-ons.
-        self._own = direct.Own()
+        self._ready = self._seeded = self._tells_settings = False
+        self._loads_entries = False  # Whether only the entries of add-ons are loaded.
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
         self._signals: list[int] = []  # What asks for the end.
         self._in_training: list[nn.Module] | None = None  # The modules that were in training mode before `toggle`.
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
-        self._planned = scheduling.Planned()
+        self._own, self._planned, self._noted = direct.Own(), scheduling.Planned(), dict[Any, Any]()
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -525,6 +524,7 @@ class Trainer(metaclass=TrainerMeta):
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
+        settings.note(self, self._optimizers, self._schedulers)
         self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
         self._bar = Bar(self.log_bar and self.is_main)
 
