@@ -188,15 +188,16 @@ class EMAAddon(AddOnBase):
                 )
         super().load_state_dict(rest, strict)
         if own is not None:
-            self.average = _loaded(own["average"], self.unwrap())
+            # Read from a file, the tensors belong to nobody else.
+            self.average = _loaded(own["average"], self.unwrap(), is_copied=not self._may_keep_state)
             if self.average:
                 self._pair()
 
 
-def _loaded(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Copy an average that fits, under the present names: an older zae saved those of wrappers."""
-    known = own_names(module)
-    return {fit_name(name, known): value.detach().clone() for name, value in average.items()}
+def _loaded(average: Mapping[str, Tensor], module: nn.Module, is_copied: bool = True) -> dict[str, Tensor]:
+    """Take an average that fits, under the present names: an older zae saved those of wrappers."""
+    known, values = own_names(module), {name: value.detach() for name, value in average.items()}
+    return {fit_name(name, known): value.clone() if is_copied else value for name, value in values.items()}
 
 
 def _misfit(average: Any, module: nn.Module) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import resource
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -514,3 +516,52 @@ def test_p23_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor:
     bad, best, rate = (1, 0.4, 0.01) if monitor == "accuracy" else (0, 2.0, 0.1)
     found = second.scheduler.num_bad_epochs, second.scheduler.best, second.optimizer.param_groups[0]["lr"]
     assert found == (bad, best, pytest.approx(rate))
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("how", ["resume", "load_state", "load_state_dict"])
+def test_a_load_holds_a_state_once(how: str, tmp_path: Path) -> None:
+    """It grows by no more than 1.1 times the size of the state, what stays in the optimizer and average included."""
+
+    def made(**options: Any) -> Any:
+        model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(6)))
+        options = {"save_path": tmp_path / "second", "optimizer": AdamW(model.parameters()), **options}
+        return Scale.add_on(StateManagerAddon, EMAAddon)(model, "cpu", **options)
+
+    first = made(save_path=tmp_path / "first")
+    first.run(1, [torch.ones(2, 1000)])
+    state, size = copy.deepcopy(first.state_dict()), 4 * 6 * 4_000_000
+    trainer = made(resume=first.last_path if how == "resume" else False)
+    peak, before, is_over = [0], _resident(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.0002):
+            peak.append(_resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    if how == "load_state":
+        trainer.load_state(first.last_path)
+    elif how == "resume":
+        trainer._set_up()
+    else:
+        trainer.load_state_dict(state)
+    is_over.set()
+    watcher.join()
+    assert (max(peak) - before) / size < 1.1
+    trainer.run(2 if how == "resume" else 1, [torch.ones(2, 1000)])
+    first.run(1, [torch.ones(2, 1000)])
+    assert digest(trainer.unwrap(), *trainer.average.values()) == digest(first.unwrap(), *first.average.values())
+
+
+class Scale(Trainer):
+    """The mean square of what the model gives."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.model(batch).square().mean()}
+
+    test_step = train_step

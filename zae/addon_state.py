@@ -68,7 +68,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def check_declared(trainer: Trainer, owner: str, entry: Any) -> dict[str, Any]:
-    """Return the values of a saved entry by attribute, as copies on this device; refuse one that does not fit."""
+    """Return the values of a saved entry by attribute, on this device; refuse one that does not fit."""
     names = declaring(type(trainer))[owner]
     found = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
     if not isinstance(entry, Mapping) or found != set(names):
@@ -81,6 +81,8 @@ def check_declared(trainer: Trainer, owner: str, entry: Any) -> dict[str, Any]:
         if misfit := _misfit(getattr(trainer, name, None), entry[name]):
             raise CheckpointMismatch(f"the state of {owner} does not fit: {name} {misfit}; build it as it was saved")
     on_host = entry.get(_ON_HOST, ())
+    if trainer._may_keep_state and trainer.device.type == "cpu":
+        return {name: entry[name] for name in names}
     return {name: _placed(entry[name], None if name in on_host else trainer.device) for name in names}
 
 
@@ -209,8 +211,15 @@ def _feed(sha: Any, value: Any) -> None:
 
 
 def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state with this rank's own entries: they are put in before any add-on takes its entry out."""
-    trainer.load_state_dict(state_of_rank(trainer, state), strict)
+    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own.
+
+    Nobody else holds such a state: its tensors may be kept, where those of a state in memory are copied.
+    """
+    trainer._may_keep_state = True
+    try:
+        trainer.load_state_dict(state_of_rank(trainer, state), strict)
+    finally:
+        trainer._may_keep_state = False
 
 
 def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,8 +99,9 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         with _in_words("nothing was loaded"):
             _load_position(trainer, state["position"], progress)
             for name, optimizer in optimizers.items():
-                # It takes the tensors of a state over as its own: without a copy, two trainers would share them.
-                load_optimizer_state(optimizer, copy.deepcopy(states[name]))
+                # It keeps the tensors: without a copy of a state in memory, two trainers would share them.
+                own = states[name] if trainer._may_keep_state else copy.deepcopy(states[name])
+                load_optimizer_state(optimizer, own)
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)

@@ -151,7 +151,7 @@ class Trainer(metaclass=TrainerMeta):
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
         self._ready = self._seeded = self._tells_settings = False
-        self._loads_entries = False  # Whether only the entries of add-ons are loaded.
+        self._loads_entries = self._may_keep_state = False  # How a state is loaded: see `zae.addon_state`.
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
         self._signals: list[int] = []  # What asks for the end.
