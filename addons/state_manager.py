@@ -24,7 +24,7 @@ from zae.resume import (
     load_from,
     restart_epoch,
 )
-from zae.retention import Retention, best_of, present_score, scores_now
+from zae.retention import Retention, best_of, present_score, score_or_none, scores_now
 from zae.saver import Saver, job_of, parse_format
 from zae.signals import StopSignals
 from zae.start_from import Start
@@ -251,7 +251,7 @@ class StateManagerAddon(AddOnBase):
             save_crash(self.save_path, step, ranks, self._token, write, error)
 
     def _write_crash(self, in_step: bool, target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
-        self._hand_over(target, older, {**info, "in_step": in_step})
+        self._hand_over(target, older, {**info, "in_step": in_step, "score": score_or_none(self)})
         self._saver.wait()
 
     def teardown(self) -> None:
@@ -320,7 +320,7 @@ class StateManagerAddon(AddOnBase):
         state = addon_state.gather_entries(self, self.state_dict())
         if self.is_main or self._run_failed:
             self._folder_lock.keep(target)
-            info = {"score": present_score(self), "monitor": self.monitor, **(info or {})}
+            info = {"monitor": self.monitor, **(info or {"score": present_score(self)})}
             about = {"run_id": self.run_id or "unset", "world_size": self.world_size, "info": info}
             self._saver.save(job_of(self, target, state, self.save_format, about, replaces))
 

@@ -152,6 +152,7 @@ def test_explain_is_what_a_real_run_does(
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)
     lines = lines_of(cls)
+    trainer.try_validation = False  # It is of copies, before the run.
     with Trace(cls) as trace:
         trainer.run(1, loader, valid, valid_every=options.validate)
     window = options.accumulate or 1

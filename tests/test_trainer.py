@@ -609,8 +609,8 @@ def test_p48_calls_between_the_steps_change_nothing() -> None:
     assert ends[0] == ends[1]
 
 
-def test_p49_nothing_is_validated_before_training() -> None:
-    """P-49."""
+def test_p49_nothing_of_the_run_is_validated_before_training() -> None:
+    """P-49: a trial of one batch, on copies, is all that comes before the first training batch."""
     calls: list[str] = []
 
     class Noting(Task):
@@ -619,21 +619,27 @@ def test_p49_nothing_is_validated_before_training() -> None:
             return super().train_step(batch)
 
         def test_step(self, batch: Any) -> Any:
-            calls.append("test")
+            calls.append("test" if self.model is trainer.model else "test of a copy")
             return super().test_step(batch)
 
-    build(task=Noting).run(2, loader(8), loader(4, shuffle=False))
-    assert calls == ["train", "train", "test"] * 2
+    for trial in (["test of a copy"], []):
+        trainer = build(task=Noting, try_validation=bool(trial))
+        trainer.run(2, loader(8), loader(4, shuffle=False))
+        assert calls == trial + ["train", "train", "test"] * 2
+        calls.clear()
 
 
 def test_p35_an_unknown_monitor_fails_at_the_first_validation() -> None:
     """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
-    trainer = build(monitor="acuracy", monitor_mode="max")
+    trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; there are loss, accuracy"):
         trainer.run(5, loader(), valid())
     assert trainer.progress_checker.epoch == 1
-    with pytest.raises(ConfigError, match="monitor_mode='min' or monitor_mode='max'"):
-        build(monitor="acuracy")
+    for misspelt, meant in (("acuracy", "accuracy"), ("valid/acuracy", "valid/accuracy"), ("val_losss", "val_loss")):
+        with pytest.raises(ConfigError, match=f"^monitor='{misspelt}'; did you mean '{meant}'.*monitor_mode='min' or"):
+            build(monitor=misspelt)
+    with pytest.raises(ConfigError, match=r"its name does not tell whether .*monitor_mode='min' or monitor_mode='max'"):
+        build(monitor="wheel")
     assert build(monitor="valid/accuracy").run(1, loader(), valid())["best_valid"]["score"] >= 0
 
 

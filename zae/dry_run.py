@@ -11,23 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
-from zae import checks, optim, rng, scheduling, session
-from zae.data_state import undrawn
-from zae.device import to_device
+from zae import optim, rng, scheduling
 from zae.optimizer_modes import has_modes
 from zae.optimizer_state import copy_optimizer
-from zae.records import Metrics
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["first_batch", "metric_names", "simulated", "states_after_a_step"]
-
-
-class NoBatch(Exception):
-    """A loader from which a batch cannot be taken and put back."""
+__all__ = ["simulated", "states_after_a_step"]
 
 
 def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
@@ -84,84 +76,6 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else copy.copy(value)
-
-
-def first_batch(loader: Any) -> Any:
-    """Take a batch such that the loader, and every random stream, is as it was.
-
-    Raises
-    ------
-    NoBatch
-        There is no such way: an iterator would have lost the batch.
-    """
-    if isinstance(loader, (list, tuple)):
-        return copy.deepcopy(next((batch for batch in loader if batch is not None), None))
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        raise NoBatch
-    twin = copy.copy(loader)
-    # Set around DataLoader's guard, which is there for the sake of its iterators; this copy has none.
-    for name, value in {"_iterator": None, "num_workers": 0, "persistent_workers": False, "timeout": 0,
-                        "prefetch_factor": None}.items():  # fmt: skip
-        object.__setattr__(twin, name, value)
-    with rng.isolated(*rng.generators_of(loader)), undrawn(loader):
-        return next(iter(twin), None)
-
-
-def metric_names(trainer: Trainer, loader: Any, split: str) -> list[str] | None:
-    """Try one batch with a copy of the model, and name what would be recorded.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Its attributes are copied as far as the copying of lists, dicts and sets goes.
-    loader : iterable or dict of them
-        Where the batch is from.
-    split : {"train", "valid"}
-        Which step is tried.
-
-    Returns
-    -------
-    list of str or None
-        None where no batch can be taken.
-    """
-    if isinstance(loader, Mapping):
-        per_loader = {name: metric_names(trainer, each, split) for name, each in loader.items()}
-        if any(names is None for names in per_loader.values()):
-            return None
-        lists = {name: names or [] for name, names in per_loader.items()}
-        common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
-        return common + [f"{name}/{key}" for name, names in lists.items() for key in names]
-    try:
-        batch = first_batch(loader)
-    except NoBatch:
-        return None
-    if batch is None:
-        return None
-    twin = _copy_of(trainer)
-    twin.mode = "train" if split == "train" else "test"
-    twin.model.train(split == "train")
-    log = twin.log_train if split == "train" else twin.log_test
-    with rng.isolated(), torch.set_grad_enabled(split == "train"):
-        batch = to_device(batch, twin.device)
-        with twin.forward_context():
-            out: Any = twin.train_step(batch) if split == "train" else twin.test_step(batch)
-        out = checks.as_mapping(twin, out, batch)
-        log.record(out)
-        names = list(log.means())
-        own = session.own_metrics(twin)
-    return [*names, *(name for name in own if name not in names)]
-
-
-def _copy_of(trainer: Any) -> Any:
-    """A trainer of its own: the model copied, containers copied, everything else shared and only looked at."""
-    twin = object.__new__(type(trainer))
-    twin.__dict__.update({k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in trainer.__dict__.items()})
-    twin._module = twin.model = copy.deepcopy(trainer.unwrap())  # A compiled one would be compiled again.
-    twin.log_train, twin.log_test = trainer.log_train.empty_copy(), trainer.log_test.empty_copy()
-    twin.train_metrics = Metrics()
-    first = next(iter(twin._module.parameters()), None)
-    twin.device = trainer.device if first is None else first.device
-    return twin
 
 
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zae import optim, rng, scheduling, session
+from zae import optim, rng, scheduling, session, trial
 from zae.checkpoint_size import checkpoint_bytes
 from zae.data_state import facts_of
 from zae.device import leading_dimension
-from zae.dry_run import metric_names, simulated, states_after_a_step
-from zae.errors import MonitorError
+from zae.dry_run import simulated, states_after_a_step
 from zae.fast_data import why_not
 from zae.loading import describe, length_of, own_batch_sampler
 from zae.progress import Every
@@ -361,23 +360,17 @@ def _try_metrics(trainer: Trainer, made: RunPlan, loader: Any, valid_loader: Any
     source = loader if watches_training else valid_loader
     split = "train" if watches_training else "valid"
     try:
-        made.metrics = metric_names(trainer, source, split)
+        tried = trial.try_step(trainer, source, split)
+        if tried.fault is not None:
+            raise tried.fault
+    except trial.NotTried as reason:
+        made.notes.append(f"{split} metrics are not known: {reason}")
+        return
     except Exception as error:
         made.notes.append(f"{split} metrics are not known: one batch was tried, and {type(error).__name__}: {error}")
         return
-    if made.metrics is None:
-        made.notes.append(f"{split} metrics are not known: a batch of {describe(source)} cannot be tried and put back")
-        return
-    values = dict.fromkeys(made.metrics, 0.0)
-    prefix, bare = split_prefix(trainer.monitor)
-    if prefix == "train" and valid_loader is not None and bare in values:
-        return
-    if session.score_of(trainer, values) is None and any(
-        is_plateau(s) for s in optim.named(trainer.scheduler).values()
-    ):
-        raise MonitorError(
-            f"no step returns {trainer.monitor!r}; there are {', '.join(made.metrics)}: give monitor=..."
-        )
+    made.metrics = tried.names
+    trial.check_monitor(trainer, tried.names, split)
 
 
 # ---------------------------------------------------------------------------------------------------- in words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import logging
 import math
 import operator
@@ -71,6 +72,13 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
             return "min"
         if word in _LARGER.split():
             return "max"
+    near = difflib.get_close_matches(words[-1], [*_SMALLER.split(), *_LARGER.split()], n=1, cutoff=0.75)
+    if near and len(words[-1]) > 3:
+        meant = monitor[: len(monitor) - len(words[-1])] + near[0]
+        raise ConfigError(
+            f"monitor={monitor!r}; did you mean {meant!r}? If not, say which is better, as the name does not: "
+            "monitor_mode='min' or monitor_mode='max'"
+        )
     raise ConfigError(
         f"monitor={monitor!r}: its name does not tell whether smaller or larger is better; "
         "give monitor_mode='min' or monitor_mode='max'"

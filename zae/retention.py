@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae import files
-from zae.errors import CheckpointNotFound
+from zae.errors import CheckpointNotFound, MonitorError
 from zae.evaluation import session_of
 from zae.names import original_name, step_of
 from zae.records import split_prefix
@@ -130,6 +130,25 @@ def present_score(trainer: Trainer) -> float | None:
     if not history or history[-1]["step"] != trainer.progress_checker.step:
         return None
     return trainer.score_of(trainer.train_metrics if by_training else trainer.test_metrics)
+
+
+def score_or_none(trainer: Trainer) -> float | None:
+    """Return what `present_score` does, or None where no metric has the name ``monitor``.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Of a run that has failed: its state is saved, whatever the monitor.
+
+    Returns
+    -------
+    float or None
+        The score.
+    """
+    try:
+        return present_score(trainer)
+    except MonitorError:
+        return None
 
 
 def best_of(trainer: Any) -> Path:

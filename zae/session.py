@@ -89,6 +89,10 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     in_epoch = steps_per_epoch(plan, trainer, wrapped)
     if trainer._calls + 1 >= len(progress.run_starts):  # Else this call is over, and was checked as it began.
         scheduling.check_run(trainer, *spans(trainer, plan, in_epoch, leaves), in_epoch, has_metric)
+    if is_new:
+        from zae.trial import try_validation  # It imports this module.
+
+        try_validation(trainer)
     if leaves:  # That epoch is not one of this call.
         leave_epoch(trainer, wrapped)
         last_epoch = min(last_epoch + 1, sys.maxsize)

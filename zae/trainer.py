@@ -82,6 +82,10 @@ class Trainer(metaclass=TrainerMeta):
     keep_train_outputs : bool
         Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
         epoch ends. What ``test_step`` returns is kept wherever ``metric_on_epoch_end`` is overridden.
+    try_validation : bool
+        Whether ``run`` tries one batch of the ``valid_loader`` before its first step, with a copy of model and task: a
+        fault of ``test_step`` and an unknown ``monitor`` are refused before the first epoch. Left out on a resume, on
+        several ranks, and where a batch cannot be taken and put back, or something cannot be copied.
 
     Raises
     ------
@@ -124,6 +128,7 @@ class Trainer(metaclass=TrainerMeta):
         on_nonfinite: str = "raise",
         fast_data: bool = True,
         keep_train_outputs: bool = False,
+        try_validation: bool = True,
     ) -> None:
         self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device, self.mode = self.devices[0], checks.check_mode(mode)
@@ -133,6 +138,7 @@ class Trainer(metaclass=TrainerMeta):
         self.optimizer, self.scheduler = optimizer, scheduler
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
         self.log_bar, self.fast_data, self.keep_train_outputs = checks.check_flags(**flags)
+        (self.try_validation,) = checks.check_flags(try_validation=try_validation)
         self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
         self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
@@ -150,12 +156,12 @@ class Trainer(metaclass=TrainerMeta):
         self.log_history, self.grad_norm = list[dict[str, Any]](), cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        self._ready = self._seeded = self._tells_settings = False
-        self._loads_entries = self._may_keep_state = False  # How a state is loaded: see `zae.addon_state`.
+        # The last two say how a state is loaded: see `zae.addon_state`.
+        self._ready = self._seeded = self._tells_settings = self._loads_entries = self._may_keep_state = False
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
-        self._signals: list[int] = []  # What asks for the end.
-        self._in_training: list[nn.Module] | None = None  # The modules that were in training mode before `toggle`.
+        # What asks for the end; the modules that were in training mode before `toggle`.
+        self._signals, self._in_training = list[int](), cast("list[nn.Module] | None", None)
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
         self._own, self._planned, self._noted = direct.Own(), scheduling.Planned(), dict[Any, Any]()
 

@@ -22,7 +22,7 @@ from zae.data_state import STREAMS, read_stream
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Unsaved"]
+__all__ = ["Unsaved", "set_by"]
 
 _log = logging.getLogger("zae")
 _DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
@@ -114,12 +114,12 @@ def _set_by_classes(cls: type) -> list[tuple[str, str]]:
     classes = [c for c in cls.__mro__ if c.__module__.partition(".")[0] != "zae" and "layer" not in vars(c)]
     savers = [c for c in classes if "state_dict" in vars(c)]
     open_ones = [c for c in classes if not any(issubclass(saver, c) for saver in savers)]
-    found = {name: c.__name__ for c in reversed(open_ones) for name in _set_by(c)}
+    found = {name: c.__name__ for c in reversed(open_ones) for name in set_by(c)}
     return [(place, name) for name, place in sorted(found.items())]
 
 
-def _set_by(cls: type) -> set[str]:
-    """The names of the attributes that the functions of a class set."""
+def set_by(cls: type, only_self: bool = False) -> set[str]:
+    """Name the attributes that the functions of a class set: of any object, or of ``self`` alone."""
     found = set()
     for value in vars(cls).values():
         if isinstance(value, (property, classmethod, staticmethod)):
@@ -130,8 +130,18 @@ def _set_by(cls: type) -> set[str]:
         while left:
             code = left.pop()
             left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            found |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+            before: Any = None
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR" and (not only_self or _loads_self(before)):
+                    found.add(step.argval)
+                before = step
     return found
+
+
+def _loads_self(step: dis.Instruction | None) -> bool:
+    """Whether an instruction loads ``self`` last; from Python 3.13 on one may load two variables."""
+    loaded = None if step is None else step.argval
+    return (loaded[-1] if isinstance(loaded, tuple) and loaded else loaded) == "self"
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -513,7 +513,8 @@ def test_the_steps_of_an_epoch_without_a_line_pass_the_ledger_by(tmp_path: Path)
     path = tmp_path / "ledger.jsonl"
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Watched.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, ledger_path=path, ledger_every=7)
+    options = {"ledger_path": path, "ledger_every": 7, "try_validation": False}
+    trainer = Watched.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, **options)
     trainer.run(4, loader_of(), loader_of())  # Four steps each: the 7th is of epoch 2, the 14th of epoch 4.
     idle = {mode: {epoch: way for m, epoch, way in ways if m == mode} for mode in ("train", "test")}
     assert idle["train"] == {0: True, 1: False, 2: True, 3: False}

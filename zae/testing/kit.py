@@ -157,7 +157,14 @@ class Kit:
         task = self.probe if task is None else task
         cls = task.add_on(*self.beside, *add) if without_it else task.add_on(self.add_on, *self.beside, *add)
         options = {k: v for k, v in self.options.items() if not without_it or k in self._bare_keys}
-        more = {"gradient_clip": 0.1, "scheduler_step_on_batch": True, "log_bar": False, **more, **options}
+        more = {
+            "gradient_clip": 0.1,
+            "scheduler_step_on_batch": True,
+            "log_bar": False,
+            "try_validation": False,
+            **more,
+            **options,
+        }
         trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **more)
         trainer.notes = Notes(given=optimizer)
         return trainer
