@@ -100,8 +100,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             _load_position(trainer, state["position"], progress)
             for name, optimizer in optimizers.items():
                 # It keeps the tensors: without a copy of a state in memory, two trainers would share them.
-                own = states[name] if trainer._may_keep_state else copy.deepcopy(states[name])
-                load_optimizer_state(optimizer, own)
+                load_optimizer_state(optimizer, _kept_or_copied(trainer, states[name]))
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
@@ -120,6 +119,11 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             optimizer._opt_called = True
     if state.get("training_weights"):
         optimizer_modes.take_for_training(trainer)
+
+
+def _kept_or_copied(trainer: Trainer, state: Any) -> Any:
+    """Return a state that the trainer may keep, because it was read from a file, or else a copy."""
+    return state if trainer._may_keep_state else copy.deepcopy(state)
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
