@@ -120,7 +120,7 @@ def check_rates(what: str, saved: Any, present: Any) -> None:
     zae.errors.CheckpointMismatch: the state of the optimizer has lr='0.1', which is not a number; load another \
 checkpoint
     """
-    for name in saved.keys() & present.keys():
+    for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
         value, is_rate = saved[name], name in _RATES
         several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))
         for old, new in zip(value, present[name]) if several else [(value, present[name])]:
