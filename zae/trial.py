@@ -243,15 +243,17 @@ def _fill(container: Any, entries: Any) -> None:
 
 def _copy_of(trainer: Any) -> Any:
     """Copy a trainer: the model, what its own classes have set, and its records; optimizers and loaders are shared."""
-    held = direct.unbound(trainer)
+    module, held = trainer.unwrap(), direct.unbound(trainer)
+    if optim.are_lazy([*module.parameters(), *module.buffers()]):
+        raise NotTried("the model is lazy: its first batch makes its weights")
     twin = object.__new__(type(trainer))
     memo: dict[int, Any] = {id(trainer): twin}
     own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
-    bytes_held = _prepare(list(own.values()), memo, set(map(id, trainer.unwrap().modules())))
+    bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
     if bytes_held > _LARGE:
         raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
     try:
-        twin._module = twin.model = copy.deepcopy(trainer.unwrap(), memo)  # A compiled one would be compiled again.
+        twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
         copies = copy.deepcopy(own, memo)
     except torch.OutOfMemoryError:
         raise
