@@ -272,11 +272,14 @@ def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
     if optim.are_lazy(trainer._module.parameters()):
         made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
         return
+    noted = trainer._noted
     try:
         sizes = checkpoint_bytes(trainer, made, states_after_a_step(trainer))
     except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
         made.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
         return
+    finally:
+        trainer._noted = noted  # A state notes the settings that it was read with; the run does so itself.
     made.bytes_per_checkpoint, *made._within_epoch = sizes
 
 
