@@ -11,6 +11,7 @@ import faults
 import hand
 import pytest
 import rank_tasks
+import schedulefree
 import torch
 from torch import nn
 
@@ -158,6 +159,25 @@ def test_the_average_begins_at_the_weights_that_were_taken(source: Any, tmp_path
         trainer.setup()
         assert all(torch.equal(trainer.average[key], value) for key, value in expected.items())
         assert trainer.progress_checker.step == 0
+
+
+def test_what_an_optimizer_counts_in_its_groups_comes_with_its_state(tmp_path: Path) -> None:
+    """A schedule-free optimizer counts steps and weights there: moments without them would be of another average."""
+
+    def make(folder: str, **options: Any) -> Any:
+        model = faults.classifier()
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+        options = {"save_path": tmp_path / folder, "resume": "auto", "log_bar": False, "seed": 5, **options}
+        return faults.Task.add_on(StateManagerAddon)(model, "cpu", optimizer=optimizer, **options)
+
+    batches = list(hand.loader())
+    straight = make("straight")
+    straight.run(2, batches)
+    make("first").run(1, batches)
+    second = make("second", start_from=tmp_path / "first", start_with=("model", "optimizer", "random"))
+    second.run(1, batches)
+    assert hand.digest(second.model) == hand.digest(straight.model)
+    assert second.optimizer.param_groups[0]["k"] == straight.optimizer.param_groups[0]["k"] > 0
 
 
 def test_the_random_streams_come_where_they_are_asked_for(source: Any, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zae import addon_state, files, rng
+from zae import addon_state, files, optim, rng
 from zae.compose import add_ons_of
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 
@@ -84,9 +85,11 @@ class Start:
         saved = {} if self.parts == ["model"] else addon_state.state_of_rank(trainer, files.load_state(found))
         present = trainer.state_dict()
         streams = _streams_of(saved, trainer) if "random" in self.parts else None
-        state = {**present, **_merged(saved, present, self.parts, found)}
+        state = {**present, **_merged(trainer, saved, present, self.parts, found)}
         if model is not None:
             state["model"] = model
+            if "optimizer" in self.parts and saved.get("training_weights"):
+                state["training_weights"] = saved["training_weights"]
         position, kept, is_seeded = trainer._position, dict(vars(trainer._position)), trainer._seeded
         trainer.load_state_dict(state)
         trainer._position, trainer._seeded = position, is_seeded
@@ -142,13 +145,15 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
     return path
 
 
-def _merged(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], found: Path) -> dict[str, Any]:
+def _merged(
+    trainer: Trainer, saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], found: Path
+) -> dict[str, Any]:
     """Return the entries of a state that come, or partly come, from the saved one."""
     made: dict[str, Any] = {}
     try:
         if "optimizer" in parts or "scheduler" in parts:
             _same_names(saved, present, "optimizer", found)
-            made |= _optimizers(saved, present, parts)
+            made |= _optimizers(saved, present, parts, _counters_of(trainer))
         if "scheduler" in parts:
             _same_names(saved, present, "scheduler", found)
             made["scheduler"] = saved["scheduler"]
@@ -179,7 +184,19 @@ def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str,
         )
 
 
-def _optimizers(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
+def _counters_of(trainer: Trainer) -> dict[str, set[str]]:
+    """Name what each optimizer counts in its groups, as schedule-free ones do: no argument of its class sets it."""
+    found = {}
+    for name, optimizer in optim.named(trainer.optimizer).items():
+        parameters = inspect.signature(type(optimizer)).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
+    return found
+
+
+def _optimizers(
+    saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], counters: Mapping[str, set[str]]
+) -> dict[str, Any]:
     """Return the saved state of each parameter, and the settings of the script; a schedule brings its rates."""
     made: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
     for name, own in present["optimizer"].items():
@@ -193,6 +210,7 @@ def _optimizers(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: lis
             )
         for group, before, kept in zip(groups, other["param_groups"], source["param_groups"]):
             group["params"] = kept["params"]
+            group.update({key: kept[key] for key in counters[name] if key in kept})
             if "scheduler" in parts:
                 group.update({key: before[key] for key in _RATES if key in before})
         made["optimizer"][name] = {**source, "param_groups": groups}
