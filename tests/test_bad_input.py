@@ -184,7 +184,7 @@ def _loss(self, batch):
 
 OUTPUTS = {
     "None": (lambda self, b: None, r"returned NoneType \(is a return missing\?\); return a dict"),
-    "a tensor": (_loss, r"returned Tensor of shape \(\); return a dict: return {'loss': loss}"),
+    "a vector alone": (lambda self, b: self.model(b[0]), r"returned Tensor of shape \(8, 1\)"),
     "a tuple": (lambda self, b: (_loss(self, b), 1), "returned tuple of 2 entries; return a dict"),
     "no loss": (lambda self, b: {"output": 1, "acc": 2}, r"without 'loss'; it holds 'output', 'acc'; return"),
     "an empty dict": (lambda self, b: {}, "it holds no key"),
@@ -242,7 +242,7 @@ def test_e4_names_the_batch_and_the_place():
     assert trainer.progress_checker.step == 2
 
 
-@pytest.mark.parametrize("out", [None, 0.5, torch.zeros(()), (1, 2), [{}]], ids=str)
+@pytest.mark.parametrize("out", [None, "0.5", torch.zeros(2), (1, 2), [{}]], ids=str)
 def test_e4_what_test_step_returns(out):
     trainer = make(stepping(lambda self, batch: out, "test_step"))
     for call in (trainer.evaluate, trainer.inference):
@@ -813,13 +813,13 @@ def test_a_file_that_is_not_there():
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy", "val_acuracy"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,), (StateManagerAddon,)], ids=str)
 def test_fault_e16_a_metric_that_nothing_records(monitor, add_ons):
-    """E16, P-35: at the first validation, with the names there are."""
+    """E16, P-35: before the first step, with the names there are."""
     cls = stepping(lambda self, batch: {"loss": _loss(self, batch), "accuracy": 0.5}, "test_step")
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
     trainer = make(cls.add_on(*add_ons), monitor=monitor, monitor_mode="max", **options)
     with pytest.raises(MonitorError, match=r"is no metric; did you mean 'accuracy'\?; there are loss, accuracy"):
         trainer.run(5, loader(), loader())
-    assert trainer.progress_checker.epoch == 1
+    assert trainer.progress_checker.step == 0
 
 
 def test_fault_e16_a_nan_is_never_the_best():
@@ -830,7 +830,7 @@ def test_fault_e16_a_nan_is_never_the_best():
         return {} if self.mode == "train" else {"score": next(scores)}
 
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": metric_on_epoch_end})
-    trainer = make(cls, monitor="score")
+    trainer = make(cls, monitor="score", try_validation=False)  # The trial would take a score.
     trainer.run(4, loader(), loader())
     assert (trainer.best["score"], trainer.best["epoch"]) == (0.5, 2)
 

@@ -299,8 +299,9 @@ sys.path.insert(0, {str(TESTS)!r})
 sys.modules["tabulate"] = None  # Where torch imports it at exit, Python forgets that Ctrl-C ended the script.
 from test_distributed import forks, slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.
-with forks():
-    slow()
+if __name__ == "__main__":
+    with forks():
+        slow()
 """
 
 

@@ -636,7 +636,7 @@ def test_fd4_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None
             raise ValueError("too dark")
 
     with pytest.raises(ValueError, match="too dark") as caught:
-        build(Fails).run(1, hand.loader(), hand.loader(3, shuffle=False))
+        build(Fails, try_validation=False).run(1, hand.loader(), hand.loader(3, shuffle=False))
     note = "zae: in an evaluation after step 6, on cpu; the batch was list(Tensor[3, 4] float32, Tensor[3] int64)"
     assert caught.value.__notes__ == [note]
     bad, whole = DataLoader(Poisoned("raises"), batch_size=4), hand.loader()
@@ -647,7 +647,7 @@ def test_fd4_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None
         (0, lambda made: made.inference(bad)),
     ):
         with pytest.raises(KeyError, match="sample 30") as other:
-            call(build(faults.Task))
+            call(build(faults.Task, try_validation=False))
         assert other.value.__notes__ == [
             f"zae: while a batch was asked for in an evaluation after step {step}, {place}"
         ]
@@ -904,7 +904,7 @@ def test_fd10_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) 
     assert not (run / ".lock").exists()
 
 
-def test_fd10_one_process_and_two_trainers(folder: Path) -> None:
+def test_fd10_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
 
     class Nested(faults.Task):
@@ -917,6 +917,8 @@ def test_fd10_one_process_and_two_trainers(folder: Path) -> None:
     made.run(1, hand.loader())
     other = build(faults.Task, StateManagerAddon, save_path=folder / "run", resume=True)
     other.run(3, hand.loader())
+    assert "call 1 of run() trains nothing: it ended early in the state, after 1 of 3 epochs" in caplog.text
+    other.run(2, hand.loader())
     assert other.progress_checker.epoch == 3
 
 

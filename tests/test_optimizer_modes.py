@@ -276,5 +276,5 @@ def test_the_disk_of_a_plan_counts_both_kinds_of_weights(tmp_path: Path) -> None
     before = trainer.plan(1, loader()).bytes_per_checkpoint
     trainer.run(1, loader())
     parameters = sum(p.numel() * 4 for p in trainer.unwrap().parameters())
-    assert before == trainer.plan(1, loader()).bytes_per_checkpoint
-    assert before >= 4 * parameters
+    after = trainer.plan(1, loader()).bytes_per_checkpoint
+    assert 4 * parameters <= before <= after <= 1.1 * before  # Its history has grown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.sanity import check_counters
 
-__all__ = ["Every", "ProgressChecker"]
+__all__ = ["Every", "ProgressChecker", "warn_of_early_end"]
+
+_log = logging.getLogger("zae")
 
 
 @dataclass(frozen=True)
@@ -205,3 +208,23 @@ class ProgressChecker:
         for each in fields(self):
             setattr(self, each.name, state[each.name])
         self.run_starts = [list(start) for start in self.run_starts]
+
+
+def warn_of_early_end(progress: ProgressChecker, call: int, n_epoch: int | None, max_steps: int | None) -> None:
+    """Say of a call of ``run`` that is over in a state, and asks for more epochs than it made, that it trains nothing.
+
+    Parameters
+    ----------
+    progress : ProgressChecker
+        The counters of the state.
+    call : int
+        The number of the call, from 0; another one follows it in the state.
+    n_epoch, max_steps : int or None
+        What the call asks for.
+    """
+    epochs, steps = (end - start for start, end in zip(progress.run_starts[call], progress.run_starts[call + 1]))
+    if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
+        said = (
+            "call %d of run() trains nothing: it ended early in the state, after %d of %d epochs, before call %d began"
+        )
+        _log.warning(said, call + 1, epochs, n_epoch, call + 2)

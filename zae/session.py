@@ -14,7 +14,7 @@ from torch import nn
 from zae import checks, direct, optim, optimizer_modes, scheduling, settings
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loading import check_loader, describe, length_of
-from zae.progress import Every
+from zae.progress import Every, warn_of_early_end
 from zae.records import EpochLog, Metrics, MetricsDict, merge_logs, merge_sums, split_prefix
 from zae.schedulers import is_plateau
 from zae.signals import GivenUp
@@ -87,8 +87,10 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     optim.check_closures(trainer._optimizers, type(trainer))
     has_metric = trainer._valid[0] is not None or _watches_training(trainer)
     in_epoch = steps_per_epoch(plan, trainer, wrapped)
-    if trainer._calls + 1 >= len(progress.run_starts):  # Else this call is over, and was checked as it began.
+    if trainer._calls + 1 >= len(progress.run_starts):
         scheduling.check_run(trainer, *spans(trainer, plan, in_epoch, leaves), in_epoch, has_metric)
+    elif trainer.is_main:  # This call is over, and was checked as it began.
+        warn_of_early_end(progress, trainer._calls, plan.n_epoch, plan.max_steps)
     if is_new:
         from zae.trial import try_validation  # It imports this module.
 

@@ -493,10 +493,10 @@ class NoLoss(Task):
 
 
 class NoMapping(Task):
-    """Forgets the dict."""
+    """Forgets the dict, and returns more than the loss."""
 
     def train_step(self, batch: Any) -> Any:
-        return super().train_step(batch)["loss"]
+        return super().train_step(batch)["loss"], 1.0
 
 
 @pytest.mark.parametrize(("cls", "told"), [(NoLoss, "rename 'los' to 'loss'"), (NoMapping, "return a dict")])
