@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from zae.errors import AddOnError, CheckpointMismatch
 from zae.records import to_host
 from zae.seams import is_add_on, slots_of
-from zae.tensors import byte_view, dense
+from zae.tensors import byte_view, dense, tensors_in
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -61,7 +61,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
             )
         entry = {name: getattr(trainer, name) for name in names}
         if trainer.device.type != "cpu":
-            on_host = [name for name, value in entry.items() if any(each.is_cpu for each in _tensors(value))]
+            on_host = [name for name, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}
         entries[owner] = entry
     return entries
@@ -109,14 +109,6 @@ def _placed(value: Any, device: torch.device | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_placed(each, device) for each in value)
     return copy.deepcopy(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value."""
-    if isinstance(value, Tensor):
-        yield value
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors(each)
 
 
 # ------------------------------------------------------------------------------------------------- several ranks

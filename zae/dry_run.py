@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from zae import optim, rng, scheduling
 from zae.optimizer_modes import has_modes
 from zae.optimizer_state import copy_optimizer
+from zae.tensors import tensors_in
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -103,7 +103,7 @@ def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
 def _state_of_a_step(optimizer: Optimizer) -> Any:
     """What an optimizer keeps after its first step, which is tried on tensors without data."""
     # What else it holds is copied, large tensors without their data: a step may change it in place.
-    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in _tensors(vars(optimizer))
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer))
                             if each.dim()}  # fmt: skip
     for parameter in optim.parameters_of(optimizer):
         memo[id(parameter)] = shape = torch.zeros_like(parameter, device="meta").requires_grad_()
@@ -120,14 +120,3 @@ def _state_of_a_step(optimizer: Optimizer) -> Any:
     except Exception:
         return [p for group in optimizer.param_groups for p in group["params"]] * 2  # As much as Adam keeps.
     return twin.state
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
