@@ -15,7 +15,8 @@ from torch import Tensor
 from zae.errors import AddOnError, CheckpointMismatch
 from zae.records import to_host
 from zae.seams import is_add_on, slots_of
-from zae.tensors import byte_view, dense, tensors_in
+from zae.tensors import byte_view, dense
+from zae.walk import tensors_in
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from zae import optim, rng, scheduling
 from zae.optimizer_modes import has_modes
 from zae.optimizer_state import copy_optimizer
-from zae.tensors import tensors_in
+from zae.walk import tensors_in
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

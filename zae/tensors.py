@@ -12,7 +12,7 @@ import json
 import math
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -36,7 +36,6 @@ __all__ = [
     "read_safetensors",
     "read_trusted",
     "separate",
-    "tensors_in",
     "view_key",
     "write_ckpt",
     "write_safetensors",
@@ -79,31 +78,6 @@ _LENGTH = 8  # the header's length, little endian, opens the file
 _KEYS = frozenset({"str", "int", "bool", "float", "None", "bytes_or_str"})  # what a dict in a pickle may have as keys
 _ORDERED = "collections OrderedDict"
 _PADDING = 1 << 16  # the most white space in a header that is not within its text: some tools align tensors to a page
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in mappings, lists and tuples, however nested.
-
-    Parameters
-    ----------
-    value : object
-        Any; what is not a container or a tensor is passed over.
-
-    Yields
-    ------
-    Tensor
-        One that is held twice comes twice.
-
-    Examples
-    --------
-    >>> [each.item() for each in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2), "text")]})]
-    [1, 2]
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
 
 
 def view_key(tensor: Tensor) -> tuple[object, ...] | None:

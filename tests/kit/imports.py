@@ -1,0 +1,189 @@
+"""Who imports whom in the source, and the table of who may: ``python tests/kit/imports.py`` draws docs/architecture.md.
+
+Imports inside functions count; those under TYPE_CHECKING do not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
+
+EVERYBODY = frozenset({"errors", "schedulers"})
+_BELOW = frozenset({"common", "composition", "data", "loop", "storage"})
+RULES: dict[str, frozenset[str] | None] = {
+    "errors": frozenset(),
+    "schedulers": frozenset(),
+    "common": frozenset(),
+    "composition": frozenset(),
+    "launch": frozenset({"common"}),
+    "storage": frozenset({"common"}),
+    "data": frozenset({"common", "storage.encoding"}),
+    "loop": _BELOW - {"loop"},
+    "preview": _BELOW - {"storage"},
+    "compiling": _BELOW | {"preview"},
+    "sinks": frozenset({"common", "storage"}),
+    "report": frozenset({"common", "storage"}),
+    "saving": _BELOW,
+    "trainer": _BELOW | {"compiling", "preview", "sinks"},
+    "addon": _BELOW | {"compiling", "preview", "sinks", "trainer"},
+    "testing": frozenset({"addon", "common", "composition", "trainer"}),
+    "cli": None,
+    "addons": None,
+    "interop": None,
+    "search": None,
+}
+"""What each package, or module beside them, may import: these, EVERYBODY and itself; None is anything."""
+
+LAST = frozenset({"addons", "cli", "interop", "search", "testing"})
+"""What no other package may import."""
+
+KNOWN: dict[tuple[str, str], str] = {
+    # KNOWN
+}
+"""The edges that break the rules today, by the names of their modules, each with the reason."""
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Map the import name of each module of the package to its file."""
+    found = {}
+    for folder in ("zae", "addons"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = ("zae", *parts) if folder == "addons" else parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """List what a file imports, and whether that happens as it is itself imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped, late = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(id(each) for part in node.body for each in ast.walk(part))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            late.update(map(id, ast.walk(node)))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        if id(node) not in skipped:
+            found += [(name, id(node) not in late) for name in names]
+    return found
+
+
+def resolve(name: str, known: Container[str]) -> str | None:
+    """Return the module that an import of a name loads: the name itself, or what it is a part of."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def graph(*, at_import: bool = False) -> dict[str, set[str]]:
+    """Map each module to the modules that it imports, or only to those that are imported together with it."""
+    known = sources()
+    edges: dict[str, set[str]] = {}
+    for module, path in known.items():
+        found = {resolve(name, known) for name, now in imports_of(path) if now or not at_import}
+        edges[module] = {each for each in found if each is not None} - {module}
+    return edges
+
+
+def package_of(module: str) -> str:
+    """Return the package of a module, or the module's own name where it lies beside the packages."""
+    return "zae" if module == "zae" else module.split(".")[1]
+
+
+def package_edges() -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Map each pair of packages to the imports of modules behind it; the package zae itself only lists names."""
+    edges: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for module, others in graph().items():
+        for other in sorted(others):
+            pair = package_of(module), package_of(other)
+            if pair[0] != pair[1] and "zae" not in pair and "__main__" not in pair and not is_bare_package(other):
+                edges.setdefault(pair, []).append((module, other))
+    return edges
+
+
+@cache
+def is_bare_package(module: str) -> bool:
+    """Whether a module is the ``__init__`` of a package, with a docstring and nothing else."""
+    path = sources()[module]
+    return path.name == "__init__.py" and len(ast.parse(path.read_text(encoding="utf-8")).body) == 1
+
+
+def is_allowed(module: str, other: str) -> bool:
+    """Whether a module may import another one of another package."""
+    package, target = package_of(module), package_of(other)
+    allowed = RULES[package]
+    if allowed is None:
+        return True
+    return target in allowed | EVERYBODY or other.removeprefix("zae.") in allowed
+
+
+def broken() -> set[tuple[str, str]]:
+    """Return the imports that the rules do not allow."""
+    return {pair for pairs in package_edges().values() for pair in pairs if not is_allowed(*pair)}
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    """Return the names that can be reached from themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return sorted(name for name in edges if name in reached(name))
+
+
+def purpose_of(package: str) -> str:
+    """Return the first sentence of a docstring."""
+    text = ast.get_docstring(ast.parse(sources()[f"zae.{package}"].read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
+
+
+def drawing() -> str:
+    """Return the table of the page."""
+    edges = package_edges()
+    present = {package_of(name) for name in sources()} - {"zae", "__main__"}
+    rows = ["| package | what it is for | imports | may also import |", "|---|---|---|---|"]
+    for package in (name for name in RULES if name in present):
+        used = {target for source, target in edges if source == package}
+        allowed = RULES[package]
+        more = {"anything"} if allowed is None else allowed - used
+        if allowed and any("." in name for name in allowed):
+            inner = {name for name in allowed if "." in name}
+            used = {next((name for name in inner if name.split(".")[0] == each), each) for each in used}
+            more = allowed - used
+        shown = [", ".join(f"`{name}`" for name in sorted(names - EVERYBODY)) for names in (used, more)]
+        rows.append(
+            f"| `{package}` | {purpose_of(package)} | {shown[0]} | {shown[1].replace('`anything`', 'anything')} |"
+        )
+    return "\n".join(rows)
+
+
+def with_drawing(text: str) -> str:
+    """Return the text of the page with the present table."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{drawing()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_drawing(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

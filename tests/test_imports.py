@@ -1,0 +1,113 @@
+"""The imports of the source keep to the table of the packages, run in no circle, and load no optional package."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+from kit import imports
+
+OPTIONAL = (
+    *("lightning", "wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
+    *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
+)
+REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}
+
+
+def test_the_imports_keep_to_the_table():
+    """An exception that is no longer needed is taken off the list."""
+    assert imports.broken() == set(imports.KNOWN)
+    assert all(reason.endswith(".") for reason in imports.KNOWN.values())
+
+
+def test_every_package_has_its_rules():
+    present = {imports.package_of(name) for name in imports.sources()} - {"zae", "__main__"}
+    assert present <= set(imports.RULES)
+    named = {each.split(".")[0] for allowed in imports.RULES.values() for each in allowed or ()}
+    assert named <= set(imports.RULES)
+    assert not named & imports.LAST, "nobody imports these"
+
+
+def test_no_circle_among_the_packages():
+    """The exceptions are left out."""
+    edges: dict[str, set[str]] = {}
+    for (source, target), pairs in imports.package_edges().items():
+        if not set(pairs) <= set(imports.KNOWN):
+            edges.setdefault(source, set()).add(target)
+    assert imports.circles(edges) == []
+
+
+def test_no_circle_among_the_modules():
+    """At import time."""
+    assert imports.circles(imports.graph(at_import=True)) == []
+
+
+def test_the_search_finds_what_it_looks_for(tmp_path):
+    """What is imported at once, in a function, for type checkers, and what closes a circle."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\nimport zae.errors\nfrom zae.storage import files\n"
+        "if TYPE_CHECKING:\n    from zae.trainer import Trainer\ndef late():\n    from zae.addons import EMAAddon\n"
+    )
+    found = dict(imports.imports_of(path))
+    now = {"zae.errors": True, "zae.storage.files": True, "zae.addons.EMAAddon": False}
+    assert {name: found[name] for name in now} == now
+    assert not any("trainer" in name.lower() for name in found)
+    assert imports.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert imports.is_allowed("zae.data.loading", "zae.storage.encoding")
+    assert not imports.is_allowed("zae.data.loading", "zae.storage.files")
+    assert not imports.is_allowed("zae.loop.run", "zae.trainer")
+    assert not imports.is_allowed("zae.trainer", "zae.addons.ema")
+    assert ("loop", "data") in imports.package_edges()
+    assert imports.resolve("zae.errors.ZaeError", imports.sources()) == "zae.errors"
+    assert imports.resolve("torch.nn", imports.sources()) is None
+
+
+@pytest.mark.parametrize("path", imports.sources().values(), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_optional_packages_are_imported_only_when_they_are_used(path):
+    """P-30: at import time there is the standard library and what zae requires; a command waits for neither."""
+    at_import = {name for name, now in imports.imports_of(path) if now}
+    assert {name.split(".")[0] for name in at_import} <= REQUIRED
+    assert not any(name.startswith(OPTIONAL) for name in at_import)
+    if path.parent.name == "cli":
+        assert {name for name in at_import if name.startswith("zae.")} <= {
+            name for name in at_import if name.startswith(("zae.errors", "zae.cli"))
+        }
+    if path.name in ("errors.py", "foreign_names.py"):
+        assert not any(name.startswith("zae.") and not name.startswith("zae.errors.") for name in at_import)
+
+
+def test_the_page_draws_the_table():
+    text = imports.PAGE.read_text(encoding="utf-8")
+    assert text == imports.with_drawing(text), "stale: run python tests/kit/imports.py"
+
+
+def test_the_wheel_has_every_package():
+    setup = configparser.ConfigParser()
+    setup.read(imports.ROOT / "setup.cfg")
+    folders = {path.parent for name, path in imports.sources().items() if path.name == "__init__.py"}
+    names = {name for name, path in imports.sources().items() if path.parent in folders and path.name == "__init__.py"}
+    assert set(setup["options"]["packages"].split()) == names
+
+
+def test_the_old_names_of_modules_warn():
+    """P-52: what was importable still is, is the same module, and names its new place in a warning at the user's line."""
+    from zae.common.moved import MOVED
+
+    known = imports.sources()
+    assert set(MOVED.values()) <= set(known)
+    assert not set(MOVED) & set(known)
+    for old, new in MOVED.items():
+        sys.modules.pop(old, None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = importlib.import_module(old)
+        assert module is importlib.import_module(new)
+        assert [str(each.message) for each in caught] == [f"{old} is now {new}; import that"]
+    code = "import warnings; warnings.simplefilter('error', DeprecationWarning)\nfrom zae.progress import Every\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "DeprecationWarning: zae.progress is now zae.loop.progress; import that" in done.stderr
