@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hand import digest, loader, network
-from rank_tasks import forks
-from table import Task
 from torch.optim import SGD
 
+from kit.hand import digest, loader, network
+from kit.rank_tasks import forks
+from kit.table import Task
 from zae import AddOnBase, AddOnError
 from zae.addon_state import digest as digest_of
 from zae.addons import MultiGPUAddon, StateManagerAddon

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hand import digest
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit.hand import digest
 from zae import (
     AddOnBase,
     AddOnConflict,

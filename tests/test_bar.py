@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import Script
 
+from kit.scripts import Script
 from zae import Trainer
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""P-50: any set of add-ons, in any order, is one class, and trains bitwise like the loop of tests/oracle.py."""
+"""P-50: any set of add-ons, in any order, is one class, and trains bitwise like the loop of tests/kit/oracle.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import itertools
 import random
 from typing import Any
 
-import matrix
-import oracle
 import pytest
 import torch
-from matrix import PIECES, Task, add_ons, assert_is_by_hand, difference, run
-from oracle import Options
 
 import zae
+from kit import matrix, oracle
+from kit.matrix import PIECES, Task, add_ons, assert_is_by_hand, difference, run
+from kit.oracle import Options
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon
 
 # PyTorch warns, as it does for the hand-written loop, when a scheduler's epoch had nothing but skipped steps.
@@ -175,8 +174,8 @@ def test_every_add_on_is_in_the_proof_or_said_to_be_elsewhere() -> None:
 
     known = PIECES.keys() | matrix.ELSEWHERE.keys()
     unknown = [name for name in zae.addons.__all__ if name.endswith("Addon") and name not in known]
-    assert not unknown, f"put {unknown} into PIECES of tests/matrix.py, or into ELSEWHERE with the reason"
+    assert not unknown, f"put {unknown} into PIECES of tests/kit/matrix.py, or into ELSEWHERE with the reason"
 
 
 def test_the_page_of_the_matrix_is_fresh() -> None:
-    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.page(), "stale: run python tests/matrix.py"
+    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.page(), "stale: run python tests/kit/matrix.py"

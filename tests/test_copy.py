@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
-from table import Task
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import AddOnBase, Every
 from zae.addons import (
     AMPAddon,

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
-from faults import Child, JournalDisk, KillingDisk, RefusingDisk, answer, everything, forked, installed
 
+from kit import faults, hand
+from kit.faults import Child, JournalDisk, KillingDisk, RefusingDisk, answer, everything, forked, installed
 from zae import files
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError

@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hand
 import numpy as np
 import pytest
 import torch
-from hand import network
-from table import Task, core_of, fingerprint
 from test_loading import through_disk
 from torch.optim import AdamW
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from kit import hand
+from kit.hand import network
+from kit.table import Task, core_of, fingerprint
 from zae import CheckpointMismatch
 from zae.data_state import capture_parts, restore_parts
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Child, fingerprint
-from rank_tasks import Task, build, forks, loader, same
-from scripts import Script
 
+from kit.faults import Child, fingerprint
+from kit.rank_tasks import Task, build, forks, loader, same
+from kit.scripts import Script
 from zae import ConfigError, DistributedError, files, launching
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.launching import _meeting_point, spawn
@@ -186,7 +186,7 @@ def test_p46_a_port_in_use_is_said_before_anything_starts():
 
 def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
     """P-38: what is typed into an interpreter cannot be imported elsewhere; a script needs its guard."""
-    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom rank_tasks import *\nfrom zae.addons import *\n"
+    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     # A factory: the first optimizer of a process imports as much as torch itself.
     make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
@@ -202,7 +202,7 @@ def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_word
 
 def test_p38_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     """P-38: whatever else the script asks, the last line has the line to write."""
-    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom rank_tasks import *\nfrom zae.addons import *\n"
+    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     Path("asking.py").write_text(f"{head}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
     asking = subprocess.run([sys.executable, "asking.py"], capture_output=True, text=True, timeout=60)
@@ -358,7 +358,7 @@ def output_of(process):
 RESTART = """
     import os, runpy, signal, sys, torch
     sys.path.insert(0, {tests!r})
-    from rank_tasks import Task, build, loader, weights
+    from kit.rank_tasks import Task, build, loader, weights
     from zae.addons import JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
     class Dies(Task):
         def train_step(self, batch):

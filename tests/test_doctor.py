@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
 
+from kit import faults, hand
 from zae import files
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli import main

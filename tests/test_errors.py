@@ -7,9 +7,9 @@ import pickle
 import re
 
 import pytest
-from error_catalogue import CATALOGUE, GOLDEN, frames_of, meet, text_of
 
 import zae
+from kit.error_catalogue import CATALOGUE, GOLDEN, frames_of, meet, text_of
 from zae import errors
 
 TEXTS = dict(part.split("\n", 1) for part in GOLDEN.read_text().removeprefix("== ").rstrip("\n").split("\n\n== "))
@@ -42,7 +42,7 @@ def test_the_catalogue_is_large_and_whole():
 def test_mistake(name):
     """X-12: the exact text, the cure in it, and at most 12 frames."""
     error = meet(name)
-    assert text_of(error) == TEXTS[name], f"if it is better now: python {GOLDEN.parent.parent}/error_catalogue.py"
+    assert text_of(error) == TEXTS[name], "if it is better now: python tests/kit/error_catalogue.py"
     assert isinstance(error, zae.ZaeError) != (name in WITH_TORCHS_MESSAGE)
     assert re.search(rf"\b({'|'.join(CURES.split())})\b|the batch was", TEXTS[name], re.IGNORECASE)
     assert frames_of(error) <= 12
@@ -82,7 +82,7 @@ def test_errors_pickle(name):
 
 def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
     """``hasattr`` stays what it is, a property's own error is not hidden, and the text survives a pickle."""
-    from error_catalogue import Task, trainer_of
+    from kit.error_catalogue import Task, trainer_of
 
     class Broken(Task):
         @property
@@ -113,7 +113,7 @@ def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
 @pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_OPTIONS))
 def test_foreign_option_names(name):
     """X-8's table: each name of another trainer is answered with ours."""
-    from error_catalogue import trainer_of
+    from kit.error_catalogue import trainer_of
 
     _, here = zae.hints.FOREIGN_OPTIONS[name]
     with pytest.raises(zae.OptionError) as caught:
@@ -141,7 +141,7 @@ def test_the_foreign_names_lead_to_names_that_exist():
 
 @pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_METHODS))
 def test_foreign_methods(name):
-    from error_catalogue import trainer_of
+    from kit.error_catalogue import trainer_of
 
     with pytest.raises(zae.MissingError) as caught:
         getattr(trainer_of(), name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import hand
 import pytest
 import torch
-from hand import digest, loader, network
-from table import Task
 from torch import nn
 from torch.optim import SGD
 
+from kit import hand
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import ConfigError, LoaderError, Trainer
 from zae.addons import AMPAddon, EMAAddon
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from scripts import Script
+
+from kit.scripts import Script
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EPOCH = r"epoch (\d+): loss \d\.\d{4}, accuracy [01]\.\d{4}\n"

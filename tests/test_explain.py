@@ -10,13 +10,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import matrix
 import pytest
 import torch
-from matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
-from oracle import Options
 
 import zae
+from kit import matrix
+from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
+from kit.oracle import Options
 from zae import AddOnBase, Trainer, direct, replaces
 from zae.explain import LOOP, Line, lines_of, owners_of
 from zae.records import EpochLog

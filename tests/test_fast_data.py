@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hand
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from kit import hand
 from zae import Trainer
 from zae.fast_data import batches_of, why_not
 

@@ -20,15 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
-from faults import Child, KillAddon, answer, everything, forked
-from rank_tasks import forks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from kit import faults, hand
+from kit.faults import Child, KillAddon, answer, everything, forked
+from kit.rank_tasks import forks
 from zae import Every, Trainer, files
 from zae.addons import (
     AMPAddon,
@@ -463,7 +462,7 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
     """F-D3: a script that gets Ctrl-C ends with 130 for its shell, after the save."""
     script = folder / "script.py"
     script.write_text(
-        f"import sys; sys.path[:0] = [{str(Path(faults.__file__).parent)!r}]\n"
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         # Where it is installed, torch imports it at exit, and Python forgets that Ctrl-C ended the script.
         "sys.modules['tabulate'] = None\n"
         "import test_fault, signal, pathlib\n"

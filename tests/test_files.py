@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from faults import RefusingDisk, installed
 from test_tensors import Tied, wrapped
 from torch import Tensor, nn
 
+from kit.faults import RefusingDisk, installed
 from zae import files
 from zae.errors import (
     CheckpointDamaged,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest
 from torch import nn
 
+from kit.hand import digest
 from zae import ConfigError, Trainer
 from zae.addons import (
     AMPAddon,

@@ -7,11 +7,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hand
 import pytest
 import torch
-from hand import digest, network
-from table import Task, core_of, fingerprint
 from torch.optim import AdamW
 from torch.utils.data import (
     BatchSampler,
@@ -24,6 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from kit import hand
+from kit.hand import digest, network
+from kit.table import Task, core_of, fingerprint
 from zae import LoaderError
 from zae.addons import GradientAccumulationAddon
 from zae.encoding import decode, encode

@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
+from kit import matrix, oracle
 from zae import Every, rng
 from zae.addons import EMAAddon, LedgerAddon, StateManagerAddon
 

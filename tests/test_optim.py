@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hand import Gan, digest, loader, network
-from table import Task
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
+from kit.hand import Gan, digest, loader, network
+from kit.table import Task
 from zae import ConfigError, Trainer, optim
 from zae.addons import EMAAddon, GradientAccumulationAddon
 

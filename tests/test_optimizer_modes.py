@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
-from hand import digest, loader, network
-from matrix import first_difference
-from table import Task
 from test_optimizer_state import Base, assert_resumes_at_every_step
 from torch import Tensor, nn
 
+from kit.hand import digest, loader, network
+from kit.matrix import first_difference
+from kit.table import Task
 from zae import Every
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.files import load_checkpoint, load_weights

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import optimizers
 import pytest
 import torch
-from matrix import first_difference
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from kit import optimizers
+from kit.matrix import first_difference
 from zae import CheckpointError, encoding
 from zae.addons import StateManagerAddon
 from zae.optimizer_state import copy_optimizer, load_optimizer_state

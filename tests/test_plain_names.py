@@ -10,12 +10,12 @@ import pytest
 import schedulefree
 import torch
 import torch.distributed as dist
-from hand import digest, loader, network
-from matrix import first_difference
-from table import Task
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from kit.hand import digest, loader, network
+from kit.matrix import first_difference
+from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
 from zae.files import load_checkpoint, load_weights
 from zae.plain_names import plain_state, without_wrappers

@@ -10,16 +10,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import optimizers
-import oracle
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
+from kit import matrix, optimizers, oracle
 from zae import ConfigError, Every, MonitorError, Trainer, rng, session
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.testing import PlainTask

@@ -8,17 +8,17 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import hand
 import numpy as np
 import pytest
 import torch
-from hand import network
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import Task
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from kit import hand
+from kit.hand import network
+from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer, session
 from zae.addons import GradientAccumulationAddon
 from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host

@@ -13,16 +13,15 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import numpy as np
 import pytest
 import torch
-from faults import KillAddon, answer, everything, forked
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from kit import faults, hand
+from kit.faults import KillAddon, answer, everything, forked
 from zae import Every, Trainer
 from zae.addons import (
     AMPAddon,

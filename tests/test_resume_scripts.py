@@ -8,13 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faults
 import pytest
-import rank_tasks
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit import faults, rank_tasks
 from zae import Every, Trainer
 from zae.addons import EarlyStoppingAddon, MultiGPUAddon, StateManagerAddon
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as of_torch
 
+from kit.hand import digest
 from zae import ConfigError, Trainer
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 from zae.schedulers import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler

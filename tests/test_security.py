@@ -12,13 +12,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
 from torch import nn
 
 import zae
+from kit import faults, hand
 from zae import files
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
-from faults import everything
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
+from kit import faults, hand
+from kit.faults import everything
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointMismatch
 from zae.schedulers import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
 import torch
-from faults import answer, everything, forked
-from rank_tasks import forks
 
+from kit import faults, hand
+from kit.faults import answer, everything, forked
+from kit.rank_tasks import forks
 from zae import Every, files
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon

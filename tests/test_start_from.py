@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
-import hand
 import pytest
-import rank_tasks
 import schedulefree
 import torch
 from torch import nn
 
+from kit import faults, hand, rank_tasks
 from zae import Trainer, files
 from zae.addons import EarlyStoppingAddon, EMAAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError

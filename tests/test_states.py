@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
 from safetensors.torch import load_file
-from table import Task, core_of, fingerprint
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from kit.hand import digest, loader, network
+from kit.table import Task, core_of, fingerprint
 from zae import Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch, CheckpointNotFound

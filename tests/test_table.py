@@ -9,12 +9,12 @@ import json
 import pickle
 from typing import Any
 
-import hand
 import pytest
 import torch
-from table import TABLE, Task, build, compatible, composed, core_of, fingerprint, parts
 
 import zae.addons
+from kit import hand
+from kit.table import TABLE, Task, build, compatible, composed, core_of, fingerprint, parts
 from zae.compose import arrange
 from zae.encoding import decode, encode
 

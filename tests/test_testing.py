@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faulty_addons import (
+
+import zae.addons
+from kit.faulty_addons import (
     FAULTS,
     DoubleAddon,
     DropsClippingAddon,
@@ -19,9 +21,7 @@ from faulty_addons import (
     TakesSignalAddon,
     TwiceWrongAddon,
 )
-from right_addons import RIGHT
-
-import zae.addons
+from kit.right_addons import RIGHT
 from zae import AddOnBase, AddOnError, Every, Trainer, replaces
 from zae.rng import capture
 from zae.testing import CHECKS, AddOnFault, check_addon, rank_checks

@@ -9,13 +9,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import hand
 import numpy as np
 import pytest
 import torch
-from hand import digest, loader, network
-from scripts import Script
-from table import Task, core_of, fingerprint
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
@@ -27,6 +23,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from kit import hand
+from kit.hand import digest, loader, network
+from kit.scripts import Script
+from kit.table import Task, core_of, fingerprint
 from zae import AddOnBase, CheckpointMismatch, ConfigError, Every, LoaderError, MonitorError, StepError, Trainer
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand import digest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from kit.hand import digest
 from zae import MonitorError, Trainer
 from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon
 

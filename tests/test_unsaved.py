@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand import data
 from torch import nn
 from torch.nn import functional as F
 
+from kit.hand import data
 from zae import AddOnBase, Trainer
 from zae.addons import StateManagerAddon
 

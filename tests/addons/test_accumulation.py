@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
-from table import Task
 from torch.optim import SGD
 
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import AddOnBase, ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon
 

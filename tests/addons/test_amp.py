@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
-from table import Task
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import ConfigError
 from zae.addons import AMPAddon, amp
 from zae.device import cpu_computes_in_bf16

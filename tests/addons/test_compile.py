@@ -6,12 +6,12 @@ import logging
 import random
 from typing import Any
 
-import hand
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import hand
 from zae import AddOnBase, ConfigError, StepError, Trainer
 from zae.addons import (
     AMPAddon,

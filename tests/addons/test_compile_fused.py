@@ -8,11 +8,11 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
-import hand
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kit import hand
 from zae import AddOnBase, ConfigError, NonFiniteError, Trainer
 from zae.addons import (
     AMPAddon,

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import pytest
-from hand import digest, loader, network
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import Task
 from torch.optim import SGD
 
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import ConfigError, MonitorError
 from zae.addons import EarlyStoppingAddon
 

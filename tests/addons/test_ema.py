@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
-from table import Task
 from torch import nn
 from torch.optim import AdamW
 
+from kit.hand import digest, loader, network
+from kit.table import Task
 from zae import ConfigError
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch

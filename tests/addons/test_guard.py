@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from logger_kit import ListSink, forked, lines, warned
 
+from kit.loggers import ListSink, forked, lines, warned
 from zae import ConfigError, LoggerError, ZaeError
 from zae.addons.guard import Guard
 from zae.addons.sinks import RunInfo

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from logger_kit import Killed, Task, bare, build, digest, forked, lines, loader, warned
 
+from kit.loggers import Killed, Task, bare, build, digest, forked, lines, loader, warned
 from zae import ConfigError, Every
 from zae.addons import StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from logger_kit import ListLoggerAddon, ListSink, Task, bare, build, digest, lines, listing, loader, warned
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit.loggers import ListLoggerAddon, ListSink, Task, bare, build, digest, lines, listing, loader, warned
 from zae import AddOnBase, AddOnConflict, CheckpointMismatch, ConfigError, LoggerError, Trainer, ZaeError
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.logger import LoggerAddon, WebLoggerAddon

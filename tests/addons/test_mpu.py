@@ -12,13 +12,17 @@ import sys
 import warnings
 from pathlib import Path
 
-import faults
 import numpy as np
 import pytest
 import schedulefree
 import torch
 import torch.distributed as dist
-from rank_tasks import (
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from kit import faults
+from kit.rank_tasks import (
     Counted,
     Seen,
     Task,
@@ -33,10 +37,6 @@ from rank_tasks import (
     same,
     weights,
 )
-from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
-
 from zae import ConfigError, DistributedError, Trainer, travel
 from zae.addons import (
     AMPAddon,

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from logger_kit import Killed, Task, bare, build, digest, forked, lines, loader, server, warned
 
+from kit.loggers import Killed, Task, bare, build, digest, forked, lines, loader, server, warned
 from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
 from zae.addons.neptune_logger import NeptuneLoggerAddon

@@ -6,14 +6,14 @@ import logging
 import sys
 from typing import Any
 
-import hand
 import pytest
 import torch
-from table import Task
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import zae
+from kit import hand
+from kit.table import Task
 from zae.addons import PrefetchAddon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory")  # Of torch, which has no device to pin for here.

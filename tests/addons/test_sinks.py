@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 import pytest
-from logger_kit import lines
 
+from kit.loggers import lines
 from zae.addons import sinks
 from zae.addons.sinks import JSONLSink, RunInfo, Sink
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from hand import digest, loader, network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from table import Task, core_of, fingerprint
 from torch.optim import AdamW
 
+from kit.hand import digest, loader, network
+from kit.table import Task, core_of, fingerprint
 from zae import ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch.utils.tensorboard
-from logger_kit import Killed, Task, build, digest, forked, lines, loader, warned
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from kit.loggers import Killed, Task, build, digest, forked, lines, loader, warned
 from zae import AddOnRequirement, ConfigError
 from zae.addons import StateManagerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon

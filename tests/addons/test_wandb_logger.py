@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import wandb
-from logger_kit import Task, bare, build, digest, lines, loader, server, warned
-from rank_tasks import forks
 
+from kit.loggers import Task, bare, build, digest, lines, loader, server, warned
+from kit.rank_tasks import forks
 from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
@@ -132,7 +132,7 @@ def test_p48_the_weights_are_those_without_a_logger():
 SCRIPT = """
 import os, sys
 sys.path.insert(0, {tests!r})
-from logger_kit import Killed, build, forked, loader
+from kit.loggers import Killed, build, forked, loader
 from zae.addons import StateManagerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
 
@@ -150,7 +150,7 @@ print(forked(lambda: train(8)), forked(lambda: train(None)))
 def test_p12_p28_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
     """The resumed process goes on with the same W&B run, and what a checkpoint counts on is on the disk."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the new ones start the client's service themselves
-    code = SCRIPT.format(tests=str(Path(__file__).parent))
+    code = SCRIPT.format(tests=str(Path(__file__).parent.parent))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     run_id, *statuses = done.stdout.split()
     assert statuses == [str(-signal.SIGKILL), "0"], done.stderr
@@ -183,7 +183,7 @@ FAULT = """
 import logging, os, sys, time, traceback
 logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
 sys.path.insert(0, {tests!r})
-from logger_kit import build, digest, loader
+from kit.loggers import build, digest, loader
 from zae.addons.wandb_logger import WandBLoggerAddon
 
 def train(url, required):
@@ -219,7 +219,7 @@ def test_fault_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
     """Refused, never answered, always 500: one warning, every record local, same weights, exit 0; or an error."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    code = FAULT.format(tests=str(Path(__file__).parent))
+    code = FAULT.format(tests=str(Path(__file__).parent.parent))
     with server("refuses") as refuses, server("silent") as silent, server("500") as broken:
         urls = (refuses, silent, broken)
         done = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, timeout=120)

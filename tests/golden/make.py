@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import hand
 import test_security
 import torch
 
+from kit import hand
 from zae import files
 from zae.addons import EMAAddon
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hand
 import numpy as np
 import torch
 from torch import nn
 
+from kit import hand
 from zae import AddOnBase, Trainer, files
 from zae.encoding import encode
 from zae.files import FileSystem

@@ -1,6 +1,6 @@
-"""Which add-ons go together: compositions run against the hand-written loop of tests/oracle.py, and the table of it.
+"""Which add-ons go together: compositions run against the loop of tests/kit/oracle.py, and the table of it.
 
-``python tests/matrix.py`` writes docs/composition.md; tests/test_composition.py fails when that page is stale.
+``python tests/kit/matrix.py`` writes docs/composition.md; tests/test_composition.py fails when that page is stale.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import oracle
 import torch
-from oracle import Options, Outcome
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is run as a script.
 
 import zae
 import zae.compose
+from kit import oracle
+from kit.oracle import Options, Outcome
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "composition.md"
 
 
@@ -269,13 +271,14 @@ def draw_options(draw: random.Random, chosen: Iterable[str]) -> Options:
 
 _HEADER = """# Which add-ons go together
 
-This page is written by `python tests/matrix.py`; a test fails when it is stale.
+This page is written by `python tests/kit/matrix.py`; a test fails when it is stale.
 
 A set of add-ons, named in any order, is one class. **=** says that the two together train bitwise like the loop that
-one would write by hand in plain PyTorch (tests/oracle.py): the same weights, optimizer and scheduler state, recorded
-losses and random state; so does every larger set of the add-ons that have this sign, as tests/test_composition.py shows
-for all of them. **+** says that the class is made; these add-ons are held against the loop in their own tests, since
-they need {reasons}. A number points to why the pair is refused when the class is created.
+one would write by hand in plain PyTorch (tests/kit/oracle.py): the same weights, optimizer and scheduler state,
+recorded losses and random state; so does every larger set of the add-ons that have this sign, as
+tests/test_composition.py shows for all of them. **+** says that the class is made; these add-ons are held against the
+loop in their own tests, since they need {reasons}. A number points to why the pair is refused when the class is
+created.
 
 """
 

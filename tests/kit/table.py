@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hand
 import torch
 from torch import nn
 
+from kit import hand
 from zae import AddOnBase, Trainer
 from zae.addons import (
     AMPAddon,

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from faults import Child
+from kit.faults import Child
 
 
 class Script(Child):

@@ -1,6 +1,6 @@
 """Mistakes that people make, each a few lines; what they meet is kept in golden/errors.txt.
 
-``python tests/error_catalogue.py`` writes that file anew: read the difference before it is committed.
+``python tests/kit/error_catalogue.py`` writes that file anew: read the difference before it is committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from zae import AddOnBase, Every, Trainer, ZaeError
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 
-GOLDEN = Path(__file__).resolve().parent / "golden" / "errors.txt"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "errors.txt"
 CATALOGUE: dict[str, Callable[[], object]] = {}
 
 
