@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zae.lazy import load as _load
+from zae.common.lazy import load as _load
 
 if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zae.addon import AddOnBase, replaces
-from zae.checks import check_count
+from zae.common.argument_checks import check_count
+from zae.data.loading import length_of
 from zae.errors import LoaderError
-from zae.loading import length_of
 
 __all__ = ["GradientAccumulationAddon"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zae import optim
 from zae.addon import AddOnBase, replaces
-from zae.device import cpu_computes_in_bf16
+from zae.common import optim
+from zae.common.device import cpu_computes_in_bf16
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
 __all__ = ["AMPAddon"]

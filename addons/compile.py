@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from zae import checks, optim
 from zae.addon import AddOnBase, replaces
-from zae.addons import fused, graphs
-from zae.addons.trial import Trial
+from zae.common import argument_checks, optim
+from zae.compiling import fused, graphs
+from zae.compiling.trial import Trial
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["CompileAddon"]
@@ -107,7 +107,7 @@ class CompileAddon(AddOnBase):
                               f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
         graphs.check_compiler(compile_mode, compile_backend)
         self.compile_mode, self.compile_backend = compile_mode, compile_backend
-        (self.fallback_random,) = checks.check_flags(fallback_random=fallback_random)
+        (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
         self._looked = False

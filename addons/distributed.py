@@ -12,18 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zae import addon_state, launching, optim, rng
 from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
-from zae.checks import check_number
-from zae.data_state import restore_parts
+from zae.common import optim, random_state
+from zae.common.argument_checks import check_number
+from zae.composition.introspect import slots_of
+from zae.data.loader_state import restore_parts
+from zae.data.loading import Position
+from zae.data.sharding import Ranks, shard
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.loading import Position
-from zae.ranks import note_failure, random_state_of, tell_failures_early
-from zae.records import EpochLog, merge_logs
-from zae.resume import check_places
-from zae.seams import slots_of
-from zae.sharding import Ranks, shard
+from zae.launch import spawn as launching
+from zae.launch.rank_process import note_failure, random_state_of, tell_failures_early
+from zae.loop import addon_state
+from zae.loop.history import EpochLog, merge_logs
+from zae.saving.resume import check_places
 
 __all__ = ["DistributedAddon"]
 
@@ -105,10 +107,10 @@ class DistributedAddon(ShardingAddon):
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
         present = state["position"]["present"]
-        rng.restore({key: value for key, value in present["random"].items() if key in rng.HOST})
-        generators = rng.generators_of(loader)
+        random_state.restore({key: value for key, value in present["random"].items() if key in random_state.HOST})
+        generators = random_state.generators_of(loader)
         if present["generators"] is not None and len(generators) == len(present["generators"]):
-            rng.restore_generators(loader, present["generators"])
+            random_state.restore_generators(loader, present["generators"])
         if present["parts"]:  # Of what draws in the loader by itself: the next ranks get it from here.
             restore_parts(shard(loader, True, Ranks(0, 2, list, bool)), present["parts"])
         if not state["progress"]["epoch_batch"]:
@@ -175,8 +177,8 @@ class DistributedAddon(ShardingAddon):
     def _rng_of_rank(self) -> None:
         """Seed as rank 0 is, for what all ranks must draw alike, and then apart."""
         if self.seed is not None and not self._seeded and self._rank:
-            rng.seed_everything(self.seed)
-            rng.restore(random_state_of(self._rank, rng.capture()))
+            random_state.seed_everything(self.seed)
+            random_state.restore(random_state_of(self._rank, random_state.capture()))
             self._seeded = True
 
     def on_exception(self, error: BaseException) -> None:
@@ -322,7 +324,7 @@ def _is_known(backend: str) -> bool:
 
 def _streams() -> tuple[bytes, bytes, str]:
     """What tells one state of this process's random streams from another."""
-    state = rng.capture()
+    state = random_state.capture()
     return (
         state["torch"].numpy().tobytes(),
         state["numpy"]["key"].numpy().tobytes(),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zae.addon import AddOnBase
-from zae.checks import check_count, check_number
+from zae.common.argument_checks import check_count, check_number
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
-from zae.states import is_judged_alike
+from zae.loop.state import is_judged_alike
 
 __all__ = ["EarlyStoppingAddon"]
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae import files
 from zae.addon import AddOnBase
-from zae.checkpoint_size import tensor_bytes
+from zae.common.optim import are_lazy
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.optim import are_lazy
-from zae.plain_names import fit_name, own_names, plain_names, plain_state
+from zae.preview.checkpoint_size import tensor_bytes
+from zae.storage import files
+from zae.storage.plain_names import fit_name, own_names, plain_names, plain_state
 
 __all__ = ["EMAAddon"]
 

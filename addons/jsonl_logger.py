@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.logger import LoggerAddon
-from zae.addons.sinks import JSONLSink, Sink
-from zae.checks import check_file
+from zae.common.argument_checks import check_file
+from zae.sinks.base import JSONLSink, Sink
 
 __all__ = ["JSONLLoggerAddon"]
 

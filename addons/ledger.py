@@ -21,16 +21,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from zae import optim, rng
 from zae.addon import AddOnBase
-from zae.checks import check_file
-from zae.compose import add_ons_of
-from zae.data_state import Passing
+from zae.common import optim
+from zae.common import random_state as rng
+from zae.common.argument_checks import check_file
+from zae.composition.metaclass import add_ons_of
+from zae.data.loader_state import Passing
+from zae.data.loading import length_of
 from zae.errors import ConfigError
-from zae.fingerprint import fingerprint
-from zae.loading import length_of
-from zae.progress import Every
-from zae.streams import reason
+from zae.loop.progress import Every
+from zae.storage.fingerprint import fingerprint
+from zae.storage.hashed_io import reason
 from zae.trainer import Trainer
 
 __all__ = ["LedgerAddon", "fingerprint"]

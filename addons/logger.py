@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zae import rng
 from zae.addon import AddOnBase, seam
-from zae.addons.guard import Guard
-from zae.addons.redact import redact, secrets_in
-from zae.addons.sinks import RunInfo, Sink
-from zae.checks import check_flags, check_number
-from zae.compose import add_ons_of, options_of
+from zae.common import random_state
+from zae.common.argument_checks import check_flags, check_number
+from zae.common.optim import are_lazy
+from zae.composition.metaclass import add_ons_of, options_of
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
-from zae.optim import are_lazy
+from zae.sinks.base import RunInfo, Sink
+from zae.sinks.guard import Guard
+from zae.sinks.redact import redact, secrets_in
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
 
@@ -56,7 +56,7 @@ class LoggerAddon(AddOnBase):
     >>> import torch
     >>> from zae import Trainer
     >>> from zae.addons.logger import LoggerAddon
-    >>> from zae.addons.sinks import Sink
+    >>> from zae.sinks.base import Sink
     >>> class ListSink(Sink):
     ...     name, rows = "list", []
     ...     def write(self, metrics, step):
@@ -177,7 +177,8 @@ class LoggerAddon(AddOnBase):
             Guard(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
             for s in sinks
         ]
-        with rng.isolated():  # A client may draw numbers: for the name of a folder, or to wait before it tries again.
+        # A client may draw numbers: for the name of a folder, or to wait before it tries again.
+        with random_state.isolated():
             for guard in self._guards:
                 guard.start()
             self._settle()
@@ -196,7 +197,7 @@ class LoggerAddon(AddOnBase):
             return
         deadline = time.monotonic() + self.logger_timeout
         errors = []
-        with rng.isolated():
+        with random_state.isolated():
             for guard in guards:
                 try:
                     guard.close(failed, deadline)

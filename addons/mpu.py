@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zae.addons.distributed import DistributedAddon
-from zae.addons.replica import Replica, alike, broadcast, sparse_in
-from zae.checks import check_flags
+from zae.common.argument_checks import check_flags
+from zae.common.optim import are_lazy, laid_out
 from zae.errors import ConfigError, DistributedError
-from zae.optim import are_lazy, laid_out
+from zae.launch.ddp import Replica, alike, broadcast, sparse_in
 
 __all__ = ["MultiGPUAddon"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.addons.redact import redact
-from zae.addons.sinks import RunInfo, Sink
 from zae.errors import AddOnRequirement, ConfigError, did_you_mean
+from zae.sinks.base import RunInfo, Sink
+from zae.sinks.redact import redact
 
 __all__ = ["NeptuneLoggerAddon", "NeptuneSink"]
 

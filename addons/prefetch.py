@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from zae.addon import AddOnBase
-from zae.device import copies_by_itself, plain_tensors
-from zae.loading import describe, gives_pinned
+from zae.common.device import copies_by_itself, plain_tensors
+from zae.data.loading import describe, gives_pinned
 from zae.trainer import Trainer
 
 __all__ = ["PrefetchAddon"]

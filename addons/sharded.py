@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zae import sharding
 from zae.addon import AddOnBase
+from zae.data import sharding
 from zae.errors import ConfigError
 
 __all__ = ["ShardingAddon"]

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zae import addon_state, files
 from zae.addon import AddOnBase
-from zae.checks import check_count, check_flags, check_folder, check_partial
-from zae.crash import forget_claims, save_crash, was_in_step
+from zae.common.argument_checks import check_count, check_flags, check_folder, check_partial
 from zae.errors import CheckpointError, CheckpointMismatch, NonFiniteError
-from zae.locks import FolderLock
-from zae.progress import Every
-from zae.resume import (
+from zae.loop import addon_state
+from zae.loop.progress import Every
+from zae.loop.state import load_weights_of
+from zae.loop.stop_signals import StopSignals
+from zae.saving.crash import forget_claims, save_crash, was_in_step
+from zae.saving.resume import (
     Resumed,
     check_resume,
     find_checkpoint,
@@ -24,11 +25,11 @@ from zae.resume import (
     load_from,
     restart_epoch,
 )
-from zae.retention import Retention, best_of, present_score, score_or_none, scores_now
-from zae.saver import Saver, job_of, parse_format
-from zae.signals import StopSignals
-from zae.start_from import Start
-from zae.states import load_weights_of
+from zae.saving.retention import Retention, best_of, present_score, score_or_none, scores_now
+from zae.saving.saver import Saver, job_of, parse_format
+from zae.saving.start_from import Start
+from zae.storage import files
+from zae.storage.locks import FolderLock
 
 __all__ = ["StateManagerAddon"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.logger import LoggerAddon, is_installed
-from zae.addons.sinks import RunInfo, Sink
-from zae.checks import check_folder
+from zae.common.argument_checks import check_folder
 from zae.errors import AddOnRequirement
+from zae.sinks.base import RunInfo, Sink
 
 __all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.addons.redact import redact, secrets_in
-from zae.addons.sinks import RunInfo, Sink
 from zae.errors import AddOnRequirement, ConfigError, did_you_mean
+from zae.sinks.base import RunInfo, Sink
+from zae.sinks.redact import redact, secrets_in
 
 __all__ = ["WandBLoggerAddon", "WandBSink"]
 

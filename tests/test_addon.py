@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zae import AddOnBase, CheckpointMismatch, Trainer, replaces, seam
-from zae.compose import LAYERS, seams_of
+from zae.composition.metaclass import LAYERS, seams_of
 
 
 class Task(Trainer):
@@ -89,7 +89,7 @@ def test_every_seam_is_one_that_the_loop_calls():
     import zae
 
     folder = Path(zae.__file__).parent
-    sources = "\n".join(path.read_text() for path in [*folder.glob("*.py"), *folder.parent.glob("addons/*.py")])
+    sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/*.py")])
     for name in seams_of(Trainer):
         assert f"self.{name}" in sources or f"trainer.{name}" in sources, name
 

@@ -16,9 +16,9 @@ from kit.hand import digest, loader, network
 from kit.rank_tasks import forks
 from kit.table import Task
 from zae import AddOnBase, AddOnError
-from zae.addon_state import digest as digest_of
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch
+from zae.loop.addon_state import digest as digest_of
 from zae.testing import check_addon
 
 

@@ -521,7 +521,7 @@ def test_e9_devices_that_are_there(device, monkeypatch):
 
 def test_p44_auto_is_one_device_however_many_are_visible(monkeypatch):
     """P-44"""
-    from zae.device import parse_device
+    from zae.common.device import parse_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -37,7 +37,7 @@ from zae import (
     seam,
 )
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.compose import LAYERS, add_ons_of, options_of, slots_of
+from zae.composition.metaclass import LAYERS, add_ons_of, options_of, slots_of
 
 
 class Task(Trainer):
@@ -860,9 +860,9 @@ def test_a_misspelt_hook_is_refused(name, meant, base):
         type(Task)("X", (base,), {name: lambda self, *args: None})
 
 
-@pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_HOOKS))
+@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_HOOKS))
 def test_a_foreign_hook_is_refused(name):
-    _, here = zae.hints.FOREIGN_HOOKS[name]
+    _, here = zae.composition.foreign_names.FOREIGN_HOOKS[name]
     with pytest.raises(TaskError) as caught:
         type(Task)("X", (Task,), {name: lambda self, batch: None})
     assert f"X.{name} would never be called" in str(caught.value)

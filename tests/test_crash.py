@@ -23,9 +23,9 @@ import torch
 
 from kit import faults, hand
 from kit.faults import Child, JournalDisk, KillingDisk, RefusingDisk, answer, everything, forked, installed
-from zae import files
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
+from zae.storage import files
 
 Saving = faults.Task.add_on(StateManagerAddon)
 STEPS = 4  # The save of this step is the one that is broken.
@@ -425,7 +425,7 @@ def test_fa6_nothing_leaves_the_folder(folder: Path) -> None:
 
 
 def test_nothing_bypasses_the_module(folder: Path) -> None:
-    """F: every change that Python makes to the disk during a run goes through zae.files.filesystem."""
+    """F: every change that Python makes to the disk during a run goes through zae.storage.files.filesystem."""
     place = folder / "run"
 
     def watched() -> list[str]:

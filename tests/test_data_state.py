@@ -23,7 +23,7 @@ from kit import hand
 from kit.hand import network
 from kit.table import Task, core_of, fingerprint
 from zae import CheckpointMismatch
-from zae.data_state import capture_parts, restore_parts
+from zae.data.loader_state import capture_parts, restore_parts
 
 SIZE = 22
 

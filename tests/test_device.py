@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zae.device import leading_dimension, parse_device, samples_on_host, to_device
+from zae.common.device import leading_dimension, parse_device, samples_on_host, to_device
 from zae.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from kit.faults import Child, fingerprint
 from kit.rank_tasks import Task, build, forks, loader, same
 from kit.scripts import Script
-from zae import ConfigError, DistributedError, files, launching
+from zae import ConfigError, DistributedError
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.launching import _meeting_point, spawn
-from zae.ranks import Report
+from zae.launch import spawn as launching
+from zae.launch.rank_process import Report
+from zae.launch.spawn import _meeting_point, spawn
+from zae.storage import files
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"

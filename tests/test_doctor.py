@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kit import faults, hand
-from zae import files
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli import main
-from zae.doctor import examine
+from zae.cli.doctor import examine
+from zae.storage import files
 
 
 @pytest.fixture

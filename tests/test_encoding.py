@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zae.encoding import decode, encode
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.strict_json import strict_json
+from zae.storage.encoding import decode, encode
+from zae.storage.strict_json import strict_json
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -95,7 +95,7 @@ def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
 
     trainer = trainer_of(Broken)
     asked = []
-    monkeypatch.setattr(zae.options, "_known_add_ons", lambda: asked.append(1) or [])
+    monkeypatch.setattr(zae.composition.options, "_known_add_ons", lambda: asked.append(1) or [])
     assert not hasattr(trainer, "fit")
     assert getattr(trainer, "fit", 3) == 3
     assert asked == []
@@ -110,12 +110,12 @@ def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_OPTIONS))
+@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_OPTIONS))
 def test_foreign_option_names(name):
     """X-8's table: each name of another trainer is answered with ours."""
     from kit.error_catalogue import trainer_of
 
-    _, here = zae.hints.FOREIGN_OPTIONS[name]
+    _, here = zae.composition.foreign_names.FOREIGN_OPTIONS[name]
     with pytest.raises(zae.OptionError) as caught:
         trainer_of(**{name: 1})
     assert f"unknown argument {name!r} for Task; it is " in str(caught.value)
@@ -124,13 +124,17 @@ def test_foreign_option_names(name):
 
 def test_the_foreign_names_lead_to_names_that_exist():
     """At least 40 names; each answer is an option, a method or an add-on that zae has."""
-    from zae.options import _known_add_ons, own_options
+    from zae.composition.options import _known_add_ons, own_options
 
-    assert len(zae.hints.FOREIGN_OPTIONS) >= 40
+    assert len(zae.composition.foreign_names.FOREIGN_OPTIONS) >= 40
     known = set(dir(zae.Trainer)) | set(own_options(zae.Trainer)) | set(zae.__all__)
     known |= {n for a in _known_add_ons() for n in (a.__name__, *own_options(a), *a.__dict__)}
     known |= {*inspect.signature(zae.Trainer.run).parameters, "Task", "MultiGPUAddon"}
-    for table in (zae.hints.FOREIGN_OPTIONS, zae.hints.FOREIGN_HOOKS, zae.hints.FOREIGN_METHODS):
+    for table in (
+        zae.composition.foreign_names.FOREIGN_OPTIONS,
+        zae.composition.foreign_names.FOREIGN_HOOKS,
+        zae.composition.foreign_names.FOREIGN_METHODS,
+    ):
         for name, (_, here) in table.items():
             words = re.findall(r"\b\w+(?==|\()|\b\w+Addon\b|^\w+$", here)
             assert [
@@ -139,10 +143,10 @@ def test_the_foreign_names_lead_to_names_that_exist():
             assert name not in known - {"train", "epoch", "step", "test", "n_epoch", "max_steps"} or here == name, name
 
 
-@pytest.mark.parametrize("name", sorted(zae.hints.FOREIGN_METHODS))
+@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_METHODS))
 def test_foreign_methods(name):
     from kit.error_catalogue import trainer_of
 
     with pytest.raises(zae.MissingError) as caught:
         getattr(trainer_of(), name)
-    assert str(caught.value).endswith(zae.hints.FOREIGN_METHODS[name][1])
+    assert str(caught.value).endswith(zae.composition.foreign_names.FOREIGN_METHODS[name][1])

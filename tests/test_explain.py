@@ -17,10 +17,11 @@ import zae
 from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
-from zae import AddOnBase, Trainer, direct, replaces
-from zae.explain import LOOP, Line, lines_of, owners_of
-from zae.records import EpochLog
-from zae.seams import function_of, seams_of
+from zae import AddOnBase, Trainer, replaces
+from zae.composition.introspect import function_of, seams_of
+from zae.loop import direct
+from zae.loop.history import EpochLog
+from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""

@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from kit import hand
 from zae import Trainer
-from zae.fast_data import batches_of, why_not
+from zae.data.gather import batches_of, why_not
 
 LENGTHS = (1, 7, 8)
 SIZES = (1, 4, 30)
@@ -224,7 +224,7 @@ def test_a_step_that_changes_its_batch_does_not_change_the_dataset(dataset: str,
 def test_an_epoch_of_more_batches_than_are_cut_at_once(
     dataset: str, sampler: str, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zae.fast_data._CUT", 3)
+    monkeypatch.setattr("zae.data.gather._CUT", 3)
     for length in (5, 6, 7, 12, 13, 25):
         loaders = [SAMPLERS[sampler](DATASETS[dataset](length), batch_size=2, drop_last=drop_last) for _ in range(2)]
         assert walked(loaders[0], True) == walked(loaders[1], False), length

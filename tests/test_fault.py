@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from kit import faults, hand
 from kit.faults import Child, KillAddon, answer, everything, forked
 from kit.rank_tasks import forks
-from zae import Every, Trainer, files
+from zae import Every, Trainer
 from zae.addons import (
     AMPAddon,
     EMAAddon,
@@ -40,7 +40,8 @@ from zae.addons import (
 )
 from zae.addons.mpu import MultiGPUAddon
 from zae.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError
-from zae.nonfinite import LATEST, NonFiniteGuard
+from zae.loop.nonfinite import LATEST, NonFiniteGuard
+from zae.storage import files
 
 
 @pytest.fixture
@@ -804,7 +805,7 @@ def test_fd10_a_stale_lock_is_taken_over(folder: Path) -> None:
     assert lock.exists()
     _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
     assert not lock.exists()
-    from zae.locks import _identity
+    from zae.storage.locks import _identity
 
     reused = json.dumps({**_identity(), "started": "1", "token": "x"})
     for text in ("", "{", "[]", '{"pid": 1, "host": "elsewhere"}', reused):

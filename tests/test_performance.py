@@ -24,7 +24,7 @@ from zae.addons import (
 )
 from zae.addons.jsonl_logger import JSONLLoggerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-from zae.progress import Every
+from zae.loop.progress import Every
 
 ROOT = Path(__file__).resolve().parent.parent
 EIGHT = (AMPAddon, EarlyStoppingAddon, GradientAccumulationAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon,

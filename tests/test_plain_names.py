@@ -17,8 +17,8 @@ from kit.hand import digest, loader, network
 from kit.matrix import first_difference
 from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
-from zae.files import load_checkpoint, load_weights
-from zae.plain_names import plain_state, without_wrappers
+from zae.storage.files import load_checkpoint, load_weights
+from zae.storage.plain_names import plain_state, without_wrappers
 
 
 @pytest.fixture(scope="module", autouse=True)

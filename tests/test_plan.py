@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit import matrix, optimizers, oracle
-from zae import ConfigError, Every, MonitorError, Trainer, rng, session
+from zae import ConfigError, Every, MonitorError, Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.common import random_state
+from zae.loop import run as session
 from zae.testing import PlainTask
 
 
@@ -180,7 +182,7 @@ def world(trainer: Any, loader: Any) -> dict[str, Any]:
         "optimizer": repr(trainer.optimizer.state_dict()),
         "scheduler": repr(trainer.scheduler.state_dict()),
         "hooks": [len(trainer.optimizer._optimizer_step_post_hooks), len(trainer.unwrap()._forward_hooks)],
-        "random": repr(rng.capture()),
+        "random": repr(random_state.capture()),
         "generator": loader.generator.get_state(),
         "files": sorted(str(path) for path in Path(".").rglob("*")),
         "attributes": {k: repr(v) for k, v in trainer.__dict__.items() if k not in ("model", "_module")},
@@ -221,13 +223,13 @@ def test_plan_has_no_side_effect() -> None:
 def test_plan_leaves_a_run_bitwise_as_it_is() -> None:
     outcomes = []
     for planned in (False, True):
-        rng.seed_everything(0)
+        random_state.seed_everything(0)
         trainer, (loader, valid) = make(scheduler="cosine"), loaders()
         torch.manual_seed(9)
         if planned:
             trainer.plan(2, loader, valid)
         trainer.run(2, loader, valid)
-        outcomes.append((trainer.unwrap().state_dict(), trainer.optimizer.state_dict(), repr(rng.capture())))
+        outcomes.append((trainer.unwrap().state_dict(), trainer.optimizer.state_dict(), repr(random_state.capture())))
     assert matrix.first_difference(*outcomes) is None
 
 
@@ -300,10 +302,10 @@ class Counting(torch.optim.SGD):
 
 def test_the_disk_is_counted_without_a_trace_on_the_optimizer() -> None:
     trainer = optimizers.make(Counting, cls=optimizers.Task.add_on(StateManagerAddon), save_path="save")
-    random_before = repr(rng.capture())
+    random_before = repr(random_state.capture())
     assert trainer.plan(1, optimizers.batches()).bytes_per_checkpoint > 0
     assert (trainer.optimizer.count.tolist(), trainer.optimizer.seen) == ([0, 0], [0])
-    assert repr(rng.capture()) == random_before
+    assert repr(random_state.capture()) == random_before
 
 
 def test_plan_takes_nothing_from_an_iterator() -> None:
@@ -470,7 +472,7 @@ def test_plan_is_quick_for_a_long_run() -> None:
     assert any("first 200000 steps" in note for note in plan.notes)
     assert hashlib.sha256(str(plan).encode()).hexdigest()
     assert os.listdir(".") == []
-    assert isinstance(plan, zae.plan.RunPlan)
+    assert isinstance(plan, zae.preview.plan.RunPlan)
 
 
 @pytest.mark.parametrize(

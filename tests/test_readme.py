@@ -27,7 +27,7 @@ from sybil.parsers.markdown import CodeBlockParser
 import zae
 import zae.addons
 from zae import AddOnBase, Trainer
-from zae.compose import options_of, seams_of
+from zae.composition.metaclass import options_of, seams_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -19,9 +19,10 @@ from torch.optim import SGD
 from kit import hand
 from kit.hand import network
 from kit.table import Task
-from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer, session
+from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon
-from zae.records import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
+from zae.loop import run as session
+from zae.loop.history import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
 
 
 class Returning(Trainer):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from zae.data_state import facts_of
-from zae.redeal import padded, place_of, why_not_again
-from zae.sharding import EMPTY, Ranks, shard
+from zae.data.loader_state import facts_of
+from zae.data.reshard import padded, place_of, why_not_again
+from zae.data.sharding import EMPTY, Ranks, shard
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 4))  # Batch size and ranks.
 

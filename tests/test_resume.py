@@ -628,7 +628,7 @@ def test_p18_training_weights_and_the_score_of_the_moment(folder: Path, order: t
         patience=9, jsonl_path=folder / "log.jsonl", keep_last=None, log_bar=False, seed=3,
     )  # fmt: skip
     made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
-    from zae import files
+    from zae.storage import files
 
     for path in files.list_checkpoints(folder / "run"):
         manifest, weights, _ = files.load_checkpoint(path)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from zae import Trainer, rng
+from zae import Trainer
 from zae.addons.ledger import random_state
+from zae.common import random_state as rng
 from zae.errors import CheckpointMismatch, ConfigError
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from zae import Trainer
 from zae.addons import StateManagerAddon
+from zae.common.sanity import check_counters, check_rates
 from zae.errors import CheckpointError, CheckpointMismatch
-from zae.sanity import check_counters, check_rates
 
 
 class Task(Trainer):

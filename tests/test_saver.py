@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zae import saver
-from zae.saver import Snapshots
+from zae.saving import saver
+from zae.saving.saver import Snapshots
 
 
 def test_p54_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytest.MonkeyPatch) -> None:

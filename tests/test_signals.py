@@ -19,11 +19,12 @@ import torch
 from kit import faults, hand
 from kit.faults import answer, everything, forked
 from kit.rank_tasks import forks
-from zae import Every, files
+from zae import Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
 from zae.addons.mpu import MultiGPUAddon
 from zae.errors import CheckpointMismatch
+from zae.storage import files
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 BATCHES = 10  # Of the validation.

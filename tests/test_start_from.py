@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from kit import faults, hand, rank_tasks
-from zae import Trainer, files
+from zae import Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
+from zae.storage import files
 
 WSD = ("model", "optimizer", "progress")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from zae import streams
 from zae.errors import CheckpointDamaged
-from zae.streams import CHUNK, Output, opened, read_whole
+from zae.storage import hashed_io
+from zae.storage.hashed_io import CHUNK, Output, opened, read_whole
 
 
 def test_a8_pieces_of_every_size_are_written_and_hashed_in_order() -> None:
@@ -74,7 +74,7 @@ def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_AHEAD", 4 << 20)
+    monkeypatch.setattr(hashed_io, "_AHEAD", 4 << 20)
     real = hashlib.sha256()
     ahead: list[int] = []
 

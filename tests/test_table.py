@@ -15,8 +15,8 @@ import torch
 import zae.addons
 from kit import hand
 from kit.table import TABLE, Task, build, compatible, composed, core_of, fingerprint, parts
-from zae.compose import arrange
-from zae.encoding import decode, encode
+from zae.composition.metaclass import arrange
+from zae.storage.encoding import decode, encode
 
 IDS = [entry.id for entry in TABLE]
 PAIRS = [pair for pair in itertools.combinations(TABLE, 2) if compatible(*pair)]

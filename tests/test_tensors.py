@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.streams import Input, opened
-from zae.tensors import DTYPES, read_ckpt, read_safetensors, write_ckpt, write_safetensors
+from zae.storage.hashed_io import Input, opened
+from zae.storage.tensor_files import DTYPES, read_ckpt, read_safetensors, write_ckpt, write_safetensors
 
 
 def written(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

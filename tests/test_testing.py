@@ -23,7 +23,7 @@ from kit.faulty_addons import (
 )
 from kit.right_addons import RIGHT
 from zae import AddOnBase, AddOnError, Every, Trainer, replaces
-from zae.rng import capture
+from zae.common.random_state import capture
 from zae.testing import CHECKS, AddOnFault, check_addon, rank_checks
 from zae.testing.settings import Settings
 from zae.testing.watch import difference

@@ -1,9 +1,9 @@
 """zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
 
-from typing import TYPE_CHECKING
+from zae.common.lazy import keep_old_names as _keep_old_names
+from zae.common.lazy import load as _load
 
-from zae.lazy import load as _load
-
+TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, replaces, seam
     from zae.errors import (
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         TaskError,
         ZaeError,
     )
-    from zae.progress import Every, ProgressChecker
-    from zae.records import MetricsDict
+    from zae.loop.history import MetricsDict
+    from zae.loop.progress import Every, ProgressChecker
     from zae.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -65,10 +65,12 @@ __all__ = [
 
 _HOMES = {
     "zae.addon": ("AddOnBase", "replaces", "seam"),
-    "zae.progress": ("Every", "ProgressChecker"),
-    "zae.records": ("MetricsDict",),
+    "zae.loop.progress": ("Every", "ProgressChecker"),
+    "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),
 }  # All others are errors.
+
+_keep_old_names()
 
 
 def __getattr__(name: str) -> object:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from zae.addon_state import check_declared, declaring, read_declared
-from zae.compose import mix
+from zae.composition.introspect import LAYERS, replaces, seam
+from zae.composition.metaclass import mix
+from zae.composition.options import BASES
 from zae.errors import CheckpointMismatch
-from zae.options import BASES
-from zae.seams import LAYERS, replaces, seam
+from zae.loop.addon_state import check_declared, declaring, read_declared
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:

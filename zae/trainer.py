@@ -17,19 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import checks, direct, evaluation, explain, optim, optimizer_modes, plan, rng, scheduling, session, settings
-from zae.bar import Bar
-from zae.compose import TrainerMeta, compose, seam, slots_of
-from zae.contexts import NOTHING
-from zae.device import copies_by_itself, leading_dimension, parse_device, to_device
-from zae.faults import explain_error, undisturbed
-from zae.loading import Position, length_of
-from zae.nonfinite import NonFiniteGuard
-from zae.plain_names import plain_state, without_wrappers
-from zae.progress import Every, ProgressChecker
-from zae.records import Metrics, MetricsDict, direction_of, plain
+from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings, random_state
+from zae.common.contexts import NOTHING
+from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
+from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
+from zae.data.loading import Position, length_of
+from zae.loop import direct, evaluation, scheduling
+from zae.loop import run as session
+from zae.loop.error_notes import explain_error, undisturbed
+from zae.loop.history import Metrics, MetricsDict, direction_of, plain
+from zae.loop.nonfinite import NonFiniteGuard
+from zae.loop.progress import Every, ProgressChecker
+from zae.loop.progress_bar import Bar
+from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
+from zae.preview import explain, plan
 from zae.schedulers import is_plateau
-from zae.states import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
+from zae.storage.plain_names import plain_state, without_wrappers
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -75,10 +78,10 @@ class Trainer(metaclass=TrainerMeta):
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
     on_nonfinite : {"raise", "skip", "warn"}
         What a loss that is NaN or infinite does, or a gradient norm where ``gradient_clip`` computes one: raise before
-        the optimizer steps, leave the step out, or only warn. See `zae.nonfinite.NonFiniteGuard`.
+        the optimizer steps, leave the step out, or only warn. See `zae.loop.nonfinite.NonFiniteGuard`.
     fast_data : bool
         Take the batches of a DataLoader over tensors in memory with one gather each, bitwise as the loader gives them.
-        See `zae.fast_data`.
+        See `zae.data.gather`.
     keep_train_outputs : bool
         Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
         epoch ends. What ``test_step`` returns is kept wherever ``metric_on_epoch_end`` is overridden.
@@ -130,19 +133,19 @@ class Trainer(metaclass=TrainerMeta):
         keep_train_outputs: bool = False,
         try_validation: bool = True,
     ) -> None:
-        self.devices = checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
-        self.device, self.mode = self.devices[0], checks.check_mode(mode)
-        self.model: Any = checks.check_model(model)
+        self.devices = argument_checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
+        self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
+        self.model: Any = argument_checks.check_model(model)
         self._module: nn.Module = self.model
         optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
-        self.log_bar, self.fast_data, self.keep_train_outputs = checks.check_flags(**flags)
-        (self.try_validation,) = checks.check_flags(try_validation=try_validation)
+        self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
+        (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
-        self.gradient_clip = checks.check_number("gradient_clip", gradient_clip)
+        self.gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
         self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
-        self.seed = checks.check_count("seed", seed, least=0, bits=64, optional=True)
+        self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
         self._begin_empty()
@@ -156,7 +159,7 @@ class Trainer(metaclass=TrainerMeta):
         self.log_history, self.grad_norm = list[dict[str, Any]](), cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        # The last two say how a state is loaded: see `zae.addon_state`.
+        # The last two say how a state is loaded: see `zae.loop.addon_state`.
         self._ready = self._seeded = self._tells_settings = self._loads_entries = self._may_keep_state = False
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
@@ -414,13 +417,13 @@ class Trainer(metaclass=TrainerMeta):
             What ``train_step`` returned, and its weight in the epoch's means.
         """
         with self.forward_context():
-            out = checks.as_mapping(self, self.train_step(batch), batch)
+            out = argument_checks.as_mapping(self, self.train_step(batch), batch)
         try:
             self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
             # A copy in a window: a step may return the same dict for all of it.
             return out if count == 1 else dict(out), self.weight_of(batch, out.get("num_targets"))
         except Exception as error:
-            checks.explain_outputs(self, out, batch, error)
+            argument_checks.explain_outputs(self, out, batch, error)
             raise
 
     @seam
@@ -455,7 +458,7 @@ class Trainer(metaclass=TrainerMeta):
         Targets that were counted on an accelerator stay there as a tensor, which is read with the log.
         """
         if num_targets is not None:
-            return checks.count_of(self, num_targets)
+            return argument_checks.count_of(self, num_targets)
         return leading_dimension(batch) or 1
 
     @seam
@@ -522,15 +525,15 @@ class Trainer(metaclass=TrainerMeta):
     def setup(self) -> None:
         """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
         if self.seed is not None and not self._seeded:
-            rng.seed_everything(self.seed)
+            random_state.seed_everything(self.seed)
         self._seeded = True
-        checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
+        argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
         self.model = self._wrapped = self.wrap_model(self._module)
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
         self._schedulers = optim.named(self.scheduler)
-        settings.note(self, self._optimizers, self._schedulers)
+        optimizer_settings.note(self, self._optimizers, self._schedulers)
         self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
         self._bar = Bar(self.log_bar and self.is_main)
 
@@ -723,7 +726,7 @@ class Trainer(metaclass=TrainerMeta):
         mode : {"train", "test"}, optional
             The mode; None takes the other one.
         """
-        evaluation.switch(self, checks.check_mode(mode or ("test" if self.mode == "train" else "train")))
+        evaluation.switch(self, argument_checks.check_mode(mode or ("test" if self.mode == "train" else "train")))
 
     # ------------------------------------------------------------------------------------- weights and state
 

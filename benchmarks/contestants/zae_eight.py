@@ -17,7 +17,7 @@ from zae.addons import (
 )
 from zae.addons.jsonl_logger import JSONLLoggerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-from zae.progress import Every
+from zae.loop.progress import Every
 
 NAME = "zae, eight add-ons and the bar"
 TERMINAL = True

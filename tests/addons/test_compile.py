@@ -20,7 +20,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.addons.trial import Trial
+from zae.compiling.trial import Trial
 
 FAST = {"compile_backend": "aot_eager"}
 FASTEST = {"compile_backend": "eager"}
@@ -130,7 +130,7 @@ def test_evaluation_is_never_stale(mode: str) -> None:
 def test_auto_keeps_one_step_and_says_which_and_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
+    monkeypatch.setattr("zae.compiling.trial._SECONDS", 0.0)
     with caplog.at_level(logging.INFO, logger="zae"):
         task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FAST)
     report = task.compile_report
@@ -145,8 +145,8 @@ def test_auto_keeps_one_step_and_says_which_and_why(
 
 def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the next epoch on the steps pass it by; batches of another shape, in another run, are tried again."""
-    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
-    monkeypatch.setattr("zae.addons.trial._LEAST", 1.0)  # Nothing gains as much as the whole of the eager step.
+    monkeypatch.setattr("zae.compiling.trial._SECONDS", 0.0)
+    monkeypatch.setattr("zae.compiling.trial._LEAST", 1.0)  # Nothing gains as much as the whole of the eager step.
     task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FASTEST)
     assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
     assert furthest(trained(Task, epochs=10), task) < 1e-10

@@ -505,7 +505,7 @@ def test_a_setting_that_is_changed_by_hand_is_that_of_the_next_step() -> None:
 
 
 def test_auto_times_all_three_and_keeps_one(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zae.addons.trial._SECONDS", 0.0)
+    monkeypatch.setattr("zae.compiling.trial._SECONDS", 0.0)
     with caplog.at_level(logging.INFO, logger="zae"):
         task = trained(Task.add_on(CompileAddon), epochs=14, compile_mode="auto", compile_backend="aot_eager")
     report = task.compile_report

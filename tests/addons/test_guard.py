@@ -11,8 +11,8 @@ import pytest
 
 from kit.loggers import ListSink, forked, lines, warned
 from zae import ConfigError, LoggerError, ZaeError
-from zae.addons.guard import Guard
-from zae.addons.sinks import RunInfo
+from zae.sinks.base import RunInfo
+from zae.sinks.guard import Guard
 
 FOLDER = Path("zae-offline")
 FILE = FOLDER / "list-r1.jsonl"

@@ -20,7 +20,7 @@ from zae import ConfigError, Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, LedgerAddon, StateManagerAddon
 from zae.addons.ledger import fingerprint, random_state
 from zae.cli import main
-from zae.diff import STAGES, compare, read_ledger
+from zae.cli.diff import STAGES, compare, read_ledger
 
 
 class Task(Trainer):

@@ -37,7 +37,7 @@ from kit.rank_tasks import (
     same,
     weights,
 )
-from zae import ConfigError, DistributedError, Trainer, travel
+from zae import ConfigError, DistributedError, Trainer
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -50,7 +50,8 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.errors import CheckpointMismatch, LoaderError
-from zae.launching import spawn
+from zae.launch import transfer
+from zae.launch.spawn import spawn
 
 WORLDS = (2, 3)
 F64 = torch.float64
@@ -974,11 +975,11 @@ def test_p38_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_pat
     late = type("Late", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Late", late, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    travel.pack({"sample": late()}, tmp_path / "begin")
-    assert type(travel.unpack(tmp_path / "begin")["sample"]) is late
+    transfer.pack({"sample": late()}, tmp_path / "begin")
+    assert type(transfer.unpack(tmp_path / "begin")["sample"]) is late
     monkeypatch.delattr(sys.modules["__main__"], "Late")
     with pytest.raises(ConfigError, match=r"Late is not there when another process .* not under if __name__"):
-        travel.unpack(tmp_path / "begin")
+        transfer.unpack(tmp_path / "begin")
 
 
 def test_p44_devices_are_those_asked_for():

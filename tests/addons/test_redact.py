@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zae.addons.redact import redact, secrets_in
+from zae.sinks.redact import redact, secrets_in
 
 
 @pytest.mark.parametrize(

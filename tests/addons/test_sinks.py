@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kit.loggers import lines
-from zae.addons import sinks
-from zae.addons.sinks import JSONLSink, RunInfo, Sink
+from zae.sinks import base as sinks
+from zae.sinks.base import JSONLSink, RunInfo, Sink
 
 
 def write(path, info, *rows):

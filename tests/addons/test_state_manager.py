@@ -22,10 +22,10 @@ from kit.hand import digest, loader, network
 from kit.table import Task, core_of, fingerprint
 from zae import ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
+from zae.common.random_state import seed_everything
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from zae.files import load_checkpoint
-from zae.rng import seed_everything
-from zae.saver import parse_format
+from zae.saving.saver import parse_format
+from zae.storage.files import load_checkpoint
 
 
 class Scored(Task):

@@ -12,8 +12,8 @@ import test_security
 import torch
 
 from kit import hand
-from zae import files
 from zae.addons import EMAAddon
+from zae.storage import files
 
 
 def main() -> None:

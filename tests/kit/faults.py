@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from kit import hand
-from zae import AddOnBase, Trainer, files
-from zae.encoding import encode
-from zae.files import FileSystem
-from zae.tensors import byte_view
+from zae import AddOnBase, Trainer
+from zae.storage import files
+from zae.storage.encoding import encode
+from zae.storage.files import FileSystem
+from zae.storage.tensor_files import byte_view
 
 OPERATIONS = [name for name in vars(FileSystem) if not name.startswith("_")]
 CHANGING = ("mkdir", "create", "write", "fsync", "rename")  # What a full disk refuses.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
 from zae.addons.logger import LoggerAddon
-from zae.addons.sinks import Sink
+from zae.sinks.base import Sink
 
 
 class Task(Trainer):

@@ -30,7 +30,7 @@ from zae.addons import (
     TensorBoardLoggerAddon,
     WandBLoggerAddon,
 )
-from zae.encoding import encode
+from zae.storage.encoding import encode
 
 Options = Callable[[Path], Mapping[str, Any]]
 

@@ -79,6 +79,7 @@ MOVED = {
     "zae.travel": "zae.launch.transfer",
     "zae.trial": "zae.loop.trial",
     "zae.unsaved": "zae.saving.unsaved",
+    "zae.walk": "zae.common.walk",
     "zae.workers": "zae.data.workers",
 }
 

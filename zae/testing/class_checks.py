@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-from zae.seams import is_marked
+from zae.composition.introspect import is_marked
 from zae.testing import watch
 from zae.testing.kit import Kit, build_optimizer, build_scheduler, in_new_folder
 from zae.testing.settings import LASTING, Settings

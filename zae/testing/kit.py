@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zae.common.random_state import seed_everything
+from zae.composition.introspect import function_of, is_add_on, seams_of
+from zae.composition.options import options_of
 from zae.errors import ZaeError
-from zae.options import options_of
-from zae.rng import seed_everything
-from zae.seams import function_of, is_add_on, seams_of
 from zae.testing import watch
 from zae.testing.settings import Settings
 from zae.trainer import Trainer

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from zae.addon import AddOnBase
+from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError
-from zae.seams import is_add_on
 from zae.testing import class_checks, rank_checks, state_checks, step_checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
 from zae.testing.settings import kept

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zae import rng
+from zae.common import random_state
 from zae.trainer import Trainer
 
 __all__ = ["LASTING", "Settings", "kept"]
@@ -258,7 +258,7 @@ def kept(warm_up: Callable[[], object]) -> Iterator[Settings]:
 
     ``warm_up`` is called first: torch imports much of itself, and sets a variable, when it trains for the first time.
     """
-    streams = rng.capture()
+    streams = random_state.capture()
     try:
         with contextlib.suppress(Exception):  # The checks that need it report it.
             warm_up()
@@ -269,4 +269,4 @@ def kept(warm_up: Callable[[], object]) -> Iterator[Settings]:
         finally:
             settings.restore()
     finally:
-        rng.restore(streams)
+        random_state.restore(streams)

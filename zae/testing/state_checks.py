@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zae.addon import AddOnBase
-from zae.encoding import decode, encode
 from zae.errors import CheckpointError, CheckpointMismatch
+from zae.storage.encoding import decode, encode
 from zae.testing import watch
 from zae.testing.kit import Kit, Loader, in_new_folder
 from zae.testing.step_checks import parted

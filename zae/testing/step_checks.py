@@ -212,7 +212,10 @@ def check_random(kit: Kit) -> Iterator[str]:
         now = watch.streams()
         drawn = [f"a run ends with another state of the stream {k!r}" for k in now if now[k] != before[k]]
     for each in drawn[:1]:
-        yield f"{each}, and so changes training; draw from a torch.Generator of your own, or inside zae.rng.isolated()"
+        yield (
+            f"{each}, and so changes training; draw from a torch.Generator of your own, or inside "
+            "zae.common.random_state.isolated()"
+        )
 
 
 def check_transfer(kit: Kit) -> Iterator[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zae import rng
+from zae.common import random_state
 
 __all__ = [
     "Calls",
@@ -84,7 +84,7 @@ def output() -> Iterator[io.StringIO]:
 def streams() -> dict[str, Any]:
     """Return the state of each random stream, by name, in a form that can be compared."""
     name, key, *rest = cast("Any", np.random.get_state(legacy=True))
-    devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in rng.of_devices().items()}
+    devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in random_state.of_devices().items()}
     own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
     return {**own, "numpy": (name, bytes(key), *rest), **devices}
 

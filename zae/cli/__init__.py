@@ -1,0 +1,69 @@
+"""The commands of `python -m zae`: each is a module of its own, imported only when it is the one that was asked for.
+
+A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, whose result is the exit status: 0 when
+all is well, 1 when it found something, 2 for wrong usage and for what cannot be read. Neither this module nor theirs
+may import torch at the top: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and say what is wrong and what to do"),
+    "diff": ("zae.cli.diff", "name the first step and stage at which two runs part"),
+}
+"""Each command, the module that it is in, and its line in the help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit status.
+
+    Examples
+    --------
+    >>> main([])
+    2
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does: the status tells all the same.
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # A command that is named is asked for its own arguments; the help of all needs none of their modules.
+    name = next((word for word in given if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="python -m zae", description="Tools around runs of zae.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for command, (module, line) in COMMANDS.items():
+        sub = commands.add_parser(command, help=line, description=line[0].upper() + line[1:] + ".")
+        if command == name:
+            importlib.import_module(module).add_arguments(sub)
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.print_usage(sys.stderr)
+        return 2
+    status = 2
+    try:
+        status = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Whoever reads has had enough, as head has; what is left to say at the exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # What cannot be read is no finding, of which 1 would tell.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{error}\n")
+    return status

@@ -1,0 +1,183 @@
+"""`python -m zae doctor PATH`: what checkpoints are there, whether they are whole, and what to do about the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zae.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["add_arguments", "examine", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("path", help="the folder that a run saves to (save_path), or one checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine a folder and print what was found.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        With ``path`` and ``json``.
+
+    Returns
+    -------
+    int
+        0 when the newest checkpoint is whole, 1 when it is not or there is none, 2 when there is no such folder.
+    """
+    path = Path(os.path.expanduser(arguments.path))
+    if not path.is_dir():
+        sys.stderr.write(f"{_plain(path)} is no folder; give the save_path of a run, or one checkpoint\n")
+        return 2
+    report = examine(path)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else _table(report))
+    return 0 if report["healthy"] else 1
+
+
+def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Verify every checkpoint in a folder, reading all of their bytes; nothing is changed.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder of a run, or one checkpoint.
+
+    Returns
+    -------
+    dict
+        ``healthy`` (whether the newest is whole), ``resume_from`` (the newest whole one, or None), ``checkpoints``,
+        ``crashes`` (newest first, each with what it holds and what is wrong with it), ``left_behind``, ``holder`` (who
+        is saving there) and ``advice``.
+
+    Examples
+    --------
+    >>> examine("runs/no-such-run")["advice"]
+    ['there is no checkpoint: resume="auto" begins afresh here']
+    """
+    from zae.saving.crash import crashes_in
+    from zae.storage import files  # It imports torch, which takes seconds: not for --help.
+
+    folder = Path(path)
+    paths = [folder] if (folder / "manifest.json").exists() else files.list_checkpoints(folder)
+    crashes = crashes_in(folder) if paths != [folder] else []
+    checkpoints = [_examined(each) for each in paths]
+    whole = [each for each in checkpoints if each["whole"]]
+    return {
+        "path": str(folder),
+        "healthy": bool(checkpoints) and checkpoints[0]["whole"],
+        "resume_from": whole[0]["name"] if whole else None,
+        "checkpoints": checkpoints,
+        "crashes": [_examined(each) for each in crashes],
+        "left_behind": _left_behind(folder) if paths != [folder] else [],
+        "holder": _holder(folder),
+        "advice": _advice(checkpoints, whole),
+    }
+
+
+def _examined(path: Path) -> dict[str, Any]:
+    """One checkpoint: what it says of itself, and whether that is true."""
+    from zae.errors import CheckpointError
+    from zae.storage import files
+
+    found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
+    try:
+        manifest = files.verify(path)
+    except CheckpointError as error:
+        return {**found, "wrong": _plain(error)}
+    kept = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")
+    info = {"score": manifest["info"].get("score"), "monitor": manifest["info"].get("monitor")}
+    facts: dict[str, Any] = {key: manifest[key] for key in kept}  # type: ignore[literal-required]
+    return {**found, "whole": True, **facts, **info}
+
+
+def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
+    """What to do."""
+    if not checkpoints:
+        return ['there is no checkpoint: resume="auto" begins afresh here']
+    damaged = [each["name"] for each in checkpoints if not each["whole"]]
+    if not damaged:
+        return [f"all are whole: resume=True goes on from {whole[0]['name']}"]
+    if not whole:
+        return [
+            "none is whole: restore one from a copy, or move them away to begin afresh",
+            "weights whose own file is whole can be saved: resume=<path>, allow_partial=['state.json', "
+            "'state.safetensors']",
+        ]
+    names = ", ".join(damaged)
+    if checkpoints[0]["whole"]:
+        return [f"resume=True goes on from {whole[0]['name']}", f"delete what is damaged: {names}"]
+    lost = "" if checkpoints[0].get("step") is None else f" of step {checkpoints[0]['step']}"
+    return [
+        f"resume=True passes over {names} and goes on from {whole[0]['name']} (step {whole[0]['step']})",
+        f"restore {checkpoints[0]['name']}{lost} from a copy to lose nothing, or delete it",
+    ]
+
+
+def _table(report: dict[str, Any]) -> str:
+    """The report for a terminal."""
+    lines = [f"{_plain(report['path'])}"]
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "epoch", "score", "ranks", "size", "zae", "state")]
+    rows += [_row(each) for each in [*report["checkpoints"], *report["crashes"]]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    if len(rows) > 1:
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    for each in [*report["checkpoints"], *report["crashes"]]:
+        if each["whole"]:
+            lines.append(f"{_plain(each['name'])}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
+        else:
+            lines.append(f"{_plain(each['name'])}: {each['wrong']}")
+    if report["left_behind"]:
+        names = ", ".join(_plain(name) for name in report["left_behind"])
+        lines.append(f"left behind by killed saves, removed by the next one: {names}")
+    if report["holder"]:
+        lines.append(f"in use: {report['holder']}")
+    lines += [f"-> {_plain(line)}" for line in report["advice"]]
+    return "\n".join(lines) + "\n"
+
+
+def _row(each: dict[str, Any]) -> tuple[str, ...]:
+    size = f"{each['bytes'] / 1e6:.1f} MB"
+    if not each["whole"]:
+        return (_plain(each["name"]), "-", "-", "-", "-", size, "-", "DAMAGED")
+    value = each["score"]  # Of the manifest, which may be forged.
+    shown = f"{value:.6g}" if isinstance(value, (int, float)) else _plain(value)
+    score = "-" if value is None else f"{_plain(each['monitor'])} {shown}"
+    numbers = (str(each["step"]), str(each["epoch"]), score, str(each["world_size"]))
+    return (_plain(each["name"]), *numbers, size, _plain(each["zae"]), "whole")
+
+
+def _left_behind(folder: Path) -> list[str]:
+    """What killed saves and removals left."""
+    return sorted(p.name for p in folder.glob(".*") if p.name.startswith((".staging-", ".replaced-", ".deleting-")))
+
+
+def _holder(folder: Path) -> str | None:
+    """Who is saving into the folder."""
+    from zae.errors import ConfigError
+    from zae.storage.locks import FolderLock
+
+    try:
+        FolderLock(folder).check()
+    except ConfigError as error:
+        return _plain(error).partition("is in use: ")[2].partition(";")[0]
+    return None
+
+
+def _size(path: Path) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path) if not entry.is_symlink())
+
+
+def _plain(value: object) -> str:
+    """Text from a checkpoint, without anything that a terminal would act on."""
+    return printable(str(value), kept="")

@@ -1,0 +1,623 @@
+"""One or several optimizers and schedulers, brought into one form and checked."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zae.common.optimizer_state import load_optimizer_state
+from zae.errors import CheckpointMismatch, ConfigError, StepError
+
+__all__ = [
+    "are_lazy",
+    "backward_each",
+    "build",
+    "check_closures",
+    "check_groups",
+    "check_optimizers",
+    "driven_by",
+    "fused_hints",
+    "is_hooked",
+    "is_stepped_by_class",
+    "laid_out",
+    "lay_out",
+    "learning_rates",
+    "leaves_kernel_open",
+    "listed",
+    "mark_copied",
+    "mark_stepped",
+    "named",
+    "normalize",
+    "outside_of",
+    "parameters_of",
+    "parameters_to_clip",
+    "step",
+    "unheld",
+    "unlisted",
+]
+
+_SINGLE = "0"  # The name of an only optimizer, in states and messages.
+_TORCH: Any = sys.modules[Optimizer.__module__]
+_AROUND = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Of the function that torch puts around the ``step`` of every class of optimizers."""
+_KNOWN_NAMES = {
+    "Optimizer", "RuntimeError", "__class__", "__name__", "_global_optimizer_post_hooks", "_global_optimizer_pre_hooks",
+    "_optimizer_step_code", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "autograd", "cast", "chain",
+    "isinstance", "len", "profiler", "record_function", "torch", "tuple", "values",
+}  # fmt: skip
+# It is so from torch 2.6 to 2.13; one that does anything else is called.
+_IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES and hasattr(torch._C._autograd, "_profiler_enabled")
+
+
+def named(value: Any) -> dict[str, Any]:
+    """Bring None, one object, a list or a dict of them into a dict.
+
+    Examples
+    --------
+    >>> named(None), named("x"), named(["x", "y"]), named({"d": "x"})
+    ({}, {'0': 'x'}, {'0': 'x', '1': 'y'}, {'d': 'x'})
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(index): item for index, item in enumerate(value)}
+    return {_SINGLE: value}
+
+
+def is_factory(each: Any) -> bool:
+    """Whether what was given is yet to be called: a function, or the class itself."""
+    return isinstance(each, type) or not hasattr(each, "state_dict")
+
+
+def rebuild(value: Any, make: Callable[[str, Any], Any]) -> Any:
+    """Apply a function to one object, or to each of a list or a dict, keeping the form."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: make(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [make(str(index), item) for index, item in enumerate(value)]
+    return make(_SINGLE, value)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters that an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str) -> None:
+    """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer.
+
+    Parameters
+    ----------
+    optimizer, scheduler : object
+        What the user gave: one, several, or factories.
+    model : Module
+        The model.
+    mode : str
+        In "test" mode no optimizer is needed.
+
+    Raises
+    ------
+    ConfigError
+        With the counts of parameters.
+    """
+    if not named(optimizer):
+        if mode == "train":
+            raise ConfigError(
+                f"optimizer is {optimizer!r}, and mode='train' needs one; write "
+                "optimizer=torch.optim.AdamW(model.parameters()), or mode='test'"
+            )
+        return
+    own = {id(p) for p in model.parameters()}
+    for name, each in named(optimizer).items():
+        if isinstance(each, Optimizer):
+            held = parameters_of(each)
+            if own and not any(id(p) in own for p in held):
+                raise ConfigError(
+                    f"optimizer {name} ({type(each).__name__}) holds {len(held)} parameters, and none of them is one "
+                    f"of the model's {len(own)}; build it from the model that is given: "
+                    f"{type(each).__name__}(model.parameters(), ...)"
+                )
+        elif not callable(each):
+            raise ConfigError(
+                f"optimizer {name} is a {type(each).__name__}; give a torch.optim.Optimizer, or a function that makes "
+                "one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+            )
+    known = [each for each in named(optimizer).values() if isinstance(each, Optimizer)]
+    for name, each in named(scheduler).items():
+        if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
+            if not callable(each):
+                raise ConfigError(
+                    f"scheduler {name} is a {type(each).__name__}; give a torch.optim.lr_scheduler.LRScheduler, or a "
+                    "function that makes one: scheduler=lambda optimizer: ..."
+                )
+        elif known and not any(each.optimizer is optimizer for optimizer in known):
+            raise ConfigError(
+                f"scheduler {name} ({type(each).__name__}) drives another optimizer than the one given; build it from "
+                f"the same object: {type(each).__name__}(optimizer, ...)"
+            )
+
+
+def are_lazy(parameters: Iterable[Tensor]) -> bool:
+    """Whether some parameters have yet to be made, by the first step.
+
+    Examples
+    --------
+    >>> are_lazy(nn.LazyLinear(2).parameters()), are_lazy(nn.Linear(2, 2).parameters())
+    (True, False)
+    """
+    return any(map(nn.parameter.is_lazy, parameters))
+
+
+def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Copy what stands beside a parameter number by number into the parameter's order in memory.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
+    >>> laid_out(torch.arange(6.0).view(3, 2), weight).stride() == weight.stride()
+    True
+    """
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def lay_out(optimizer: Optimizer) -> None:
+    """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
+
+    A fused kernel goes through a weight and its state number by number, wherever they lie.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
+    >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
+    >>> optimizer.state[weight]["momentum_buffer"] = torch.arange(6.0).view(3, 2)
+    >>> lay_out(optimizer)
+    >>> optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+    True
+    """
+    for parameter in parameters_of(optimizer):
+        state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
+        for name, value in list(state.items()) if isinstance(state, dict) else ():
+            if _is_like(value, parameter) and value.stride() != parameter.stride():
+                state[name] = laid_out(value, parameter)
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of a state is a plain tensor that stands beside its parameter number by number."""
+    return (
+        type(value) is Tensor
+        and value.layout is parameter.layout is torch.strided
+        and (value.shape, value.device) == (parameter.shape, parameter.device)
+    )
+
+
+def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
+    """List what is clipped together: all parameters for one optimizer, each optimizer's own for several.
+
+    They stand in the model's order, as in ``clip_grad_norm_(model.parameters(), ...)``: the order of a sum of
+    squares decides its last bit. A frozen one has no gradient to clip, until it is thawed.
+    """
+    ordered = list(model.parameters())
+    seen = {id(p) for p in ordered}
+    if len(optimizers) == 1:
+        return [ordered + [p for o in optimizers.values() for p in parameters_of(o) if id(p) not in seen]]
+    lists = []
+    for optimizer in optimizers.values():
+        held = parameters_of(optimizer)
+        mine = {id(p) for p in held}
+        lists.append([p for p in ordered if id(p) in mine] + [p for p in held if id(p) not in seen])
+    return lists
+
+
+def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
+    """Differentiate each loss by the parameters of the optimizer of its name; they may share a graph."""
+    last = list(losses)[-1]
+    for name, loss in losses.items():
+        inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
+        if inputs:  # Else all of them are frozen for the time being.
+            loss.backward(inputs=inputs, retain_graph=name != last)
+
+
+def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
+    """Refuse an optimizer whose ``step`` wants a closure, unless the user's class steps it itself."""
+    own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
+    if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
+        return
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
+                "the step in your class: def step_one(self, optimizer): optimizer.step(closure); return True"
+            )
+
+
+def outside_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    """List the parameters of an optimizer that are not the model's: no ``state_dict`` of the model has them."""
+    own = {id(p) for p in model.parameters()}
+    return [p for p in parameters_of(optimizer) if id(p) not in own]
+
+
+def unheld(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name the parameters of a model that want a gradient and that no optimizer holds.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> unheld(model, {"0": torch.optim.SGD(model[0].parameters())})
+    ['1.weight', '1.bias']
+    """
+    held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def _follow_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to the device that its parameters have been moved to since."""
+    if any(
+        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+    ):
+        load_optimizer_state(optimizer, optimizer.state_dict())
+
+
+def normalize(
+    counts: list[Any], parameters: Iterable[Tensor], reduce: Callable[[Tensor], Tensor], world_size: int
+) -> None:
+    """Divide the gradients by the number of targets in the window, over all ranks.
+
+    The gradient of a window is then ``sum(n_i * g_i) / sum(n_i)``: every target weighs alike, whichever micro-batch
+    and rank it was in. Ranks average their gradients, so the total is divided by the world size too.
+    """
+    absent = sum(count is None for count in counts)
+    if absent == len(counts):
+        return
+    if absent:
+        raise StepError(
+            f"train_step returned 'num_targets' for {len(counts) - absent} of the {len(counts)} batches of a window; "
+            "return it always, or never"
+        )
+    away = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
+    if len(away) == len(counts) and not any(count.is_floating_point() for count in away):
+        counts = [torch.stack(away).sum()]  # Exact, and the host waits for the device once, not for each.
+    total = float(sum(float(count) for count in counts))
+    if world_size > 1:
+        total = float(reduce(torch.tensor(total, dtype=torch.float64))) / world_size
+    if not total > 0:
+        raise StepError(f"the steps of a window counted {total:g} targets in all ('num_targets'); there must be some")
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(total)
+
+
+def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
+    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
+    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
+        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        grew = saved[: len(present)] == present
+        raise CheckpointMismatch(
+            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, and the "
+            f"state was saved with {saved}; build it as it was"
+            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
+            + ", or load only the weights: apply_weights(path)"
+        )
+    for group, other in zip(optimizer.param_groups, state["param_groups"]):
+        # A newer torch has settings that an older one had not; that each lacks some of the other's is another class.
+        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
+        if lacks and leaves:
+            raise CheckpointMismatch(
+                f"optimizer {name} is {type(optimizer).__name__}, whose settings {', '.join(lacks)} the state does not "
+                f"have; it has {', '.join(leaves)}: it is of another class. Build it as it was, or load only the "
+                "weights: apply_weights(path)"
+            )
+
+
+def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+    """Name the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several.
+
+    An optimizer that finds its rate itself has None for one, or none at all, and is left out.
+    """
+    rates: dict[str, float] = {}
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            parts = ["lr", *([name] if len(optimizers) > 1 else []), *([str(index)] if index else [])]
+            if group.get("lr") is not None:
+                rates["/".join(parts)] = float(group["lr"])
+    return rates
+
+
+def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
+    """Whether a group's optimizer has a fused kernel that can be trusted, and nobody has said by which it is to step.
+
+    Parameters
+    ----------
+    group : mapping
+        One of ``optimizer.param_groups``. Whoever sets ``foreach``, or one of the others, has thought of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> groups = [torch.optim.AdamW([weight], foreach=each).param_groups[0] for each in (None, False)]
+    >>> [leaves_kernel_open(group) for group in groups]
+    [True, False]
+    """
+    unset = group.get("fused", False) is None and group.get("foreach") is None
+    exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
+    return unset and exact and not (group.get("capturable") or group.get("differentiable"))
+
+
+def _is_exact(parameter: Tensor) -> bool:
+    """Whether a fused kernel of the CPU steps a parameter as the optimizer does by itself.
+
+    That of SGD leaves most weights in half precision as they were, in torch 2.13, and all take a parameter for one
+    block of memory: of one with gaps, they would step what lies between.
+    """
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return False
+    return nn.parameter.is_lazy(parameter) or _is_block(parameter)
+
+
+def step(optimizer: Optimizer) -> None:
+    """Make the step of an optimizer, beneath what torch puts around it where that has nothing to do.
+
+    Around the ``step`` of every class torch puts a function that opens a range for the profiler and calls hooks: some
+    40 microseconds, a tenth of a small model's step (docs/performance.md). Where nobody profiles and there is no hook,
+    what it would call is called: the class's own ``step``. A ``step`` that somebody has put on the optimizer, or around
+    that of its class, is called as ever.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.ones(1))
+    >>> weight.grad = torch.ones(1)
+    >>> step(torch.optim.SGD([weight], lr=0.5))
+    >>> weight.item()
+    0.5
+    """
+    around: Any = type(optimizer).step
+    own = vars(optimizer).get("step")
+    if (  # `is_stepped_by_class`, without the call: this comes with every step.
+        not _IS_KNOWN
+        or getattr(around, "__code__", None) is not _AROUND
+        or not (own is None or _only_notes(own, around))
+        or is_hooked(optimizer)
+        or torch._C._autograd._profiler_enabled()
+    ):
+        optimizer.step()
+        return
+    if own is not None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
+    around.__wrapped__(optimizer)
+
+
+def is_stepped_by_class(optimizer: Optimizer) -> bool:
+    """Whether nothing is around the step of an optimizer's class but what torch, and a scheduler, put there.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any.
+
+    Returns
+    -------
+    bool
+        False where somebody has put another ``step`` on the optimizer, or around that of its class.
+
+    Examples
+    --------
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    >>> before = is_stepped_by_class(optimizer)
+    >>> optimizer.step = lambda: None
+    >>> before, is_stepped_by_class(optimizer)
+    (True, False)
+    """
+    around, own = type(optimizer).step, vars(optimizer).get("step")
+    return getattr(around, "__code__", None) is _AROUND and (own is None or _only_notes(own, around))
+
+
+def _only_notes(own: Any, around: Any) -> bool:
+    """Whether a ``step`` on an optimizer is a scheduler's, or of `mark_stepped`: it notes that it was called."""
+    is_known = getattr(getattr(own, "__code__", None), "co_filename", "") in _NOTING
+    return is_known and getattr(own, "__wrapped__", None) is around
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Let a scheduler see again that its optimizer steps: torch notes it on the instance, and pickle leaves that out.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        One that has travelled, and that a scheduler drives.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    function = type(optimizer).step
+
+    @wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return function(optimizer, *args, **kwargs)
+
+    noting._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = noting  # type: ignore[method-assign]
+
+
+def mark_copied(schedulers: Any) -> None:
+    """Do so for the optimizers of all schedulers of a trainer that was copied or unpickled; a factory has none yet."""
+    for scheduler in named(schedulers).values():
+        if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
+            mark_stepped(scheduler.optimizer)
+
+
+# Where the functions are from that note a step.
+_NOTING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody waits for an optimizer's step.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any.
+
+    Returns
+    -------
+    bool
+        Hooks of all optimizers count.
+
+    Examples
+    --------
+    >>> is_hooked(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    False
+    """
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _TORCH._global_optimizer_pre_hooks or _TORCH._global_optimizer_post_hooks)
+
+
+def _is_block(value: Tensor) -> bool:
+    """Whether a tensor fills a block of memory, in whatever order of its dimensions."""
+    return torch.empty_like(value, device="meta").stride() == value.stride()
+
+
+def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
+    """Name the optimizers whose fused kernel is off because nobody said anything of it.
+
+    Parameters
+    ----------
+    optimizers : mapping of str to Optimizer
+        Those of `zae.loop.scheduling.simulated`, which know what they are twins of.
+
+    Returns
+    -------
+    dict of str to str
+        For each class, what to write; it changes the rounding, so that is for the user to decide.
+    """
+    kinds = dict.fromkeys(
+        optimizer.defaults["twin_of"]
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        if leaves_kernel_open(group)
+        if group.get("momentum") != 0  # Of plain gradient descent there is nothing to fuse.
+    )
+    text = "has a fused kernel, which takes less time a step and rounds otherwise"
+    return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
+
+
+def listed(
+    optimizers: Mapping[str, Optimizer], model: nn.Module
+) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
+    """List what is clipped together, all parameters once each, and the optimizers whose ``zero_grad`` is their own.
+
+    The lists of parameters follow an optimizer that is given another group of parameters, until `unlisted` is called.
+
+    Examples
+    --------
+    >>> weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    >>> optimizer = torch.optim.SGD(weights[:1])
+    >>> clipped, everything, _ = listed({"0": optimizer}, nn.Tanh())
+    >>> optimizer.add_param_group({"params": weights[1:]})
+    >>> len(clipped[0]), len(everything)
+    (2, 2)
+    """
+    clipped, everything = _lists(optimizers, model)
+
+    def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
+        type(optimizer).add_param_group(optimizer, group)
+        clipped[:], everything[:] = _lists(optimizers, model)
+
+    for optimizer in optimizers.values():  # On the object: to look for new groups in every step would take time there.
+        vars(optimizer)["add_param_group"] = partial(add, optimizer)
+    return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
+
+
+def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
+    held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
+    everything = {id(p): p for p in (*model.parameters(), *held)}
+    return parameters_to_clip(optimizers, model), list(everything.values())
+
+
+def unlisted(optimizers: Mapping[str, Optimizer]) -> None:
+    """Leave the optimizers as they were before `listed`."""
+    for optimizer in optimizers.values():
+        vars(optimizer).pop("add_param_group", None)
+
+
+def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
+    """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is.
+
+    Raises
+    ------
+    ConfigError
+        None has that name, or there is none.
+    """
+    if name.isdecimal() and list(optimizers) == [_SINGLE]:
+        return optimizers[_SINGLE]
+    if not optimizers:
+        raise ConfigError(
+            f"scheduler {name} has no optimizer to drive; give the trainer one, or leave the scheduler out"
+        )
+    if name not in optimizers:
+        raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
+    return optimizers[name]
+
+
+def _call(factory: Callable[..., Any], argument: Any) -> Any:
+    return factory(argument)
+
+
+def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call) -> Any:
+    """Call the factories among one or several objects.
+
+    Parameters
+    ----------
+    value : object
+        What the user gave.
+    argument : callable
+        Gives what a factory of this name is called with.
+    kind : type
+        What a factory must return.
+    what : str
+        "optimizer" or "scheduler", for the error.
+    call : callable
+        Calls a factory with its argument.
+
+    Raises
+    ------
+    ConfigError
+        A factory returned something else.
+    """
+
+    def make(name: str, each: Any) -> Any:
+        if isinstance(each, Optimizer):
+            _follow_parameters(each)
+        if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
+            return each
+        made = call(each, argument(name))
+        if not isinstance(made, (kind, ReduceLROnPlateau)):
+            raise ConfigError(
+                f"the factory of {what} {name} returned a {type(made).__name__}; return a torch {kind.__name__}"
+            )
+        return made
+
+    return rebuild(value, make)

@@ -1,0 +1,148 @@
+"""Optimizers with train and eval modes: schedule-free ones evaluate with other weights than they train with.
+
+Such an optimizer (Defazio et al. 2024, "The Road Less Scheduled") has the methods ``train`` and ``eval``, which
+exchange the weights in the model. The way there and back is not exact in the last bits, so the training weights are
+copied before an evaluation, and copied back after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.common.contexts import NOTHING
+from zae.common.optim import named, parameters_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from zae.trainer import Trainer
+
+__all__ = [
+    "begin_training",
+    "both_weights",
+    "evaluation_weights",
+    "has_modes",
+    "take_for_evaluation",
+    "take_for_training",
+]
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer evaluates with other weights than it trains with: it has ``train`` and ``eval``.
+
+    Examples
+    --------
+    >>> has_modes(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    False
+    """
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def _with_modes(trainer: Trainer) -> list[Any]:
+    """List the optimizers of a trainer that have modes, also before it is set up."""
+    optimizers = trainer._optimizers or named(trainer.optimizer)
+    return [each for each in optimizers.values() if isinstance(each, Optimizer) and has_modes(each)]
+
+
+def begin_training(trainer: Trainer) -> None:
+    """Put the training weights into the model, where an optimizer has left those of evaluation there."""
+    for optimizer in _with_modes(trainer):
+        with torch.no_grad():
+            optimizer.train()
+
+
+def take_for_evaluation(trainer: Trainer) -> None:
+    """Take the weights that have just been loaded into the model for those of evaluation."""
+    for optimizer in _with_modes(trainer):
+        kept = _copies(optimizer)
+        with torch.no_grad():
+            optimizer.eval()
+            _put_back(kept)
+
+
+def take_for_training(trainer: Trainer) -> None:
+    """Take weights and state, both of which have just been loaded, for those of training."""
+    for optimizer in _with_modes(trainer):
+        # Without a state there is nothing to exchange: only the mode is set.
+        state, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            optimizer.train()
+        finally:
+            optimizer.state = state
+
+
+def evaluation_weights(trainer: Trainer) -> AbstractContextManager[None]:
+    """Return a context with the evaluation weights in the model; after it, the training weights are there, bitwise.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        In either mode; the mode is restored as well.
+    """
+    optimizers = _with_modes(trainer)
+    return _evaluation_weights(optimizers) if optimizers else NOTHING
+
+
+@contextmanager
+def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
+    kept = [(optimizer, _copies(optimizer), _flags(optimizer)) for optimizer in optimizers]
+    changed = optimizers
+    try:
+        with torch.no_grad():
+            for optimizer in optimizers:
+                optimizer.eval()
+        # One that was in this mode already stays in it.
+        changed = [each for each, weights, flags in kept if _flags(each) != flags or _differ(weights)]
+        yield
+    finally:
+        with torch.no_grad():
+            for optimizer in changed:
+                optimizer.train()
+            for _, weights, _ in kept:
+                _put_back(weights)
+
+
+def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Copy the weights of an optimizer; those of a lazy layer are not there yet."""
+    held = [each for each in parameters_of(optimizer) if not nn.parameter.is_lazy(each)]
+    return [(each, each.detach().clone()) for each in held]
+
+
+def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in copies:
+        parameter.copy_(value)
+
+
+def _differ(copies: list[tuple[Tensor, Tensor]]) -> bool:
+    return any(not torch.equal(parameter, value) for parameter, value in copies)
+
+
+def _flags(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the plain settings of an optimizer, one of which is its mode."""
+    settings = [vars(optimizer), *optimizer.param_groups]
+    return [{key: each for key, each in own.items() if isinstance(each, (bool, int, str))} for own in settings]
+
+
+def both_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the evaluation weights, and those training weights that differ from them.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Of any optimizers; without modes, the first are the tensors of the model itself, and the second are empty.
+    """
+    if not _with_modes(trainer):
+        return trainer.model_state(), {}
+    with evaluation_weights(trainer):
+        weights = copy.deepcopy(trainer.model_state())  # Tied ones stay tied.
+    present = {key: each for key, each in trainer.model_state().items() if isinstance(each, Tensor)}
+    made = {key: each for key, each in present.items() if not nn.parameter.is_lazy(each)}
+    return weights, {key: each for key, each in made.items() if not torch.equal(each, weights[key])}

@@ -1,0 +1,524 @@
+"""The random streams of the process: seed them, capture and restore them, and keep others from drawing from them.
+
+A process has a stream in ``random``, one in ``numpy.random``, one in torch for the CPU and one for each accelerator.
+A loader may draw from generators of its own beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from zae.common.device import accelerator
+from zae.errors import CheckpointMismatch, ConfigError
+
+__all__ = [
+    "HOST",
+    "capture",
+    "capture_generators",
+    "generators_of",
+    "isolated",
+    "of_devices",
+    "restore",
+    "restore_generators",
+    "seed_everything",
+]
+
+_log = logging.getLogger("zae")
+
+HOST = ("torch", "numpy", "python")
+"""The parts of a state that every process has; all others are of accelerators, by their kind."""
+
+_WORDS = 624  # of the Mersenne Twister, which is behind random, numpy.random and torch's CPU stream alike
+_NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
+
+
+class _Streams(NamedTuple):
+    """The states as the libraries themselves give and take them."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: torch.Tensor
+    devices: dict[str, list[torch.Tensor]]  # One for each device of each kind that is in use.
+
+
+def seed_everything(seed: int) -> None:
+    """Seed ``random``, ``numpy.random`` and torch on every device.
+
+    Parameters
+    ----------
+    seed : int
+        From 0 to ``2**64 - 1``. numpy takes 32 bits: it gets ``seed % 2**32``.
+
+    Raises
+    ------
+    ConfigError
+        If the seed is not such an int.
+
+    Examples
+    --------
+    >>> import torch
+    >>> seed_everything(7)
+    >>> first = torch.rand(3)
+    >>> seed_everything(7)
+    >>> torch.equal(torch.rand(3), first)
+    True
+    """
+    if not _is_whole(seed) or not 0 <= seed < 2**64:
+        raise ConfigError(
+            f"seed_everything(seed=...) must be an int from 0 to 2**64 - 1, found {seed!r}; write seed_everything(0)"
+        )
+    number = int(seed)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def capture() -> dict[str, Any]:
+    """Return the state of every random stream of the process, as tensors and JSON values only.
+
+    Returns
+    -------
+    dict[str, Any]
+        ``"torch"``: uint8 tensor, the CPU's. ``"numpy"``: dict of ``key`` (int64 tensor of shape (624,)), ``pos``,
+        ``has_gauss`` and ``cached_gaussian``. ``"python"``: what ``random.getstate()`` gives, in lists.
+        ``"cuda"``, or another kind of accelerator: list of uint8 tensors, one for each visible device, only if it is
+        in use. ``"mps"``: uint8 tensor, only where there is MPS.
+
+    Raises
+    ------
+    ConfigError
+        If ``numpy.random`` was given another generator than its own MT19937.
+
+    Examples
+    --------
+    >>> import random
+    >>> state = capture()
+    >>> first = random.random()
+    >>> restore(state)
+    >>> random.random() == first
+    True
+    """
+    streams = _read()
+    twister = streams.numpy["state"]
+    version, words, gauss_next = streams.python
+    state: dict[str, Any] = {
+        "torch": streams.torch,
+        "numpy": {
+            "key": torch.from_numpy(twister["key"].astype(np.int64)),
+            "pos": int(twister["pos"]),
+            "has_gauss": int(streams.numpy["has_gauss"]),
+            "cached_gaussian": float(streams.numpy["gauss"]),
+        },
+        "python": [version, list(words), gauss_next],
+    }
+    return state | {kind: found[0] if kind == "mps" else found for kind, found in streams.devices.items()}
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put every random stream where it was when ``state`` was captured, whatever was drawn or seeded since.
+
+    The streams of devices that are not visible here are passed over, with a warning; those of others stay as they are.
+
+    Parameters
+    ----------
+    state : Mapping[str, Any]
+        What :func:`capture` returned, also after a round trip through tensors and JSON on disk.
+
+    Raises
+    ------
+    CheckpointMismatch
+        If a part is absent, unknown or damaged. No stream has changed then.
+    ConfigError
+        If ``numpy.random`` was given another generator than its own MT19937.
+
+    Examples
+    --------
+    >>> import torch
+    >>> state = capture()
+    >>> first = torch.rand(2)
+    >>> torch.manual_seed(123456) is torch.default_generator
+    True
+    >>> restore(state)
+    >>> torch.equal(torch.rand(2), first)
+    True
+    """
+    streams = _checked(state)
+    _numpy_now()  # refuses a generator that the state would not fit
+    _write(streams)
+
+
+@contextlib.contextmanager
+def isolated(*generators: torch.Generator) -> Iterator[None]:
+    """Let what runs inside draw random numbers without moving a stream of the process.
+
+    Inside, the streams go on from where they are; on exit, by an exception too, they are back where they were.
+
+    Parameters
+    ----------
+    *generators : torch.Generator
+        Further generators to protect, such as those of :func:`generators_of`.
+
+    Yields
+    ------
+    None
+
+    Raises
+    ------
+    ConfigError
+        On entry, if one of ``generators`` is something else.
+
+    Examples
+    --------
+    >>> import torch
+    >>> seed_everything(0)
+    >>> expected = torch.rand(1)
+    >>> seed_everything(0)
+    >>> with isolated():
+    ...     noise = torch.rand(100)
+    >>> torch.equal(torch.rand(1), expected)
+    True
+    """
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise ConfigError(
+                f"isolated(...) takes torch.Generator objects, found {type(generator).__name__}; "
+                f"write isolated(*generators_of(loader))"
+            )
+    streams = _read()
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        _write(streams)
+        for kind in _kinds_in_use():
+            if kind not in streams.devices:
+                _rewind(kind)
+        for generator, saved in zip(generators, states, strict=True):
+            generator.set_state(saved)
+
+
+def generators_of(loader: object) -> list[torch.Generator]:
+    """Return the generators of its own that a loader draws from, each once.
+
+    Parameters
+    ----------
+    loader : object
+        A ``DataLoader``, or any other object: one without generators has an empty list.
+
+    Returns
+    -------
+    list[torch.Generator]
+        Those of the loader, its sampler, its batch sampler's sampler and its batch sampler, in this order, and of a
+        sampler within its sampler.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader
+    >>> generator = torch.Generator()
+    >>> generators_of(DataLoader([1, 2, 3], shuffle=True, generator=generator)) == [generator]
+    True
+    >>> generators_of([1, 2, 3])
+    []
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None)
+    # With batch_size=None the sampler may itself be a BatchSampler around another one.
+    inner = getattr(sampler, "sampler", None)
+    owners = (loader, sampler, getattr(batch_sampler, "sampler", None), batch_sampler, inner)
+    found: dict[int, torch.Generator] = {}
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.setdefault(id(generator), generator)
+    return list(found.values())
+
+
+def capture_generators(loader: object) -> list[torch.Tensor]:
+    """Return the states of a loader's own generators.
+
+    Parameters
+    ----------
+    loader : object
+        See :func:`generators_of`.
+
+    Returns
+    -------
+    list[torch.Tensor]
+        One uint8 tensor for each generator, in the order of :func:`generators_of`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(1))
+    >>> states = capture_generators(loader)
+    >>> first = [int(x) for x in loader]
+    >>> restore_generators(loader, states)
+    >>> [int(x) for x in loader] == first
+    True
+    """
+    return [generator.get_state() for generator in generators_of(loader)]
+
+
+def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
+    """Put a loader's own generators where they were.
+
+    Parameters
+    ----------
+    loader : object
+        A loader built like the one whose states were captured.
+    states : Sequence[torch.Tensor]
+        What :func:`capture_generators` returned.
+
+    Raises
+    ------
+    CheckpointMismatch
+        If the loader has another number of generators, or a state is not one. No generator has changed then.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(1))
+    >>> resumed = DataLoader(range(8), shuffle=True, generator=torch.Generator())
+    >>> restore_generators(resumed, capture_generators(loader))
+    >>> [int(x) for x in resumed] == [int(x) for x in loader]
+    True
+    """
+    generators = generators_of(loader)
+    if len(states) != len(generators):
+        raise CheckpointMismatch(
+            f"the checkpoint holds the states of {len(states)} loader generator{'' if len(states) == 1 else 's'}, "
+            f"this loader has {len(generators)}; build the loader as it was, "
+            f"for example DataLoader(..., generator=torch.Generator().manual_seed(0))"
+        )
+    checked = [
+        _generator_state(saved, generator.device, f"loader generator {index}")
+        for index, (saved, generator) in enumerate(zip(states, generators, strict=True))
+    ]
+    for generator, saved in zip(generators, checked, strict=True):
+        generator.set_state(saved)
+
+
+def _is_whole(value: object) -> bool:
+    """Tell whether a value is a whole number, numpy's included; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def of_devices() -> dict[str, list[torch.Tensor]]:
+    """Return the states of the streams of accelerators that are in use, by their kind, without beginning to use one.
+
+    Returns
+    -------
+    dict of str to list of Tensor
+        For ``"cuda"``, ``"mps"``, ``"xpu"`` or whatever this process has begun to use, one uint8 tensor for each
+        visible device.
+
+    Examples
+    --------
+    >>> set(of_devices()) <= {"cuda", "mps", "xpu"}
+    True
+    """
+    return {kind: [_read_device(kind, index) for index in range(_devices(kind))] for kind in _kinds_in_use()}
+
+
+def _kinds_in_use() -> list[str]:
+    """The kinds of accelerator that this process has begun to use, without beginning to use one."""
+    found = accelerator()
+    kinds = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
+    return [kind for kind in kinds if _devices(kind, begun=True)]
+
+
+def _is_accelerator(part: object) -> bool:
+    """Whether a part of a state is named as torch names a kind of device, other than the host itself."""
+    if not isinstance(part, str) or part in ("cpu", "meta"):
+        return False
+    try:
+        return torch.device(part).type == part
+    except RuntimeError:  # The message lists the kinds.
+        return False
+
+
+def _devices(kind: str, begun: bool = False) -> int:
+    """How many devices of a kind have a stream here; with ``begun``, none before the kind is in use."""
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module: Any = getattr(torch, kind, None)
+    needed = ("is_available", "device_count", "get_rng_state", "set_rng_state")
+    if not all(hasattr(module, name) for name in needed):
+        return 0
+    is_there = getattr(module, "is_initialized", module.is_available) if begun else module.is_available
+    return int(module.device_count()) if is_there() else 0
+
+
+def _read_device(kind: str, index: int) -> torch.Tensor:
+    module: Any = getattr(torch, kind)
+    state: torch.Tensor = module.get_rng_state() if kind == "mps" else module.get_rng_state(index)
+    return state
+
+
+def _write_device(kind: str, index: int, state: torch.Tensor) -> None:
+    module: Any = getattr(torch, kind)
+    module.set_rng_state(state, *(() if kind == "mps" else (index,)))
+
+
+def _read() -> _Streams:
+    """Return the present state of every stream."""
+    return _Streams(
+        python=random.getstate(),
+        numpy=_numpy_now(),
+        torch=torch.get_rng_state(),
+        devices=of_devices(),
+    )
+
+
+def _numpy_now() -> dict[str, Any]:
+    """Return the present state of ``numpy.random``, as a dict with the arrays in it."""
+    state = dict(np.random.get_state(legacy=False))
+    kind = state["bit_generator"]
+    if kind != "MT19937":
+        raise ConfigError(
+            f"numpy.random draws from {kind}, and only its own MT19937 can be captured and restored; "
+            f"leave out numpy.random.set_bit_generator, or draw from a numpy.random.Generator({kind}()) beside it"
+        )
+    return state
+
+
+def _write(streams: _Streams) -> None:
+    """Set every stream to a state that is known to be good."""
+    random.setstate(streams.python)
+    np.random.set_state(streams.numpy)
+    torch.set_rng_state(streams.torch)
+    for kind, states in streams.devices.items():
+        for index, state in enumerate(states):
+            _write_device(kind, index, state)
+
+
+def _rewind(kind: str) -> None:
+    """Put streams that did not exist on entry to where they begin: at their seed, with nothing drawn."""
+    for generator in getattr(getattr(torch, kind), "default_generators", ()):
+        generator.manual_seed(generator.initial_seed())
+
+
+def _checked(state: object) -> _Streams:
+    """Return the streams of a captured state; every part is tried on a stream that nobody uses."""
+    if not isinstance(state, Mapping):
+        raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")
+    for part in HOST:
+        if part not in state:
+            raise _unfit(repr(part), f"is absent, found {sorted(map(str, state))}")
+    unknown = sorted(str(part) for part in state if part not in HOST and not _is_accelerator(part))
+    if unknown:
+        raise _unfit(repr(unknown[0]), "is none that zae knows")
+    return _Streams(
+        python=_python_state(state["python"]),
+        numpy=_numpy_state(state["numpy"]),
+        torch=_generator_state(state["torch"], torch.device("cpu"), "'torch'"),
+        devices={kind: _device_states(kind, value) for kind, value in state.items() if kind not in HOST},
+    )
+
+
+def _unfit(part: str, found: str) -> CheckpointMismatch:
+    """Return the error for a part of a state that cannot be restored."""
+    return CheckpointMismatch(
+        f"the saved random state {part} {found}; restore a state that zae.common.random_state.capture() gave on a "
+        "machine like this one"
+    )
+
+
+def _try(part: str, setter: Callable[..., object], *args: object) -> None:
+    """Call a spare stream's setter, and name the part where it refuses."""
+    try:
+        setter(*args)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise _unfit(part, f"is not one: {error}") from error
+
+
+def _python_state(value: object) -> tuple[Any, ...]:
+    """Return the state of ``random``."""
+    # Lists after JSON, tuples from random.getstate() itself.
+    if not isinstance(value, (list, tuple)) or len(value) != 3 or not isinstance(value[1], (list, tuple)):
+        raise _unfit("'python'", "is not a list of version, words and the next normal number")
+    version, words, gauss_next = value
+    if not all(type(word) is int for word in words) or not (gauss_next is None or isinstance(gauss_next, float)):
+        raise _unfit("'python'", "has words that are not ints, or a next normal number that is not a float")
+    state = (version, tuple(words), gauss_next)
+    _try("'python'", random.Random(0).setstate, state)
+    return state
+
+
+def _numpy_state(value: object) -> dict[str, Any]:
+    """Return the state of ``numpy.random``."""
+    if not isinstance(value, Mapping) or set(value) != set(_NUMPY_KEYS):
+        raise _unfit("'numpy'", f"is not a dict of {', '.join(_NUMPY_KEYS)}")
+    key, pos, has_gauss, cached = (value[name] for name in _NUMPY_KEYS)
+    if not isinstance(key, torch.Tensor) or key.shape != (_WORDS,) or key.dtype != torch.int64:
+        shape = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else type(key).__name__
+        raise _unfit("'numpy'", f"has for its key {shape}, expected torch.int64 of shape ({_WORDS},)")
+    words = key.cpu().numpy()
+    if words.min() < 0 or words.max() >= 2**32:
+        raise _unfit("'numpy'", "has in its key a number that does not fit 32 bits")
+    # numpy takes a position outside of the key without a word, and reads beyond it later.
+    if type(pos) is not int or not 0 <= pos <= _WORDS:
+        raise _unfit("'numpy'", f"has pos={pos!r}, expected an int from 0 to {_WORDS}")
+    if has_gauss not in (0, 1) or not isinstance(cached, float) or not math.isfinite(cached):
+        raise _unfit(
+            "'numpy'", f"has has_gauss={has_gauss!r} and cached_gaussian={cached!r}, expected 0 or 1 and a float"
+        )
+    twister = {"key": words.astype(np.uint32), "pos": pos}
+    state = {"bit_generator": "MT19937", "state": twister, "has_gauss": int(has_gauss), "gauss": cached}
+    _try("'numpy'", np.random.RandomState(0).set_state, state)
+    return state
+
+
+def _generator_state(value: object, device: torch.device, part: str) -> torch.Tensor:
+    """Return the state of a torch generator on a device."""
+    saved = _bytes(value, part)
+    _try(part, torch.Generator(device=device).set_state, saved)
+    return saved
+
+
+def _bytes(value: object, part: str) -> torch.Tensor:
+    """Return a state as it is given to a generator, on the host."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
+        found = (
+            f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        )
+        raise _unfit(part, f"is {found}, expected a torch.uint8 tensor of one dimension")
+    return value.cpu().contiguous()
+
+
+def _device_states(kind: str, value: object) -> list[torch.Tensor]:
+    """Return the states of the devices of a kind that are visible here: a run may go on on another machine."""
+    states = [value] if isinstance(value, torch.Tensor) else value
+    if not isinstance(states, (list, tuple)):
+        raise _unfit(repr(kind), f"is a {type(value).__name__}, not a list of tensors")
+    saved = [_bytes(state, f"{kind!r} (device {index})") for index, state in enumerate(states)]
+    here = min(_devices(kind), len(saved))
+    for index in range(here):
+        size = _read_device(kind, index).numel()
+        if saved[index].numel() != size:
+            raise _unfit(f"{kind!r} (device {index})", f"has {saved[index].numel()} bytes, and one of here has {size}")
+    if here < len(saved):
+        _warn_of_lost(kind, len(saved), here)
+    return saved[:here]
+
+
+@functools.cache
+def _warn_of_lost(kind: str, saved: int, here: int) -> None:
+    """Say, once in a process, that some streams of a state have no device here."""
+    _log.warning(
+        "the saved random state is of %d %s device%s, and %d %s visible here: random numbers that the model draws on a "
+        "device, for dropout say, are others from here on than without the stop",
+        saved, kind, "" if saved == 1 else "s", here, "is" if here == 1 else "are",
+    )  # fmt: skip

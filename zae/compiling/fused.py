@@ -1,0 +1,320 @@
+"""The whole step in one graph: what it can hold, and the optimizer's update, with the settings of each step.
+
+The update follows the formulas of torch's SGD, Adam and AdamW, on their own state. What a scheduler may change is
+computed by the host and given to the graph as numbers: a learning rate is never stale, and nothing is compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from zae.common.optim import is_hooked, is_stepped_by_class, parameters_of
+from zae.loop.direct import idle_add_ons
+from zae.preview.explain import owners_of
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Update", "clipped", "is_finite", "update", "why_not"]
+
+_OPTIMIZERS = (SGD, Adam, AdamW)
+_DTYPES = (torch.float32, torch.float64)
+# The seams between a gradient and the next: there is no ".grad" to look at. zae's own overrides act on averages, on a
+# loss scale that is not there, on ranks that are one, or on the step as a whole; only what clips looks at gradients.
+_SEAMS = (
+    "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "optimizer_step", "step_one",
+    "zero_grad",
+)  # fmt: skip
+
+
+class Recipe(NamedTuple):
+    """Which operations step a group of parameters; with which numbers, each step says anew."""
+
+    state: tuple[str, ...]
+    is_sgd: bool
+    maximize: bool
+    decays: bool
+    decoupled: bool
+    nesterov: bool
+
+
+def why_not(trainer: Trainer) -> str | None:
+    """Name what one graph of the whole step could not hold.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        With one optimizer, set up.
+
+    Returns
+    -------
+    str or None
+        None where it holds the step.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> trainer = Task(nn.BatchNorm1d(2), "cpu", optimizer=lambda parameters: SGD(parameters, lr=0.1))
+    >>> trainer.setup()
+    >>> why_not(trainer)
+    'running statistics of BatchNorm or the like (the model itself)'
+    """
+    name, optimizer = next(iter(trainer._optimizers.items()))
+    kind = type(optimizer)
+    layers = {n: m for n, m in trainer._module.named_modules() if isinstance(m, _NormBase)}
+    moving = [n or "the model itself" for n, m in layers.items() if m.track_running_stats]
+    dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
+    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _acting(trainer)]
+    reasons: dict[str, Any] = {
+        f"the device {trainer.device}: it has been held against the loop by hand on a CPU": trainer.device.type
+        != "cpu",
+        f"the step of optimizer {name}, a {kind.__name__} and none of SGD, Adam and AdamW": kind not in _OPTIMIZERS,
+        f"optimizer {name}, which is capturable or differentiable": any(
+            group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups
+        ),
+        f"a step() of your own in optimizer {name}": not is_stepped_by_class(optimizer),
+        f"hooks of the step of optimizer {name}": is_hooked(optimizer),
+        f"parameters of {', '.join(sorted(dtypes))}": dtypes,
+        "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1,
+        f"running statistics of BatchNorm or the like ({', '.join(moving)})": moving,
+        " and ".join(seams): seams,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _acting(trainer: Trainer) -> list[tuple[str, type]]:
+    """The overrides of seams that would find no gradient."""
+    idle, found = idle_add_ons(trainer), []
+    for seam in _SEAMS:
+        for owner in owners_of(type(trainer), seam):
+            harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")
+            if owner not in idle and not harmless:
+                found.append((seam, owner))
+    return found
+
+
+# --------------------------------------------------------------------------------------------- what the host does
+
+
+class Update:
+    """What the graph is given of an optimizer at each step, and what is left to do when it has run.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        SGD, Adam or AdamW.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> made = Update(SGD([weight], lr=0.5))
+    >>> settings, states = made.arguments([weight])
+    >>> with torch.no_grad():
+    ...     stepped = update(made.layout, [weight], [torch.ones(2)], settings, states, torch.tensor(True))
+    >>> made.advance(stepped)
+    >>> weight.tolist(), stepped
+    ([0.5, 0.5], [True])
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.layout: tuple[Recipe | None, ...] = ()
+        self._groups: dict[int, int] = {}
+        self._listed: list[list[int]] = []
+        self._without: set[int] = set()
+        self._counters: list[Tensor | None] = []
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """Note, after an eager backward, which parameters have no part in the loss: they get no state.
+
+        Parameters
+        ----------
+        parameters : sequence of Tensor
+            Those that the loss was differentiated by.
+        """
+        self._without = {id(p) for p in parameters if p.grad is None}
+
+    def arguments(self, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Any]] | None:
+        """Gather the numbers and the state of the next step.
+
+        Parameters
+        ----------
+        parameters : sequence of Tensor
+            Those that the loss is differentiated by.
+
+        Returns
+        -------
+        (Tensor, list) or None
+            Settings, a row of float64 for each parameter, and its state; None where the optimizer has yet to make
+            some, in an eager step.
+        """
+        groups = self.optimizer.param_groups
+        listed = [[*map(id, group["params"])] for group in groups]
+        if listed != self._listed:
+            self._listed, self._groups = listed, {each: n for n, ids in enumerate(listed) for each in ids}
+        recipes = [_recipe(self.optimizer, group) for group in groups]
+        known: dict[Any, list[float]] = {}
+        layout, rows, states, counters = [], [], [], []
+        for parameter in parameters:
+            at = self._groups.get(id(parameter))
+            recipe = None if at is None else recipes[at]
+            state = self.optimizer.state.get(parameter, {})
+            held = [] if recipe is None else [state.get(name) for name in recipe.state]
+            if any(each is None for each in held) and id(parameter) not in self._without:
+                return None
+            counter = state.get("step")
+            key = (at, 1.0 if counter is None else counter.item() + 1)
+            if key not in known:
+                known[key] = [0.0] if at is None else _settings(self.optimizer, groups[at], key[1])
+            layout.append(recipe)
+            rows.append(known[key])
+            # torch 2.13 takes a number in double precision for a constant, and would not write to it.
+            states.append([each.view(1) if each is not None and not each.ndim else each for each in held])
+            counters.append(counter)
+        self.layout, self._counters = tuple(layout), counters
+        width = max(map(len, rows))
+        return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64), states
+
+    def advance(self, stepped: Sequence[bool]) -> None:
+        """Count a step that the graph has made, as the optimizer's own ``step`` does.
+
+        Parameters
+        ----------
+        stepped : sequence of bool
+            What `update` returned.
+        """
+        counters = [each for each, took_part in zip(self._counters, stepped) if took_part and each is not None]
+        if counters:
+            torch._foreach_add_(counters, 1)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
+
+
+def _recipe(optimizer: Optimizer, group: Mapping[str, Any]) -> Recipe:
+    """Look up which operations a group needs."""
+    is_sgd = isinstance(optimizer, SGD)
+    if is_sgd:
+        state: tuple[str, ...] = ("momentum_buffer",) if group["momentum"] else ()
+    else:
+        state = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    decoupled = bool(group.get("decoupled_weight_decay"))
+    return Recipe(state, is_sgd, group["maximize"], bool(group["weight_decay"]), decoupled, bool(group.get("nesterov")))
+
+
+def _settings(optimizer: Optimizer, group: Mapping[str, Any], step: float) -> list[float]:
+    """Compute the numbers of a step in double precision, as torch's own step does."""
+    rate, decay = float(group["lr"]), float(group["weight_decay"])
+    if isinstance(optimizer, SGD):
+        return [rate, decay, float(group["momentum"]), 1 - float(group["dampening"])]
+    beta1, beta2 = map(float, group["betas"])
+    decay = 1 - rate * decay if group.get("decoupled_weight_decay") else decay
+    size, root = rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    return [size, decay, 1 - beta1, beta2, 1 - beta2, root, float(group["eps"])]
+
+
+# -------------------------------------------------------------------------------------- what the graph is made of
+
+
+def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Clip gradients to a norm as ``torch.nn.utils.clip_grad_norm_`` does, and return the norm that they had.
+
+    Examples
+    --------
+    >>> norm, (gradient, none) = clipped([torch.tensor([3.0, 4.0]), None], 0.5)
+    >>> norm, gradient, none
+    (tensor(5.), tensor([0.3000, 0.4000]), None)
+    """
+    if not limit:
+        return None, list(gradients)
+    norm = nn.utils.get_total_norm([each for each in gradients if each is not None])
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return norm, [None if each is None else each * factor for each in gradients]
+
+
+def is_finite(*values: Any) -> Tensor:
+    """Say whether all of some numbers are finite, without reading them.
+
+    Examples
+    --------
+    >>> is_finite(torch.ones(1), None), is_finite(torch.tensor(float("nan")))
+    (tensor(True), tensor(False))
+    """
+    return torch.stack([each.detach().isfinite().all() for each in values if each is not None]).all()
+
+
+def update(
+    layout: Sequence[Recipe | None],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    settings: Tensor,
+    states: Sequence[Any],
+    allowed: Tensor | None,
+) -> list[bool]:
+    """Step the parameters and their state, where that is allowed; see `Update`.
+
+    Parameters
+    ----------
+    layout : sequence of Recipe or None
+        For each parameter, None where no optimizer has it.
+    parameters, gradients : sequence of Tensor
+        A gradient may be None.
+    settings : Tensor
+        A row for each parameter.
+    states : sequence of list of Tensor
+        As `Update.arguments` gives them.
+    allowed : Tensor or None
+        A truth value; where it is false, everything stays as it is.
+
+    Returns
+    -------
+    list of bool
+        Which parameters had a gradient to be stepped by.
+    """
+    stepped = []
+    for recipe, parameter, gradient, row, state in zip(layout, parameters, gradients, settings.unbind(0), states):
+        stepped.append(recipe is not None and gradient is not None)
+        if recipe is None or gradient is None:
+            continue
+        if any(each is None for each in state):
+            raise RuntimeError  # It takes part, and did not in the eager step: the compiler refuses this by itself.
+        numbers = row.to(parameter.dtype).unbind(0)
+        after = (_by_sgd if recipe.is_sgd else _by_adam)(recipe, parameter, gradient, numbers, state)
+        for old, new in zip((parameter, *state), after):
+            new = new.view_as(old)
+            old.copy_(new if allowed is None else torch.where(allowed, new, old))
+    return stepped
+
+
+def _by_sgd(recipe: Recipe, parameter: Tensor, gradient: Tensor, row: Sequence[Tensor], state: Any) -> list[Tensor]:
+    """Stochastic gradient descent, with momentum."""
+    rate, decay, momentum, fresh = row[:4]
+    gradient = -gradient if recipe.maximize else gradient
+    gradient = gradient + decay * parameter if recipe.decays else gradient
+    if not state:
+        return [parameter - rate * gradient]
+    buffer = momentum * state[0] + fresh * gradient
+    return [parameter - rate * (gradient + momentum * buffer if recipe.nesterov else buffer), buffer]
+
+
+def _by_adam(recipe: Recipe, parameter: Tensor, gradient: Tensor, row: Sequence[Tensor], state: Any) -> list[Tensor]:
+    """Adam, and AdamW, which decays the weights by themselves (Loshchilov and Hutter 2019)."""
+    size, decay, fresh, keep, fresh_square, root, epsilon = row
+    gradient = -gradient if recipe.maximize else gradient
+    if recipe.decoupled:
+        parameter = parameter * decay
+    elif recipe.decays:
+        gradient = gradient + decay * parameter
+    mean = state[0] + fresh * (gradient - state[0])
+    square = keep * state[1] + fresh_square * gradient * gradient
+    largest = [torch.maximum(state[2], square)] if len(state) > 2 else []
+    spread = (largest[0] if largest else square).sqrt() / root + epsilon
+    return [parameter - size * mean / spread, mean, square, *largest]

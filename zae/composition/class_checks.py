@@ -1,0 +1,380 @@
+"""What a trainer class and an add-on must keep; read once, when the class is created, and refused in words."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+from zae.composition.collisions import check_init_names
+from zae.composition.foreign_names import FOREIGN_HOOKS, foreign_hook
+from zae.composition.introspect import (
+    LAYERS,
+    add_ons_of,
+    calls_super,
+    function_of,
+    is_add_on,
+    is_marked,
+    is_trainer,
+    names_in,
+    seams_of,
+)
+from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
+
+__all__ = ["check_class", "check_complete", "check_instance"]
+
+FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference")
+"""The loop itself: an add-on overrides the seams inside it, never these."""
+
+_STEPS = ("train_step", "test_step")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check_class(cls: Any) -> None:
+    """Refuse a class whose methods would not be called, would not work, or would undo an add-on's.
+
+    Parameters
+    ----------
+    cls : type
+        A subclass of Trainer, just made.
+
+    Raises
+    ------
+    AddOnError
+        With the line to write.
+    """
+    if cls.__dict__.get("_is_base"):
+        return
+    if is_add_on(cls):
+        _check_declaration(cls)
+        _check_init(cls)
+    else:
+        _check_bases(cls)
+    for klass in (cls, *_plain_mixins(cls)):
+        _check_methods(cls, klass)
+        check_init_names(klass)
+    _check_super(cls)
+
+
+# ------------------------------------------------------------------------------------------ an add-on's own
+
+
+def _check_declaration(cls: Any) -> None:
+    """Refuse a layer, a relation, a slot or an ``apply`` that cannot be meant, and an override of the loop."""
+    name = cls.__name__
+    if cls.layer not in LAYERS:
+        raise AddOnError(f"{name}.layer is {cls.layer!r}; it must be one of {', '.join(LAYERS)}")
+    for relation in ("inside", "outside", "requires"):
+        value = getattr(cls, relation)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, (str, type)) for v in value):
+            label = value.__name__ if isinstance(value, type) else repr(value)
+            raise AddOnError(
+                f"{name}.{relation} is {label}; it must be a tuple of add-ons or their names: {relation} = ({label},)"
+            )
+    for declared in ("state_attributes", "rank_state_attributes"):
+        value = getattr(cls, declared)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v.isidentifier() for v in value):
+            raise AddOnError(f"{name}.{declared} is {value!r}; it must be a tuple of names: {declared} = ('count',)")
+    if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
+        raise AddOnError(
+            f"{name} names {min(twice)!r} in state_attributes and in rank_state_attributes; name it where it belongs: "
+            "in the second where it differs from rank to rank"
+        )
+    if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
+        raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")
+    parents = [c for c in cls.__bases__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+    if len({c.layer for c in parents}) > 1 or len({c.slot for c in parents if c.slot}) > 1:
+        names = ", ".join(c.__name__ for c in parents)
+        raise AddOnError(
+            f"{name} derives from {names}, which belong in different places; use .add_on({names}), or bundle them: "
+            f"@classmethod def apply(cls, base_cls): return base_cls.add_on({names})"
+        )
+    if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
+        raise AddOnError(f"{name}.apply is no classmethod; write @classmethod def apply(cls, base_cls)")
+    for fixed in FIXED:
+        if fixed in cls.__dict__:
+            raise AddOnError(
+                f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
+                "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
+            )
+
+
+def _check_init(cls: Any) -> None:
+    """Refuse an add-on's ``__init__`` that would not let the options of the others pass."""
+    init = cls.__dict__.get("__init__")
+    if not isinstance(init, FunctionType):
+        return
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    kinds = {p.kind for p in parameters}
+    options = [p for p in parameters if p.kind in (*_POSITIONAL, p.KEYWORD_ONLY)]
+    shown = "".join(f", {p.name}" + ("" if p.default is p.empty else "=...") for p in options)
+    right = f"def __init__(self, *args{shown}, **kwargs)"
+    if kinds & set(_POSITIONAL):
+        raise AddOnError(
+            f"{cls.__name__}.__init__ takes {next(p.name for p in parameters if p.kind in _POSITIONAL)!r} by position, "
+            f"where the trainer's own arguments stand; write {right}"
+        )
+    if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        raise AddOnError(f"{cls.__name__}.__init__ does not let the trainer's own arguments pass; write {right}")
+    if not calls_super(init, "__init__"):
+        raise AddOnError(
+            f"{cls.__name__}.__init__ does not call super().__init__(*args, **kwargs), and so nothing inside of it is "
+            "ever set up; call it first"
+        )
+    for p in options:
+        if isinstance(p.default, (list, dict, set)):
+            raise AddOnError(
+                f"{cls.__name__}.__init__ has {p.name}={p.default!r}, one {type(p.default).__name__} that all trainers "
+                f"would share; write {p.name}=None, or a tuple"
+            )
+
+
+# ------------------------------------------------------------------------------------------ where a class stands
+
+
+def _root_index(cls: Any) -> int:
+    """Where Trainer stands among a class's bases: nothing after it is ever initialized."""
+    return max(index for index, klass in enumerate(cls.__mro__) if is_trainer(klass))
+
+
+def _plain_mixins(cls: Any) -> Iterator[Any]:
+    """The user's bases of a class that are no trainers themselves."""
+    for klass in cls.__mro__[: _root_index(cls)]:
+        if not is_trainer(klass) and klass.__module__ not in ("builtins", "typing", "typing_extensions", "abc"):
+            yield klass
+
+
+def _check_bases(cls: Any) -> None:
+    """Refuse a trainer outside of an add-on, and a mixin behind Trainer."""
+    mro = cls.__mro__
+    for index, klass in enumerate(mro[1:], start=1):
+        # One that stands on add-ons itself was written to be outside of them.
+        if is_trainer(klass) and not is_add_on(klass) and not add_ons_of(klass):
+            late = [a for a in mro[index:] if is_add_on(a) and a not in klass.__mro__]
+            if late:
+                raise AddOnOrder(
+                    f"{cls.__name__} has {klass.__name__} outside of {late[0].__name__}, where it would see the loop "
+                    f"before the add-on does; write class {cls.__name__}({late[0].__name__}, {klass.__name__})"
+                )
+        if (klass.__module__, klass.__name__) == ("torch.nn.modules.module", "Module"):
+            raise TaskError(
+                f"{cls.__name__} is a torch.nn.Module and a Trainer, and cannot be both; derive from Trainer alone, "
+                "and give the model to it, where it is self.model"
+            )
+    for klass in mro[_root_index(cls) + 1 :]:
+        if isinstance(klass.__dict__.get("__init__"), FunctionType) and not getattr(klass, "_is_protocol", False):
+            raise AddOnOrder(
+                f"{cls.__name__} has {klass.__name__} after Trainer, so {klass.__name__}.__init__ would never run; "
+                f"name it first: class {cls.__name__}({klass.__name__}, ...)"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ its methods
+
+
+def _check_methods(cls: Any, klass: Any) -> None:
+    """Refuse an ``@override`` of nothing, a misspelt or foreign hook, and a method of the wrong kind."""
+    behind = cls.__mro__[cls.__mro__.index(klass) + 1 :]
+    for name, value in klass.__dict__.items():
+        inherited = [c.__dict__[name] for c in behind if name in c.__dict__]
+        if is_marked(value, "__override__") and not inherited:
+            known = {n for c in behind for n in c.__dict__ if not n.startswith("_")}
+            raise _error(klass)(
+                f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
+            )
+        if name.startswith("_"):
+            continue
+        ours = next((c.__dict__[name] for c in behind if is_trainer(c) and name in c.__dict__), None)
+        if isinstance(function_of(ours), FunctionType):
+            _check_kind(klass, name, value, ours)
+            _check_signature(klass, name, value, ours)
+            _check_return(klass, name, value, behind)
+        elif not inherited and isinstance(function_of(value), FunctionType):
+            _check_name(cls, klass, name)
+
+
+def _check_name(cls: Any, klass: Any, name: str) -> None:
+    """Refuse a method that looks like a hook, and that neither the loop nor the class itself calls."""
+    seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if (len(s) > 5 or s == "setup") and s != name]
+    near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 else ""
+    hint = f"; {foreign_hook(name)}." if name in FOREIGN_HOOKS or (foreign_hook(name) and not near) else near
+    if is_marked(klass.__dict__[name], "__seam__") or not hint:
+        return
+    for other, value in ((n, v) for c in cls.__mro__ for n, v in c.__dict__.items()):
+        function = function_of(value)
+        if other != name and isinstance(function, FunctionType) and name in names_in(function.__code__):
+            return  # It is a helper of the class's own.
+    raise _error(klass)(
+        f"{klass.__name__}.{name} would never be called{hint} "
+        "If the method is your own, give it another name or begin it with an underscore"
+    )
+
+
+def _error(klass: Any) -> type[TaskError]:
+    return AddOnError if is_add_on(klass) else TaskError
+
+
+def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
+    """Refuse a property where a method is, a method where a property is, and what can be neither."""
+    where, function = f"{klass.__name__}.{name}", function_of(value)
+    is_property = isinstance(value, (property, cached_property))
+    if isinstance(ours, property):
+        if is_property:
+            return
+        if isinstance(function, FunctionType):
+            raise _error(klass)(f"{where} is a property of the trainer; put @property above it")
+        raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's property {name!r}; give it another name")
+    if is_property:
+        raise _error(klass)(f"{where} is a method of the trainer, and is called; take @property away, or rename it")
+    if not (callable(value) or isinstance(function, FunctionType)):
+        raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's method {name}(); give it another name")
+    if inspect.iscoroutinefunction(function):
+        raise _error(klass)(f"{where} is async, and the loop does not await it; write def {name}, without async")
+    if inspect.isgeneratorfunction(value) and name.endswith("_context"):
+        raise _error(klass)(f"{where} yields, and must be a context manager; put @contextlib.contextmanager above it")
+    if inspect.isgeneratorfunction(value) and name in _STEPS:
+        raise _error(klass)(f"{where} yields; return the dict instead: return {{'loss': loss}}")
+
+
+def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
+    """Refuse an override that cannot be called as the loop calls it."""
+    if isinstance(ours, property) or not isinstance(value, (FunctionType, staticmethod)):
+        return
+    wanted = list(inspect.signature(function_of(ours)).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in wanted):
+        return
+    count = sum(p.kind in _POSITIONAL for p in wanted) - isinstance(value, staticmethod)
+    signature = inspect.signature(value)
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        right = ", ".join(
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in wanted if p.kind in _POSITIONAL
+        )
+        raise _error(klass)(
+            f"{klass.__name__}.{name}{signature} cannot take what the loop gives it; write def {name}({right})"
+        ) from None
+
+
+def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> None:
+    """Refuse an override that calls ``super()`` and keeps what the loop needs of it to itself.
+
+    A step would count as skipped, for instance, and no scheduler would ever move.
+    """
+    first = next(c.__dict__[name] for c in reversed(behind) if is_trainer(c) and name in c.__dict__)
+    needed = getattr(function_of(first), "__annotations__", {}).get("return")
+    if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
+        return
+    if name == "metric_on_epoch_end" and not is_add_on(klass):
+        return  # Nothing stands for no metrics there.
+    if not hasattr(value, "__wrapped__") and _gives_nothing(value):
+        raise _error(klass)(
+            f"{klass.__name__}.{name} calls super().{name}(...) and returns nothing, where the loop needs what that "
+            f"gives; write return super().{name}(...), or keep it and return it at the end"
+        )
+
+
+def _gives_nothing(function: FunctionType) -> bool:
+    """Whether a function ends by itself or by a bare return, wherever it returns."""
+    if inspect.isgeneratorfunction(function):
+        return False
+    before: Any = None
+    ends = []
+    for each in dis.get_instructions(function):
+        if each.opname == "RETURN_CONST":
+            ends.append(each.argval is None)
+        elif each.opname == "RETURN_VALUE":  # One that is jumped to may return what was put there before the jump.
+            is_none = before is not None and before.opname.startswith("LOAD_CONST") and before.argval is None
+            ends.append(is_none and not each.is_jump_target)
+        before = each
+    return bool(ends) and all(ends)
+
+
+def _check_super(cls: Any) -> None:
+    """Refuse a seam that is overridden without ``super()`` while that would drop an add-on's work."""
+    seams = seams_of(cls)
+    for index, klass in enumerate(cls.__mro__[: _root_index(cls)]):
+        if klass.__dict__.get("_is_base"):
+            continue
+        for name in klass.__dict__.keys() & {*seams, *_STEPS, "__init__"}:
+            value = klass.__dict__[name]
+            if seams.get(name) is klass or is_marked(value, "__replaces__") or calls_super(value, name):
+                continue
+            if _calls_super_through_helper(klass, value, name):
+                continue
+            below = [c for c in cls.__mro__[index + 1 :] if is_add_on(c) and _has(c, name)]
+            if below or (is_add_on(klass) and name != "__init__"):
+                _refuse_without_super(klass, name, below)
+
+
+def _calls_super_through_helper(klass: Any, value: Any, name: str) -> bool:
+    """Return whether a method mentions another of its class that calls ``super()`` for it; check_addon counts calls."""
+    function = function_of(value)
+    if not isinstance(function, FunctionType):
+        return False
+    helpers = (klass.__dict__.get(other) for other in names_in(function.__code__) if other != name)
+    return any(calls_super(helper, name) for helper in helpers if helper is not None)
+
+
+def _has(add_on: Any, name: str) -> bool:
+    return name in add_on.__dict__ and not add_on.__dict__.get("_is_base")
+
+
+def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
+    dropped = f"drops what {below[0].__name__} does there" if below else "drops what is inside of it"
+    call = f"super().{name}" + ("" if isinstance(klass.__dict__[name], property) else "(...)")
+    mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it does the whole work itself"
+    what = (
+        "a seam" if name not in (*_STEPS, "__init__") else "__init__" if name == "__init__" else "the task's own step"
+    )
+    raise _error(klass)(
+        f"{klass.__name__}.{name} overrides {what} without calling super(), and so {dropped}; call {call}{mark}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ an instance
+
+
+def check_complete(cls: Any) -> None:
+    """Refuse a class without its steps, showing the few lines to write."""
+    missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
+    if not missing:
+        return
+    root, ordered = cls.__dict__.get("_recipe", (cls, ()))
+    name = "MyTask" if root.__name__ == "Trainer" else root.__name__
+    made = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
+    bodies = {
+        "train_step": [
+            "    def train_step(self, batch):",
+            "        inputs, targets = batch",
+            '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
+        ],
+        "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
+    }
+    lines = [f"class {name}(Trainer):", *(line for m in missing for line in bodies.get(m, [f"    def {m}(self): ..."]))]
+    raise TaskError(
+        f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n"
+        + "\n".join(lines)
+        + f"\n\ntrainer = {made}(model, optimizer=optimizer, ...)"
+    )
+
+
+def check_instance(trainer: Any) -> None:
+    """Refuse an instance that was not wholly initialized, or whose attributes hide the trainer's methods."""
+    cls = type(trainer)
+    if "_position" not in vars(trainer):
+        starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]
+        guilty = next(c for c in starts if not calls_super(c.__dict__["__init__"], "__init__"))
+        raise TaskError(
+            f"{guilty.__name__}.__init__ does not call super().__init__, and so the trainer has no model; write "
+            "super().__init__(*args, **kwargs) in it"
+        )
+    for name, value in vars(trainer).items():
+        if not callable(value) and callable(getattr(cls, name, None)):
+            raise TaskError(
+                f"{cls.__name__}.__init__ sets self.{name} = {type(value).__name__}, which hides the method {name}(); "
+                "give the attribute another name"
+            )

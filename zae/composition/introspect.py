@@ -1,0 +1,201 @@
+"""What a trainer class is made of: its seams, its add-ons and their slots, read off the class itself."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property, partial, partialmethod
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+__all__ = [
+    "LAYERS",
+    "add_ons_of",
+    "calls_super",
+    "function_of",
+    "is_add_on",
+    "is_marked",
+    "is_trainer",
+    "names_in",
+    "replaces",
+    "seam",
+    "seams_of",
+    "set_by",
+    "slots_of",
+]
+
+LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
+"""Where an add-on sits, innermost first."""
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def seam(function: AnyFunction) -> AnyFunction:
+    """Mark a method as a seam: a verb that add-ons override, calling ``super()``.
+
+    Parameters
+    ----------
+    function : callable
+        The method, or a property.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> Trainer.clip.__seam__
+    True
+    """
+    _mark(function, "__seam__")
+    return function
+
+
+def replaces(function: AnyFunction) -> AnyFunction:
+    """Mark an override that means not to call ``super()``: it does the seam's whole work itself.
+
+    Parameters
+    ----------
+    function : callable
+        The overriding method, or property.
+
+    Examples
+    --------
+    >>> from zae import AddOnBase, replaces
+    >>> class SignAddon(AddOnBase):
+    ...     "Step by the sign of the gradient."
+    ...     layer = "loop"
+    ...     @replaces
+    ...     def clip(self):
+    ...         for parameter in self.model.parameters():
+    ...             parameter.grad.sign_()
+    """
+    _mark(function, "__replaces__")
+    return function
+
+
+def _mark(value: Any, mark: str) -> None:
+    """Set a mark on a function, or on the one inside of what takes no attributes, such as a property."""
+    setattr(function_of(value) if isinstance(value, (property, cached_property)) else value, mark, True)
+
+
+def is_marked(value: Any, mark: str) -> bool:
+    """Whether a method carries a mark, on any of the wrappers around it."""
+    return any(getattr(layer, mark, False) is True for layer in _wrappers(value))
+
+
+def function_of(value: Any) -> Any:
+    """Return the plain function behind a property, a classmethod, a partial or a wrapper; else the value itself."""
+    return list(_wrappers(value))[-1]
+
+
+def _wrappers(value: Any) -> Iterator[Any]:
+    """Yield a value of a class body and what it is wrapped around, outermost first."""
+    yield value
+    inner = None
+    if isinstance(value, property):
+        inner = value.fget
+    elif isinstance(value, (classmethod, staticmethod)):
+        inner = value.__func__
+    elif isinstance(value, (partial, partialmethod, cached_property)):
+        inner = value.func
+    elif isinstance(value, FunctionType):
+        inner = value.__dict__.get("__wrapped__")
+    if inner is not None:
+        yield from _wrappers(inner)
+
+
+def calls_super(value: Any, name: str) -> bool:
+    """Whether a method, or a function that it wraps or holds, calls ``super()`` for a method of this name."""
+    return any(_mentions_super(layer, name, depth=2) for layer in _wrappers(value))
+
+
+def _mentions_super(function: Any, name: str, depth: int) -> bool:
+    if not isinstance(function, FunctionType):
+        return False
+    names = set(names_in(function.__code__))
+    if name in names and ("super" in names or "__class__" in function.__code__.co_freevars):
+        return True
+    # A decorator that does not use functools.wraps keeps the method in a cell.
+    return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _held(function))
+
+
+def _held(function: FunctionType) -> Iterator[Any]:
+    """What the cells of a closure hold; a cell may still be empty."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield every attribute and global that a function, or one nested in it, mentions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def is_trainer(cls: Any) -> bool:
+    """Whether a class is Trainer, an add-on, or derives from one of them."""
+    return isinstance(cls, type) and hasattr(cls, "_is_addon")
+
+
+def is_add_on(cls: Any) -> bool:
+    """Whether a class is an add-on: a mixin, and no trainer by itself."""
+    return isinstance(cls, type) and bool(getattr(cls, "_is_addon", False))
+
+
+def add_ons_of(cls: Any) -> list[Any]:
+    """List the add-ons of a class, outermost first.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> from zae.addons import AMPAddon, StateManagerAddon
+    >>> [a.__name__ for a in add_ons_of(Trainer.add_on(AMPAddon, StateManagerAddon))]
+    ['StateManagerAddon', 'AMPAddon']
+    """
+    mixed = [c for c in cls.__mro__ if is_add_on(c)]
+    leaves = [a for a in mixed if not any(b is not a and a in b.__mro__ for b in mixed)]
+    applied = [a for c in cls.__mro__ for a in c.__dict__.get("_applied", ())]
+    return leaves + [a for a in applied if a not in leaves]
+
+
+def slots_of(cls: Any) -> dict[str, Any]:
+    """Map each filled slot to the add-on that fills it."""
+    return {add_on.slot: add_on for add_on in add_ons_of(cls) if add_on.slot}
+
+
+def seams_of(cls: Any) -> dict[str, Any]:
+    """Map each seam of a class to the class that introduced it, in the order of their definition."""
+    found: dict[str, Any] = {}
+    for klass in reversed(cls.__mro__):
+        for name, value in klass.__dict__.items():
+            if name not in found and is_marked(value, "__seam__"):
+                found[name] = klass
+    return found
+
+
+def set_by(cls: type, only_self: bool = False) -> set[str]:
+    """Name the attributes that the functions of a class set: of any object, or of ``self`` alone."""
+    found = set()
+    for value in vars(cls).values():
+        if isinstance(value, (property, classmethod, staticmethod)):
+            value = value.fget if isinstance(value, property) else value.__func__
+        # Of nothing else an attribute is asked for: a dict of settings may have one of any name.
+        function: Any = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        left: list[Any] = [function.__code__] if isinstance(function, FunctionType) else []
+        while left:
+            code = left.pop()
+            left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            before: Any = None
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR" and (not only_self or _loads_self(before)):
+                    found.add(step.argval)
+                before = step
+    return found
+
+
+def _loads_self(step: dis.Instruction | None) -> bool:
+    """Whether an instruction loads ``self`` last; from Python 3.13 on one may load two variables."""
+    loaded = None if step is None else step.argval
+    return (loaded[-1] if isinstance(loaded, tuple) and loaded else loaded) == "self"

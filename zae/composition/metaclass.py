@@ -1,0 +1,361 @@
+"""How a trainer class is made of add-ons: arranged, checked, named, cached and pickled.
+
+`TrainerMeta` is the metaclass of `zae.Trainer`. It looks at every class once, when the class is created
+(`zae.composition.class_checks`), and at every call before any ``__init__`` runs (`zae.composition.options`), so that a
+composition either works or is refused with the line to write.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import metadata
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+from zae.composition.class_checks import check_class, check_complete, check_instance
+from zae.composition.collisions import check_collisions
+from zae.composition.introspect import LAYERS, add_ons_of, is_add_on, is_trainer, replaces, seam, seams_of, slots_of
+from zae.composition.options import check_call, check_owners, missing_attribute, options_of
+from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
+
+__all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
+
+
+class _OfClass(classmethod):
+    """A classmethod that an instance refuses: what it returns would be lost there."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        return super().__get__(instance, owner) if instance is None else partial(_refuse_instance, owner)
+
+
+def _refuse_instance(cls: TrainerMeta, *add_ons: Any) -> Any:
+    root, names = cls.__dict__.get("_recipe", (cls, ()))[0].__name__, [getattr(a, "__name__", repr(a)) for a in add_ons]
+    raise AddOnError(
+        f"add_on() makes a class, and this {cls.__name__} exists already; write "
+        f"{root}.add_on({', '.join(names)})(model, ...)"
+    )
+
+
+class TrainerMeta(ABCMeta):
+    """Metaclass of every trainer and every add-on."""
+
+    _is_addon: bool
+    _recipe: tuple[TrainerMeta, tuple[TrainerMeta, ...]]
+    _compositions: WeakValueDictionary[tuple[TrainerMeta, ...], TrainerMeta]
+    # What an add-on declares; see zae.addon.AddOnBase.
+    layer: str
+    inside: tuple[str | type, ...]
+    outside: tuple[str | type, ...]
+    slot: str | None
+    requires: tuple[str | type, ...]
+    apply: Callable[[Any], Any]
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
+        parents = [base for base in bases if isinstance(base, TrainerMeta)]
+        namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
+        if not parents:
+            namespace.setdefault("__getattr__", missing_attribute)  # Asked only for what is not there.
+            namespace["add_on"] = _OfClass(namespace["add_on"].__func__)
+        try:
+            cls = super().__new__(mcls, name, bases, namespace, **kwargs)
+        except TypeError as error:
+            _explain_bases(name, parents, error)
+            raise
+        if parents:
+            check_class(cls)
+            if not cls._is_addon and not getattr(cls, "_partial", False):
+                _check_composition(cls)
+        return cls
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._is_addon:
+            raise AddOnError(
+                f"{cls.__name__} is an add-on and does not run alone; "
+                f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
+            )
+        check_complete(cls)
+        check_call(cls, args, kwargs)
+        try:
+            trainer = super().__call__(*args, **kwargs)
+        except AttributeError as error:
+            _explain_property(cls, error)
+            raise
+        check_instance(trainer)
+        return trainer
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Every option that the class takes, whoever owns it."""
+        parameters = [parameter for parameter, _ in options_of(cls).values()]
+        return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__name__}'>"
+
+
+# ------------------------------------------------------------------------------------------------- composing
+
+
+def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
+    """Return the one class made of ``base`` and a set of add-ons; the order they are given in does not matter.
+
+    Parameters
+    ----------
+    base : type
+        A trainer class, composed already or not; it is left as it is.
+    add_ons : sequence of type or str
+        Add-on classes, or names of the entry-point group ``zae.addons``.
+
+    Raises
+    ------
+    AddOnConflict, AddOnRequirement, AddOnOrder, AddOnError
+        With the remedy; no class is made.
+    """
+    if base._is_addon:
+        raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
+    named = [_resolve(base, add_on) for add_on in add_ons]
+    root, present = base.__dict__.get("_recipe", (base, ()))
+    held = add_ons_of(root)
+    wanted = _outermost_kinds([*present, *(a for a in named if not any(a in h.__mro__ for h in held))])
+    if not wanted:
+        return root
+    ordered = arrange(wanted)
+    if "_compositions" not in root.__dict__:
+        # Weak, so that a class that was made inside a function goes when its last user does.
+        root._compositions = WeakValueDictionary()
+    found = root._compositions.get(ordered)
+    if found is None:
+        _check_set(_outermost_kinds([*ordered, *held]), root)
+        found = root._compositions[ordered] = _build(root, ordered)
+    return found
+
+
+def arrange(add_ons: Iterable[TrainerMeta]) -> tuple[TrainerMeta, ...]:
+    """Order add-ons, outermost first, by their layers and by ``inside`` / ``outside``; ties go by name."""
+    waiting = sorted(set(add_ons), key=lambda a: (LAYERS.index(a.layer), a.__name__, a.__module__))
+    ordered: list[TrainerMeta] = []
+    while waiting:
+        ready = [a for a in waiting if not any(_is_inside(b, a) for b in waiting if b is not a)]
+        if not ready:
+            names = ", ".join(a.__name__ for a in waiting)
+            relations = "; ".join(_relations(a) for a in waiting)
+            raise AddOnOrder(
+                f"no order fulfils what {names} ask for: {relations}; "
+                "change the layer, or drop one of the inside / outside relations"
+            )
+        ordered.append(ready[0])
+        waiting.remove(ready[0])
+    return tuple(reversed(ordered))
+
+
+def _is_inside(a: TrainerMeta, b: TrainerMeta) -> bool:
+    """Whether ``a`` must sit nearer to the loop than ``b``."""
+    if LAYERS.index(a.layer) != LAYERS.index(b.layer):
+        return LAYERS.index(a.layer) < LAYERS.index(b.layer) or _named_in(b, a.inside) or _named_in(a, b.outside)
+    return _named_in(b, a.inside) or _named_in(a, b.outside)
+
+
+def _named_in(add_on: TrainerMeta, names: Iterable[Any]) -> bool:
+    """Whether an add-on, or a class it derives from, is in a list of names and classes."""
+    return any(c is name or c.__name__ == name for name in names for c in add_on.__mro__)
+
+
+def _relations(add_on: TrainerMeta) -> str:
+    """What an add-on asks of the order, in words."""
+    named = [f"inside {_label(n)}" for n in add_on.inside] + [f"outside {_label(n)}" for n in add_on.outside]
+    return f"{add_on.__name__} is in layer {add_on.layer!r}" + "".join(f", {n}" for n in named)
+
+
+def _label(name: Any) -> str:
+    return name if isinstance(name, str) else str(name.__name__)
+
+
+def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
+    """Take an add-on class as it is, and look a name up among the installed entry points."""
+    if isinstance(add_on, str):
+        add_on = _installed(add_on)
+    if isinstance(add_on, (list, tuple, set)):
+        raise AddOnError(f"add_on() takes the classes one by one, not in a {type(add_on).__name__}; write add_on(A, B)")
+    if not isinstance(add_on, type):
+        raise AddOnError(f"add_on() takes classes, and got an instance, {add_on!r:.80}; write add_on(SomeAddon)")
+    if not is_add_on(add_on) or add_on.__dict__.get("_is_base"):
+        what = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
+        name = "MyAddon" if is_trainer(add_on) or add_on.__module__ == "builtins" else add_on.__name__
+        raise AddOnError(
+            f"{add_on.__name__} is {what}; write class {name}(AddOnBase): ..., and {base.__name__}.add_on({name})"
+        )
+    return cast(TrainerMeta, add_on)
+
+
+def _installed(name: str) -> Any:
+    """Load the add-on that is installed under a name."""
+    points = list(metadata.entry_points(group="zae.addons"))
+    found = {p.value: p for p in points if p.name == name} or {p.value: p for p in points if p.name == name + "Addon"}
+    if not found:
+        known = sorted({p.name for p in points})
+        longer = [each for each in known if each.lower().startswith(name.lower())]
+        hint = did_you_mean(name, longer or known, cutoff=0.0 if longer else 0.6)
+        hint = hint or f"; installed are {', '.join(known)}"
+        raise AddOnError(f"no add-on is called {name!r}{hint}")
+    if len(found) > 1:
+        owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in found.values())
+        raise AddOnConflict(f"{name!r} is installed more than once: {owners}; import the one that is meant")
+    point = next(iter(found.values()))
+    try:
+        return point.load()
+    except ImportError as error:
+        raise AddOnRequirement(f"the add-on {name!r} ({point.value}) cannot be imported: {error}") from error
+
+
+def _outermost_kinds(add_ons: Iterable[TrainerMeta]) -> list[TrainerMeta]:
+    """Drop what is there twice: the same add-on, or the base of another one."""
+    unique = list(dict.fromkeys(add_ons))
+    return [a for a in unique if not any(b is not a and issubclass(b, a) for b in unique)]
+
+
+def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
+    """Make the class; an add-on that overrides ``apply`` is asked to wrap what is inside of it."""
+    inside = _inside_of_root(root, ordered)
+    bases: tuple[TrainerMeta, ...] = (root,)
+    if inside:
+        held = add_ons_of(root)
+        plain = next(c for c in root.__mro__ if isinstance(c, TrainerMeta) and not c._is_addon and not add_ons_of(c))
+        bases = (root, compose(plain, [*held, *inside]))
+    for add_on in reversed([a for a in ordered if a not in inside]):
+        if _overridden_apply(add_on) is None:
+            bases = (add_on, *bases)
+            continue
+        inner = bases[0] if len(bases) == 1 and not add_on.requires else _derive(bases, root, ordered, _partial=True)
+        made = add_on.apply(inner)
+        if made is inner or not (isinstance(made, TrainerMeta) and inner in made.__mro__):
+            raise AddOnError(f"{add_on.__name__}.apply(base_cls) returned {made!r}; return a subclass of base_cls")
+        # Not on the class that it returned: that may be one that others use as well.
+        bases = (_derive((made,), root, ordered, _partial=True, _applied=(add_on,)),)
+    return _derive(bases, root, ordered, _partial=False, _recipe=(root, ordered))
+
+
+def mix(add_on: Any, base: Any) -> TrainerMeta:
+    """Put one add-on outside of a class: what `AddOnBase.apply` does, be it called by itself or by an override."""
+    if _overridden_apply(add_on) is None:
+        return compose(base, [add_on])
+    return cast(TrainerMeta, _derive((add_on, base), base, [add_on], _partial=True))
+
+
+def _inside_of_root(root: TrainerMeta, ordered: Sequence[TrainerMeta]) -> list[TrainerMeta]:
+    """Those that belong inside of an add-on that a user's own class already stands on."""
+    outer: list[TrainerMeta] = list(add_ons_of(root))
+    inside: list[TrainerMeta] = []
+    for add_on in ordered:  # Outermost first, so that one pass finds what is inside of what is inside.
+        if any(_is_inside(add_on, other) for other in outer):
+            inside.append(add_on)
+            outer.append(add_on)
+    return inside
+
+
+def _derive(bases: tuple[TrainerMeta, ...], root: TrainerMeta, ordered: Sequence[TrainerMeta], **marks: Any) -> Any:
+    """Make one class of these bases, that says in its name and its documentation what it is made of."""
+    name = f"{root.__name__}[{', '.join(a.__name__ for a in ordered)}]"
+    lines = [f"{root.__name__} with add-ons, outermost first:", ""]
+    lines += [f"- {a.__name__}: {(inspect.getdoc(a) or 'no description').splitlines()[0]}" for a in ordered]
+    if root.__doc__:
+        lines += ["", inspect.getdoc(root) or ""]
+    namespace = {"__module__": root.__module__, "__qualname__": name, "__doc__": "\n".join(lines), **marks}
+    return TrainerMeta(name, bases, namespace)
+
+
+def _overridden_apply(add_on: TrainerMeta) -> Callable[[TrainerMeta], Any] | None:
+    """The add-on's own ``apply``, when it has one beside AddOnBase's."""
+    owner = next(klass for klass in add_on.__mro__ if "apply" in klass.__dict__)
+    return None if owner.__dict__.get("_is_base") else add_on.apply
+
+
+def _rebuild(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
+    """Find a composed class again, in whichever process a pickle is read."""
+    return compose(root, ordered)
+
+
+def _reduce(cls: TrainerMeta) -> Any:
+    """Pickle a composed class as its recipe and every other class by its name."""
+    recipe = cls.__dict__.get("_recipe")
+    return cls.__qualname__ if recipe is None else (_rebuild, recipe)
+
+
+copyreg.pickle(TrainerMeta, _reduce)
+
+# -------------------------------------------------------------------------------------- checks of a class
+
+
+def _check_composition(cls: TrainerMeta) -> None:
+    """Refuse a hand-written class whose add-ons do not go together, or stand in the wrong order."""
+    add_ons = add_ons_of(cls)
+    _check_set(add_ons, cls)
+    check_collisions(cls)
+    mixed: list[Any] = [a for a in cls.__mro__ if a in add_ons]
+    for outer, inner in ((a, b) for i, a in enumerate(mixed) for b in mixed[i + 1 :]):
+        if _is_inside(outer, inner):
+            base = next(c for c in cls.__mro__[1:] if is_trainer(c) and not is_add_on(c) and not add_ons_of(c))
+            right = ", ".join(a.__name__ for a in arrange(mixed))
+            raise AddOnOrder(
+                f"{cls.__name__} puts {outer.__name__} outside of {inner.__name__}, but {outer.__name__} belongs "
+                f"inside ({_relations(outer)}; {_relations(inner)}); put all add-ons in one place: "
+                f"class {cls.__name__}({right}, {base.__name__}), or leave the order to add_on"
+            )
+
+
+def _origin(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
+    """Refuse two fillers of a slot, a missing requirement, an unknown layer, two owners of one option."""
+    by_name: dict[str, TrainerMeta] = {}
+    for add_on in add_ons:
+        other = by_name.setdefault(add_on.__name__, add_on)
+        if other is not add_on:
+            raise AddOnConflict(
+                f"two add-ons are called {add_on.__name__} ({_origin(other)} and {_origin(add_on)}), and their states "
+                "would share a key; rename one (a class that was defined again is another class)"
+            )
+    slots: dict[str, TrainerMeta] = {}
+    for add_on in add_ons:
+        if add_on.slot and slots.setdefault(add_on.slot, add_on) is not add_on:
+            first, second = sorted((slots[add_on.slot].__name__, add_on.__name__))
+            raise AddOnConflict(f"{first} and {second} both fill the slot {add_on.slot!r}; keep one")
+    for add_on in add_ons:
+        for need in add_on.requires:
+            if not any(_named_in(other, [need]) for other in add_ons):
+                names = ", ".join(sorted({a.__name__ for a in add_ons} | {_label(need)}))
+                raise AddOnRequirement(
+                    f"{add_on.__name__} needs {_label(need)}, which is not there; write .add_on({names})"
+                )
+    check_owners(add_ons, cls)
+
+
+# ----------------------------------------------------------------------------------- Python's errors, in words
+
+
+def _explain_bases(name: str, parents: Sequence[TrainerMeta], error: TypeError) -> None:
+    """Say in which order the bases must stand, where Python finds none."""
+    if "(MRO)" not in str(error) or not any(p._is_addon for p in parents):
+        return
+    add_ons = arrange([p for p in parents if p._is_addon])
+    right = ", ".join(p.__name__ for p in (*add_ons, *(p for p in parents if not p._is_addon)))
+    raise AddOnOrder(
+        f"{name}({', '.join(p.__name__ for p in parents)}) has no consistent order; add-ons come first: "
+        f"class {name}({right})"
+    ) from None
+
+
+def _explain_property(cls: TrainerMeta, error: AttributeError) -> None:
+    """Say which of the trainer's own properties an ``__init__`` tried to set."""
+    values = [item for klass in cls.__mro__ for item in klass.__dict__.items()]
+    for name in (name for name, value in values if isinstance(value, property)):
+        if f"property {name!r} of" in str(error):
+            raise TaskError(
+                f"{cls.__name__}.__init__ sets self.{name}, which is a property of the trainer; give the attribute "
+                "another name"
+            ) from error

@@ -1,0 +1,221 @@
+"""The options of a trainer class: who owns each, and which arguments of a call are refused, with what to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from types import FunctionType, MappingProxyType
+from typing import Any, TypeAlias
+
+from zae.composition.foreign_names import foreign_method, foreign_option
+from zae.composition.introspect import function_of, is_add_on, is_trainer
+from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
+
+__all__ = ["BASES", "check_call", "check_owners", "missing_attribute", "options_of", "own_options"]
+
+BASES: list[Any] = []
+"""AddOnBase, which registers itself here: this module is below it."""
+
+_Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class _Given:
+    """The default of an option that an outer ``__init__`` gives itself."""
+
+    def __repr__(self) -> str:
+        return "<given by the class>"
+
+
+_GIVEN = _Given()
+
+
+def options_of(cls: Any) -> _Options:
+    """Map each option that a class takes to its parameter and its owner, positional ones first.
+
+    Examples
+    --------
+    >>> from zae import Trainer
+    >>> from zae.addons import EMAAddon
+    >>> parameter, owner = options_of(Trainer.add_on(EMAAddon))["decay"]
+    >>> owner.__name__
+    'EMAAddon'
+    """
+    # What is found stays with the class, for as long as the same functions make its instances: it is asked for twice
+    # by each trainer that is made, and to look at every signature takes longer than to train for a dozen steps.
+    inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
+    known, options = cls.__dict__.get("__options__", (None, {}))
+    if known != inits:
+        found: _Options = {}
+        for klass in reversed(_initialized(cls)):
+            if isinstance(klass.__dict__.get("__init__"), FunctionType):
+                found = _outside_of(found, klass)
+        options = MappingProxyType(found)
+        cls.__options__ = inits, options
+    return options
+
+
+def _initialized(cls: Any) -> list[Any]:
+    """The classes whose ``__init__`` can run: those up to Trainer, which calls no further one."""
+    mro = list(cls.__mro__)
+    return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
+
+
+def _outside_of(inner: _Options, klass: type) -> _Options:
+    """What can be given to a class's ``__init__``, when it hands the rest on to one that takes ``inner``."""
+    own = _parameters(klass)
+    positional = [p for p in own if p.kind in _POSITIONAL]
+    keyword = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    takes_args = next((p for p in own if p.kind is p.VAR_POSITIONAL), None)
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in own)
+    declared = {p.name for p in (*positional, *keyword)}
+
+    found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
+    reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
+    goes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
+    if goes_on:
+        for name in reached[len(positional) :]:
+            if name in declared:
+                break
+            found[name] = inner[name]
+    if takes_args is not None and (not goes_on or "*" in inner):
+        found["*"] = (takes_args, klass)
+    found |= {p.name: (p, klass) for p in keyword}
+    if takes_kwargs:
+        # An __init__ that neither declares what is needed nor hands positional arguments on may give it itself.
+        gives = not is_add_on(klass) and not goes_on
+        for name, (p, owner) in inner.items():
+            if name not in found and name != "*":
+                default = _GIVEN if gives and p.default is p.empty and p.kind in _POSITIONAL else p.default
+                found[name] = (p.replace(kind=p.KEYWORD_ONLY, default=default), owner)
+    return found
+
+
+def _parameters(cls: type) -> list[inspect.Parameter]:
+    init = cls.__dict__.get("__init__")
+    return list(inspect.signature(init).parameters.values())[1:] if isinstance(init, FunctionType) else []
+
+
+def own_options(cls: type) -> dict[str, inspect.Parameter]:
+    """The options that a class itself declares in ``__init__``."""
+    return {p.name: p for p in _parameters(cls) if p.kind not in _REST}
+
+
+def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
+    """Refuse an option that two add-ons, or an add-on and the trainer inside of it, both declare.
+
+    A class may declare an option of one that it derives from again, to give it another default.
+    """
+    owners: dict[str, Any] = {}
+    inside = [c for c in cls.__mro__ if is_trainer(c) and not is_add_on(c)]
+    for klass in dict.fromkeys([*(c for a in add_ons for c in a.__mro__ if is_add_on(c)), *inside]):
+        for name in own_options(klass):
+            owner = owners.setdefault(name, klass)
+            if owner not in klass.__mro__ and klass not in owner.__mro__:
+                raise AddOnConflict(
+                    f"{owner.__name__} and {klass.__name__} both have an option {name!r}; "
+                    "rename one of them, or put it into a base that both share"
+                )
+
+
+def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an unknown, a doubled or a missing argument before any ``__init__`` runs."""
+    options = options_of(cls)
+    positional = [name for name, (p, _) in options.items() if p.kind in _POSITIONAL]
+    given = positional[: len(args)]
+    named = {name: entry for name, entry in options.items() if name != "*"}
+    if len(args) > len(positional) and "*" not in options:
+        others = [name for name in named if name not in positional]
+        raise OptionError(
+            f"{cls.__name__} takes {len(positional)} positional arguments ({', '.join(positional)}) "
+            f"and got {len(args)}; name the others: {', '.join(others)}"
+        )
+    for name in kwargs:
+        if name not in named:
+            raise OptionError(f"unknown argument {name!r} for {cls.__name__}{_cure(cls, name, named)}")
+        if name in given:
+            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; keep one")
+    for name, (parameter, owner) in named.items():
+        if parameter.default is parameter.empty and name not in kwargs and name not in given:
+            whose = "" if owner is cls else f", an option of {owner.__name__}"
+            raise OptionError(f"{cls.__name__} needs {name!r}{whose}; write {cls.__name__}(..., {name}=...)")
+
+
+def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
+    """What to write instead of an option that the class does not have."""
+    initialized = [klass for klass in _initialized(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
+    for index, klass in enumerate(initialized):
+        if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
+            owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)
+            if owner is None:
+                break
+            return (
+                f": {klass.__name__}.__init__ does not hand it on to {owner.__name__}.__init__, whose it is; write "
+                "def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
+            )
+        if not is_add_on(klass) and name in _words(klass.__dict__["__init__"]):
+            return (
+                f", as {klass.__name__}.__init__ does not declare it; write "
+                f"def __init__(self, *args, {name}=..., **kwargs) there"
+            )
+    # The last one owns it: not one that somebody derives from it.
+    owners = {o: a for a in _known_add_ons() for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
+    if name in owners:
+        return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
+    foreign = foreign_option(name)
+    if foreign:
+        return f"; {foreign}"
+    near = did_you_mean(name, options)
+    if near:
+        return near
+    near = did_you_mean(name, owners)
+    if near:
+        owner = owners[near.split("'")[1]].__name__
+        return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
+    return f"; it has {', '.join(options)}"
+
+
+def missing_attribute(trainer: Any, name: str) -> Any:
+    """Called for an attribute that a trainer does not have: raise an error that says where it is."""
+    if name in dir(type(trainer)):
+        # A property is there, and what it does has raised; once more, for that error itself.
+        return object.__getattribute__(trainer, name)
+    raise MissingError(name, explain=lambda: _explain_missing(trainer, name))
+
+
+def _explain_missing(trainer: Any, name: str) -> str:
+    text = f"{type(trainer).__name__} has no attribute {name!r}"
+    if name.startswith("_"):
+        return text
+    owners = [a for a in _known_add_ons() if name in a.__dict__]
+    if owners:
+        return f"{text}: it is one of {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
+    foreign = foreign_method(name)
+    if foreign:
+        return f"{text}; {foreign}"
+    near = did_you_mean(name, [n for n in dir(trainer) if not n.startswith("_")])
+    return text + (near or "; set it in __init__, before it is used")
+
+
+def _words(init: FunctionType) -> set[str]:
+    """The strings in a function's body: among them, what it takes out of ``**kwargs``."""
+    return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
+
+
+def _known_add_ons() -> list[Any]:
+    """The add-ons that are defined by now, those that are installed with zae last; only looked up for an error."""
+    installed = []
+    for point in metadata.entry_points(group="zae.addons"):
+        if point.dist is None or point.dist.name == "zae":
+            with suppress(ImportError):  # The message for one mistake must not become another's.
+                installed.append(point.load())
+    found: dict[Any, None] = {}
+    waiting: list[Any] = list(BASES)
+    while waiting:
+        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
+        found |= dict.fromkeys(subclasses)
+        waiting += subclasses
+    return [*(c for c in found if c not in installed), *installed]

@@ -1,0 +1,150 @@
+"""An open epoch on another number of ranks, or with another batch size: each sample that is left comes exactly once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from zae.data.loader_state import Padded, changes_of, facts_of
+
+__all__ = ["padded", "place_of", "why_not_again"]
+
+_BY_SAMPLE = ("BatchSampler", "SampleShards")
+
+
+class _PaddedList(Sequence[Any]):
+    """A sequence of batches with some before its own, which stand for what was used."""
+
+    def __init__(self, batches: Sequence[Any], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __len__(self) -> int:
+        return self._count + len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[max(0, range(len(self))[index] - self._count)]
+
+
+def padded(loader: Any, count: int) -> Any:
+    """Return a loader whose order begins with so many entries that nobody will load.
+
+    Parameters
+    ----------
+    loader : DataLoader or sequence of batches
+        What the user gave.
+    count : int
+        Samples, where a batch sampler of torch makes the batches; else batches.
+
+    Returns
+    -------
+    object
+        A loader; the same one where there is nothing to put before.
+
+    Examples
+    --------
+    >>> [batch.tolist() for batch in padded(DataLoader(range(5), batch_size=4), 2)]
+    [[0, 0, 0, 1], [2, 3, 4]]
+    """
+    if not count:
+        return loader
+    if not isinstance(loader, DataLoader):
+        return _PaddedList(loader, count)
+    batches: Any = loader.batch_sampler
+    value: Any
+    if batches is None:
+        name, value = "sampler", Padded(loader.sampler, count)
+    elif type(batches) is BatchSampler:
+        name = "batch_sampler"
+        value = BatchSampler(Padded(batches.sampler, count), batches.batch_size, batches.drop_last)
+    else:
+        name, value = "batch_sampler", Padded(batches, count)
+    made = copy.copy(loader)
+    # DataLoader forbids setting these after its construction, for the sake of its own iterators; a copy has none.
+    object.__setattr__(made, name, value)
+    object.__setattr__(made, "_iterator", None)
+    return made
+
+
+def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
+    """Find where an open epoch goes on, in steps of the present layout.
+
+    Parameters
+    ----------
+    loader : DataLoader or sequence of batches
+        What the user gave now.
+    before : mapping
+        The facts of the loader that the state is of (`zae.data.loader_state.facts_of`).
+    used : int
+        Batches of the epoch that each rank had used.
+    ranks : (int, int)
+        How many ranks there were, and are.
+    pad : int
+        The entries that stood before that epoch's order already.
+
+    Returns
+    -------
+    count, batch : tuple of int
+        The entries to put before the order, and the batch of each rank at which the epoch goes on.
+
+    Examples
+    --------
+    >>> loader = DataLoader(range(22), batch_size=6)  # It was 4, and 2 batches of one process are used.
+    >>> place_of(loader, {"batch sampler": "BatchSampler", "batch_size": 4}, 2, (1, 2), 0)
+    (4, 1)
+    """
+    gone, step = used * ranks[0] - pad, ranks[1]
+    if _is_by_sample(before):
+        gone = min(used * ranks[0] * before["batch_size"] - pad, len(loader.batch_sampler.sampler))
+        step = ranks[1] * loader.batch_size
+    count = -gone % step
+    return count, (gone + count) // step
+
+
+def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
+    """Say what keeps the rest of an open epoch from being dealt anew.
+
+    Parameters
+    ----------
+    loader, before, ranks, pad, used
+        As for `place_of`.
+
+    Returns
+    -------
+    list of str
+        What differs, or what the loader lacks; empty where it can be done.
+
+    Examples
+    --------
+    >>> why_not_again([1, 2, 3], {"loader": "list", "number of batches": 3}, (1, 2), 0, 1)
+    []
+    >>> why_not_again(iter([1, 2, 3]), {"loader": "list_iterator"}, (1, 2), 0, 1)
+    ['a list_iterator has no order to be dealt again']
+    """
+    now = facts_of(loader)
+    if not used:
+        names = ["dataset length"]
+        return changes_of(*({name: facts.get(name) for name in names} for facts in (before, now)))
+    has_length = hasattr(loader, "__len__") and hasattr(loader, "__getitem__")
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    if not (is_map or (has_length and not isinstance(loader, DataLoader))):
+        return [f"a {type(loader).__name__} has no order to be dealt again"]
+    if isinstance(sampler, DistributedSampler):
+        return ["a DistributedSampler deals by itself"]
+    names = ["dataset length"]
+    if _is_by_sample(before) != _is_by_sample(now):
+        names.append("batch sampler")
+    elif _is_by_sample(before):
+        names.append("sampler")
+    else:
+        now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # As that many ranks would have had them.
+        names.append("number of batches")
+    return changes_of(*({name: facts[name] for name in names if name in facts} for facts in (before, now)))
+
+
+def _is_by_sample(facts: Mapping[str, Any]) -> bool:
+    """Whether batches are made of the entries of a sampler, one after another: any of them can begin a batch."""
+    return facts.get("batch sampler") in _BY_SAMPLE

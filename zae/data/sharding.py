@@ -1,0 +1,421 @@
+"""Which rank gets which samples: training in equal numbers of steps, evaluation batch by batch, each sample once."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    default_collate,
+)
+
+from zae.common import random_state
+from zae.common.device import leading_dimension
+from zae.data.loader_state import bare
+from zae.data.loading import describe, length_of
+from zae.errors import LoaderError
+
+__all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "set_epoch", "shard", "shares_of"]
+
+
+class _Empty(enum.Enum):
+    EMPTY = "no samples"
+
+
+EMPTY = _Empty.EMPTY
+"""The batch of a rank that gets no sample in a step that others get some in; it stays itself in every process."""
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether a batch is that of a rank without samples."""
+    return batch is EMPTY
+
+
+class Ranks(NamedTuple):
+    """This rank among the others, and how to ask them.
+
+    Attributes
+    ----------
+    rank, size : int
+        The number of this one, and how many there are.
+    from_main : callable
+        Returns on every rank the value that rank 0 gave; all ranks call it together.
+    all_agree : callable
+        Returns on every rank whether all gave True; all ranks call it together.
+    """
+
+    rank: int
+    size: int
+    from_main: Callable[[Any], Any]
+    all_agree: Callable[[bool], bool]
+
+
+class Shares(Protocol):
+    """How many samples each rank has in each step of an epoch."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the last step has too few samples (or batches) for every rank."""
+
+    def share(self, step: int) -> tuple[int, int]:
+        """Samples of this rank, and of all ranks, in a step."""
+
+    def __len__(self) -> int: ...
+
+
+def shares_of(loader: Any) -> Shares | None:
+    """Find the shares of a loader that `shard` returned; None for a stream, whose shares nobody knows."""
+    for each in (loader, bare(getattr(loader, "batch_sampler", None))):
+        if isinstance(each, (SampleShards, BatchShards, ListShards)):
+            return each
+    return None
+
+
+def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
+    """Return the loader of one rank.
+
+    For training, the samples of ``size`` batches make one step: rank r gets every ``size``-th of them, so that an
+    epoch is the dataset exactly once, in as many steps on every rank, and a step of all ranks together is the batch
+    that one process would have with ``size`` times the batch size. What is left at the end is dealt the same way, and
+    a rank that gets none gives `EMPTY`. For evaluation, whole batches are dealt, the very batches of one process.
+    Everything else of a DataLoader stays as it is: its workers, collate function, pinning, generator, ``drop_last``.
+
+    Parameters
+    ----------
+    loader : DataLoader or sequence of batches
+        What the user gave.
+    training : bool
+        Whether each rank must make as many steps as the others.
+    ranks : Ranks
+        Who asks.
+
+    Returns
+    -------
+    object
+        A loader.
+
+    Raises
+    ------
+    LoaderError
+        Every rank would get the same samples.
+
+    Examples
+    --------
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(range(7), batch_size=2)
+    >>> for rank in range(2):
+    ...     ranks = Ranks(rank, 2, from_main=lambda value: value, all_agree=lambda value: value)
+    ...     print([batch.tolist() for batch in shard(loader, True, ranks)],
+    ...           [batch.tolist() for batch in shard(loader, False, ranks)])
+    [[0, 2], [4, 6]] [[0, 1], [4, 5]]
+    [[1, 3], [5]] [[2, 3], [6]]
+    """
+    if getattr(loader, "is_sharded", False):
+        return _together(loader, training, ranks)
+    if not isinstance(loader, DataLoader):
+        return _shard_other(loader, training, ranks)
+    if isinstance(loader.dataset, IterableDataset):
+        return _shard_stream(loader, loader.dataset, training, ranks)
+    user_sharded = isinstance(_sampler_of(loader), DistributedSampler)
+    if user_sharded and training:
+        return loader
+    each_is_batch = loader.batch_sampler is None
+    inner: Any = loader.sampler if each_is_batch else loader.batch_sampler
+    if user_sharded:
+        # Its padding would evaluate samples twice.
+        inner = BatchSampler(SequentialSampler(loader.dataset), loader.batch_size or 1, loader.drop_last)  # type: ignore[arg-type]
+    if length_of(inner) is None:
+        raise LoaderError(
+            f"the {type(inner).__name__} of the loader has no length ({describe(loader)}), so {ranks.size} ranks "
+            "cannot share what it gives; give it a __len__, and let it end"
+        )
+    dealt: Any = BatchShards(inner, each_is_batch, training, ranks)
+    if training and type(inner) is BatchSampler:
+        entries: Any = inner.sampler
+        dealt = SampleShards(entries, inner.batch_size, inner.drop_last, ranks)
+        if inner.drop_last and not len(dealt):
+            raise LoaderError(
+                f"a step of {ranks.size} ranks takes {ranks.size * inner.batch_size} samples, {inner.batch_size} each, "
+                f"and the loader's sampler gives {len(entries)}: drop_last=True leaves no step; give it more "
+                "data, a smaller batch_size, or drop_last=False"
+            )
+    return _with_batches(loader, dealt, each_is_batch, training, ranks.rank)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader's samplers, and its dataset, which epoch begins, where they ask for it."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
+        tell = getattr(each, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
+# ------------------------------------------------------------------------------------------------- the shares
+
+
+class SampleShards:
+    """A batch sampler: this rank's part of each step's samples."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
+        self.sampler, self.batch_size, self.drop_last, self._ranks = sampler, batch_size, drop_last, ranks
+
+    def __len__(self) -> int:
+        together = self.batch_size * self._ranks.size
+        return len(self.sampler) // together if self.drop_last else -(-len(self.sampler) // together)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
+        for step in range(len(self)):
+            yield own[step * self.batch_size : (step + 1) * self.batch_size]
+
+    @property
+    def leaves_out(self) -> bool:
+        return len(self) > 0 and self.share(len(self) - 1)[1] < self._ranks.size
+
+    def share(self, step: int) -> tuple[int, int]:
+        together = self.batch_size * self._ranks.size
+        samples = min(together, len(self.sampler) - step * together)
+        return len(range(self._ranks.rank, samples, self._ranks.size)), samples
+
+
+class BatchShards:
+    """A batch sampler that deals whole batches: of the user's own batch sampler, or in evaluation."""
+
+    def __init__(self, sampler: Any, each_is_batch: bool, training: bool, ranks: Ranks) -> None:
+        self.sampler, self._each_is_batch, self._training, self._ranks = sampler, each_is_batch, training, ranks
+        self._sizes: list[int] = []
+
+    def __len__(self) -> int:
+        count, size = len(self.sampler), self._ranks.size
+        return -(-count // size) if self._training else len(range(self._ranks.rank, count, size))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        entries = _entries(self.sampler, self._ranks)
+        self._sizes = [1 if self._each_is_batch else len(entry) for entry in entries]
+        for step in range(len(self)):
+            own = entries[step * self._ranks.size : (step + 1) * self._ranks.size][self._ranks.rank :][:1]
+            yield own if self._each_is_batch or not own else own[0]
+
+    @property
+    def leaves_out(self) -> bool:
+        return len(self.sampler) % self._ranks.size > 0
+
+    def share(self, step: int) -> tuple[int, int]:
+        together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
+        return sum(together[self._ranks.rank :][:1]), sum(together)
+
+
+class ListShards(Sequence[Any]):
+    """Whole batches of a sequence."""
+
+    def __init__(self, batches: Sequence[Any], training: bool, ranks: Ranks) -> None:
+        self._batches, self._training, self._ranks = batches, training, ranks
+
+    def __len__(self) -> int:
+        count, size = len(self._batches), self._ranks.size
+        return -(-count // size) if self._training else len(range(self._ranks.rank, count, size))
+
+    def __getitem__(self, step: Any) -> Any:
+        index = range(len(self))[step] * self._ranks.size + self._ranks.rank
+        if index >= len(self._batches):
+            return EMPTY
+        return _present(self._batches[index]) if self._training else self._batches[index]
+
+    @property
+    def leaves_out(self) -> bool:
+        return len(self._batches) % self._ranks.size > 0
+
+    def share(self, step: int) -> tuple[int, int]:
+        first = step * self._ranks.size
+        last = min(first + self._ranks.size, len(self._batches))
+        sizes = [leading_dimension(self._batches[index]) or 1 for index in range(first, last)]
+        return sum(sizes[self._ranks.rank :][:1]), sum(sizes)
+
+
+def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
+    """Everything a sampler gives in this epoch, drawn on every rank from rank 0's random streams."""
+    generators = list({id(g): g for s in (sampler, getattr(sampler, "sampler", None)) for g in _generator(s)}.values())
+    streams = {key: value for key, value in random_state.capture().items() if key in ("torch", "numpy", "python")}
+    main = ranks.from_main((streams, [generator.get_state() for generator in generators]))
+    if ranks.rank == 0:
+        entries = list(sampler)
+    else:
+        with random_state.isolated():
+            random_state.restore(main[0])
+            for generator, state in zip(generators, main[1], strict=True):
+                generator.set_state(state)
+            entries = list(sampler)
+    if not _is_of_torch(sampler):
+        _check_entries(sampler, entries, ranks)
+    return entries
+
+
+def _is_of_torch(sampler: Any) -> bool:
+    """Whether a sampler, and one within it, are torch's own: these keep what they say."""
+    parts = (sampler, getattr(sampler, "sampler", sampler))
+    return all(type(each).__module__ == BatchSampler.__module__ for each in parts)
+
+
+def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
+    """Refuse a sampler of the user's by which samples would be lost, or come twice, without a word."""
+    who, length = f"the {type(sampler).__name__} of the loader", length_of(sampler)
+    if length != len(entries):
+        raise LoaderError(
+            f"{who} has a length of {length} and gave {len(entries)} entries, and {ranks.size} ranks share them by "
+            "its length; mend its __len__"
+        )
+    try:
+        main = ranks.from_main(entries)
+        differs = bool(main != entries)
+    except (RuntimeError, ValueError):  # Of tensors or arrays, which compare in their own way.
+        differs = False
+    if not ranks.all_agree(not differs):
+        raise LoaderError(
+            f"{who} does not give every one of {ranks.size} ranks the same entries. If it deals them to the ranks "
+            "itself, say so: loader.is_sharded = True. If it draws at random, let it draw from torch, numpy.random or "
+            "random themselves, or from a generator with a seed that all ranks have"
+        )
+
+
+def _generator(owner: Any) -> list[torch.Generator]:
+    found = getattr(owner, "generator", None)
+    return [found] if isinstance(found, torch.Generator) else []
+
+
+# ------------------------------------------------------------------------------------------------- the loaders
+
+
+def _sampler_of(loader: Any) -> Any:
+    return getattr(loader.batch_sampler, "sampler", None) if loader.batch_sampler is not None else loader.sampler
+
+
+def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
+    """A copy of a DataLoader with another batch sampler."""
+    made = copy.copy(loader)
+    # DataLoader forbids setting these after its construction, for the sake of its own iterators; a copy has none.
+    for name, value in (("batch_sampler", batches), ("_iterator", None)):
+        object.__setattr__(made, name, value)
+    if hasattr(loader, "load_state_dict"):
+        made.__class__ = _without_state(type(loader))
+    # The length of another sampler, or of a dataset that is told the epoch, may change.
+    fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
+    if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
+        made.collate_fn = _Collate(loader.collate_fn, each_is_batch, training)
+    if rank and loader.generator is not None and loader.num_workers:
+        made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
+    return made
+
+
+def _without_state(kind: type) -> type:
+    """A class of loaders that keep no place of their own: theirs would be in an order that one rank draws alone."""
+
+    def absent(_: Any) -> Any:
+        raise AttributeError("a rank's share of a loader has no state of its own")
+
+    return type(kind.__name__, (kind,), dict.fromkeys(("state_dict", "load_state_dict"), property(absent)))
+
+
+class _Collate:
+    """The user's collate function, for what has samples."""
+
+    def __init__(self, collate: Callable[[Any], Any], each_is_batch: bool, training: bool) -> None:
+        self._collate, self._each_is_batch, self._training = collate, each_is_batch, training
+
+    def __call__(self, samples: Any) -> Any:
+        if not len(samples):
+            return EMPTY
+        batch = self._collate(samples[0] if self._each_is_batch else samples)
+        return _present(batch) if self._training else batch
+
+
+def _present(batch: Any) -> Any:
+    """Refuse a batch that is None: this rank would make fewer steps than the others, who would wait."""
+    if batch is None:
+        raise LoaderError(
+            "a training batch is None (what the collate_fn returned), and with several ranks none may be left out; "
+            "return the samples that are good, or drop the bad ones from the dataset"
+        )
+    return batch
+
+
+class _WorkerSeed:
+    """Other random numbers in the workers of each rank, where the ranks' loaders draw from one generator."""
+
+    def __init__(self, own: Callable[[int], None] | None, rank: int) -> None:
+        self._own, self._rank = own, rank
+
+    def __call__(self, worker: int) -> None:
+        seed = torch.initial_seed() + 0x9E3779B97F4A7C15 * self._rank & (1 << 63) - 1
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        if self._own is not None:
+            self._own(worker)
+
+
+def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
+    """Deal the batches of a list; anything else gives what it gives on every rank."""
+    if isinstance(loader, Mapping) or not (hasattr(loader, "__getitem__") and length_of(loader) is not None):
+        raise LoaderError(
+            f"the loader is a {type(loader).__name__}, of which each of {ranks.size} ranks would get every batch; give "
+            "a DataLoader or a list of batches, or one that gives each rank its own and says so: "
+            "loader.is_sharded = True"
+        )
+    return ListShards(loader, training, ranks)
+
+
+def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
+    """Take a stream that says that it gives each rank its own share, and let all ranks end together."""
+    if not getattr(dataset, "is_sharded", False):
+        raise LoaderError(
+            f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
+            "would get every sample; let its __iter__ give every world-size-th one, beginning at the rank "
+            "(torch.distributed.get_rank()), and say so: dataset.is_sharded = True"
+        )
+    return _together(loader, training, ranks)
+
+
+def _together(loader: Any, training: bool, ranks: Ranks) -> Any:
+    """What gives each rank its own batches already: in training, all must make as many steps."""
+    kind = _TogetherOnce if isinstance(loader, Iterator) else _Together
+    return kind(loader, ranks) if training else loader
+
+
+class _Together:
+    """A stream that ends on all ranks when it ends on one."""
+
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
+        self._loader, self._ranks = loader, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return _TogetherOnce(iter(self._loader), self._ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_loader"], name)
+
+
+class _TogetherOnce(_Together):
+    """The same of an iterator, which is one itself: it stands where it was left, and does not begin again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._loader, EMPTY)
+        if not self._ranks.all_agree(batch is not EMPTY):
+            raise StopIteration
+        return _present(batch)

@@ -1,0 +1,309 @@
+"""The life of one spawned rank: it arrives, joins the others, works, reports, and never outlives its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import platform
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zae.common import random_state
+from zae.errors import DistributedError
+from zae.launch import transfer
+
+__all__ = ["WHERE", "Report", "Task", "main_of_rank", "note_failure", "random_state_of", "tell_failures_early"]
+
+_LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
+_PR_SET_PDEATHSIG = 1
+
+WHERE: Any = getattr(signal, "SIGUSR2", None)
+"""The signal by which a rank is asked where it stands; Windows has none."""
+
+
+def _settings() -> dict[str, Any]:
+    """Settings of torch that a new process would not have."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        # A spawned process would spawn the workers of its loaders too, which takes seconds in each epoch.
+        "start": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+    }
+
+
+def _apply(settings: dict[str, Any], world: int) -> None:
+    multiprocessing.set_start_method(settings["start"], force=True)
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_num_threads(max(1, settings["threads"] // world))
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.set_float32_matmul_precision(settings["precision"])
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+
+
+def _random() -> dict[str, Any]:
+    return {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank has to know before it can read what it is to do."""
+
+    rank: int
+    devices: tuple[str, ...]
+    meeting: str
+    backend: str
+    timeout: float
+    folder: str
+    parent: int
+    settings: dict[str, Any] = field(default_factory=_settings)
+    random: dict[str, Any] = field(default_factory=_random)
+
+    @property
+    def world(self) -> int:
+        return len(self.devices)
+
+    @property
+    def where(self) -> Path:
+        """The file that it answers in, when it is asked where it stands."""
+        return Path(self.folder, f"where-{self.rank}")
+
+
+@dataclass
+class Report:
+    """What a rank tells its parent: that it began, that it has failed and is ending, how it ended."""
+
+    kind: str  # "began", "failing", "failed" or "done"
+    when: float = 0.0
+    lost_peer: bool = False
+    summary: str = ""
+    text: str = ""
+    packed: bytes | None = None
+
+    @classmethod
+    def of(cls, kind: str, error: BaseException, when: float) -> Report:
+        """Describe an error, and take it along where it can travel."""
+        text = "".join(traceback.format_exception(error))
+        summary = traceback.format_exception_only(error)[0].strip()
+        lost = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        return cls(kind, when, lost and bool(_LOST_PEER.search(str(error))), summary[:500], text, _packed(error))
+
+    def rebuild(self, rank: int, world: int) -> BaseException:
+        """Make the error of a rank again, of its own type where that is possible."""
+        who = f"rank {rank} of {world}"
+        error: BaseException = DistributedError(f"{self.summary} [{who}]")
+        if self.packed is not None:
+            error = pickle.loads(self.packed)
+            if error.args == (str(error),):
+                error.args = (f"{error.args[0]} [{who}]",)
+        error.add_note(f"\nraised in {who}; its traceback:\n\n{self.text.rstrip()}")
+        return error
+
+
+def _packed(error: BaseException) -> bytes | None:
+    """An exception as bytes, if the same comes out of them again."""
+    try:
+        data = pickle.dumps(error)
+        again = pickle.loads(data)
+    except Exception:
+        return None
+    return data if type(again) is type(error) and str(again) == str(error) else None
+
+
+class _Line:
+    """The way back to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._failed_at: float | None = None
+        self.early = False  # Whether a failure is told before the work has ended by it.
+
+    def send(self, report: Report) -> None:
+        try:
+            self._connection.send(report)
+        except OSError:  # The parent is gone, and this process is about to be.
+            return
+
+    def failing(self, error: BaseException) -> float:
+        """Tell at once that this rank has failed; what follows, on other ranks too, comes of it."""
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+            self.send(Report.of("failing", error, self._failed_at))
+        return self._failed_at
+
+
+_line: _Line | None = None
+
+
+def note_failure(error: BaseException) -> None:
+    """Tell the parent of a spawned rank that it fails, before it unwinds; elsewhere nothing is done.
+
+    Parameters
+    ----------
+    error : BaseException
+        What was raised.
+    """
+    if _line is not None and _line.early:
+        _line.failing(error)
+
+
+def tell_failures_early() -> None:
+    """Say that what is passed to `note_failure` ends the work of this rank."""
+    if _line is not None:
+        _line.early = True
+
+
+def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the random streams of a rank: rank 0 has those given, each other one its own that follow from them.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    state : dict
+        What `zae.common.random_state.capture` returned.
+
+    Returns
+    -------
+    dict
+        What `zae.common.random_state.restore` takes.
+
+    Examples
+    --------
+    >>> state = random_state.capture()
+    >>> same = random_state_of(0, state)
+    >>> torch.equal(same["torch"], state["torch"]), torch.equal(random_state_of(1, state)["torch"], state["torch"])
+    (True, False)
+    """
+    if rank == 0:
+        return state
+    with random_state.isolated():
+        random_state.restore(state)
+        random_state.seed_everything(int(torch.randint(2**62, ())) + rank)
+        return {
+            **random_state.capture(),
+            **{key: value for key, value in state.items() if key not in random_state.HOST},
+        }
+
+
+def main_of_rank(task: Task, connection: Connection) -> None:
+    """Be one rank, from its first line to its last.
+
+    Parameters
+    ----------
+    task : Task
+        Who it is.
+    connection : Connection
+        Where it reports to.
+    """
+    global _line
+    _die_with(task.parent)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the parent only, which passes it on once.
+    _interrupt_once()
+    _answer_where(task.where)
+    line = _line = _Line(connection)
+    line.send(Report("began"))
+    try:
+        result = _work(task)
+        if task.rank == 0:
+            transfer.pack(result, Path(task.folder, "end"), "the result")
+    except BaseException as error:
+        line.send(Report.of("failed", error, line.failing(error)))
+        _leave()
+        # The parent shows the error; a second traceback from here would only come between.
+        sys.exit(1)
+    line.send(Report("done"))
+    _leave()
+
+
+def _work(task: Task) -> Any:
+    """Join the other ranks, and do what is to be done."""
+    env = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.world, "LOCAL_WORLD_SIZE": task.world}
+    os.environ.update({key: str(value) for key, value in env.items()})
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(name, str(loopback))
+    _apply(task.settings, task.world)
+    device = torch.device(task.devices[task.rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    waiting = timedelta(seconds=task.timeout)
+    dist.init_process_group(
+        task.backend, store=_store(task, waiting), rank=task.rank, world_size=task.world, timeout=waiting
+    )
+    # What lay on the caller's device, the first one, belongs on this rank's.
+    elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
+    given = transfer.unpack(Path(task.folder, "begin"), elsewhere)
+    random_state.restore(random_state_of(task.rank, task.random))
+    return given.pop("function")(**given)
+
+
+def _store(task: Task, waiting: timedelta) -> Any:
+    """The store that the ranks meet at."""
+    if task.meeting.startswith("file://"):
+        path, _, prefix = task.meeting.removeprefix("file://").rpartition("#")
+        return dist.PrefixStore(prefix, dist.FileStore(path, task.world))
+    host, _, port = task.meeting.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=waiting, wait_for_workers=False)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _interrupt_once() -> None:
+    """Let Ctrl-C interrupt a rank once only: the second would come while it cleans up."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _answer_where(path: Path) -> None:
+    """Let the parent ask where this rank stands: one that waits for ever, for a lock say, answers too."""
+    if WHERE is not None and signal.getsignal(WHERE) == signal.SIG_DFL:  # Else it is the script's own.
+        faulthandler.register(WHERE, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent dies, however it dies."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before that line.
+            os._exit(1)
+        return
+    process = parent_process()
+    if process is not None:
+        threading.Thread(target=_watch, args=(process.sentinel,), name="zae-parent-watch", daemon=True).start()
+
+
+def _watch(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,471 @@
+"""Ranks: processes that are started, watched and ended together, or those of a launcher such as torchrun.
+
+`spawn` is the whole of it for the caller: it starts one process for each device, calls a function there, returns what
+rank 0 returned, and raises what went wrong. No process outlives it, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import torch
+import torch.distributed as dist
+
+from zae.errors import ConfigError, DistributedError
+from zae.launch import transfer
+from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
+from zae.loop.stop_signals import status_of
+
+__all__ = ["join", "launched_world", "local_rank", "spawn"]
+
+GRACE = 5.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+
+UNWIND = 9.0
+"""Seconds that a rank has from its error to its end; it may be saving."""
+
+ANSWER = 0.3
+"""Seconds that a rank which is about to be ended has to say where it stands."""
+
+_CALLS = 20
+
+_joins = itertools.count()
+
+
+def launched_world() -> tuple[int, int] | None:
+    """Return the rank and the number of ranks that a launcher has set in the environment, None without one.
+
+    Returns
+    -------
+    (int, int) or None
+        ``RANK`` and ``WORLD_SIZE``.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def local_rank() -> int:
+    """Return the number of this rank on its machine: ``LOCAL_RANK``, else ``RANK``."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
+    """Become one of the ranks that a launcher has started; where there is a process group already, it is that one.
+
+    Parameters
+    ----------
+    backend : str
+        For instance "gloo".
+    timeout : float
+        Seconds after which a rank that does not answer is given up.
+    init_method : str, optional
+        Where the ranks meet; by default where the launcher says.
+
+    Returns
+    -------
+    bool
+        False when there is no launcher.
+
+    Raises
+    ------
+    DistributedError
+        The ranks cannot meet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    launched = launched_world()
+    if launched is None:
+        return False
+    rank, world = launched
+    waiting = timedelta(seconds=timeout)
+    try:
+        found = next(dist.rendezvous(init_method or "env://", rank, world, timeout=waiting))
+        store: dist.Store = found[0]
+        # All attempts of torchrun share its agent's store: without a prefix one finds the addresses of dead peers.
+        prefix = f"zae/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=waiting
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise DistributedError(
+            f"rank {rank} of {world} could not meet the others at {init_method or 'env://'}: {error}. RANK and "
+            "WORLD_SIZE are set, so a launcher must set MASTER_ADDR and MASTER_PORT too: torchrun --nproc_per_node 2 "
+            "script.py; without a launcher, unset RANK and WORLD_SIZE"
+        ) from error
+    atexit.register(_leave)
+    return True
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def spawn(
+    function: Callable[..., Any],
+    args: dict[str, Any],
+    devices: Sequence[torch.device],
+    *,
+    backend: str = "gloo",
+    timeout: float = 600.0,
+    init_method: str | None = None,
+) -> Any:
+    """Call a function in one new process for each device, as the ranks of one process group.
+
+    Parameters
+    ----------
+    function : callable
+        Found by name in its module; it is called with ``args``.
+    args : dict
+        What travels to each rank, by name.
+    devices : sequence of torch.device
+        One for each rank.
+    backend : str
+        Of the process group.
+    timeout : float
+        Seconds after which a collective gives a rank that does not answer up.
+    init_method : str, optional
+        ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR`` and ``MASTER_PORT``) or ``"file:///path"``. By
+        default a free port of the loopback interface.
+
+    Returns
+    -------
+    object
+        What the function returned on rank 0.
+
+    Raises
+    ------
+    ConfigError
+        Something cannot travel, or the port is in use; no process is started.
+    Exception
+        What a rank raised, of the same type where it can be rebuilt, with that rank's number and traceback.
+    DistributedError
+        A rank was killed, ended early or did not answer.
+
+    Examples
+    --------
+    >>> import math
+    >>> spawn(math.hypot, {"x": 3.0}, [torch.device("cpu")] * 0)
+    Traceback (most recent call last):
+        ...
+    zae.errors.ConfigError: there must be a device for at least one rank
+    """
+    if not devices:
+        raise ConfigError("there must be a device for at least one rank")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a run on several devices was begun while a new process was importing the main script, which would go on "
+            'for ever; put what begins it under: if __name__ == "__main__":'
+        )
+    if _runs_unguarded():
+        raise ConfigError(
+            'put what begins the run under: if __name__ == "__main__":  (a run on several devices starts a process for '
+            "each, and each imports the main script: it would begin the run again there)"
+        )
+    with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
+        transfer.pack({**args, "function": function}, Path(folder, "begin"))
+        store, meeting = _meeting_point(init_method, timeout)
+        tasks = [
+            Task(rank, tuple(map(str, devices)), meeting, backend, timeout, folder, os.getpid())
+            for rank in range(len(devices))
+        ]
+        with _Ranks(tasks) as ranks:
+            ranks.watch()
+        del store  # It was served by this process until here.
+        return transfer.unpack(Path(folder, "end"))
+
+
+def _runs_unguarded() -> bool:
+    """Return whether the main script certainly begins this run again wherever it is imported: under no condition."""
+    frame, main = sys._getframe(), sys.modules.get("__main__")
+    if getattr(main, "__file__", None) is None:  # A notebook, say, which no process imports.
+        return False
+    while frame.f_code.co_name != "<module>" or frame.f_globals is not vars(main):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    conditions = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try)
+    for node in ast.walk(tree):
+        if isinstance(node, conditions) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
+            return False
+        if isinstance(node, ast.Compare) and any(
+            isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node)
+        ):
+            return False  # It may end the script early.
+    return True
+
+
+def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
+    """Serve a store for the ranks to meet at, on one address only; return it, and how a rank finds it."""
+    address = _address_of("tcp://127.0.0.1:0" if init_method is None else init_method)
+    if address.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+        if not port.isdigit():
+            raise ConfigError(
+                f"init_method='env://' and MASTER_PORT={port!r}; set it to a port, or leave init_method out: a free "
+                "port is found then"
+            )
+        address = _address_of(f"tcp://{host}:{port}")
+    if address.scheme == "file" and address.path:
+        return None, f"file://{address.path}#{os.getpid()}-{time.time_ns()}"
+    if address.scheme != "tcp" or address.hostname is None:
+        raise ConfigError(
+            f"init_method={init_method!r}; it must be 'tcp://localhost:12355', 'env://' or 'file:///path'; left out, "
+            "a free port is found"
+        )
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.hostname, address.port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise DistributedError(
+            f"init_method={init_method!r}: port {address.port} of {address.hostname} cannot be used "
+            f"({error.strerror}); leave init_method out, a free port is found then, or name another"
+        ) from error
+    host, port_number = listener.getsockname()
+    store = dist.TCPStore(
+        host,
+        port_number,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= "2.8",  # The one of torch 2.6 takes no socket.
+    )
+    return store, f"tcp://{host}:{port_number}"
+
+
+def _address_of(text: str) -> SplitResult:
+    """Take an address apart, or say that its port, or its folder, is none."""
+    address, why = urlsplit(text), ""
+    try:
+        _ = address.port
+    except ValueError as error:
+        why = str(error)
+    if address.scheme == "file" and address.path and not os.path.isdir(folder := os.path.dirname(address.path)):
+        why = f"there is no folder {folder}"  # The ranks would wait for it until their time is over.
+    if why:
+        raise ConfigError(f"init_method={text!r}: {why}; leave init_method out, a free port is found then")
+    return address
+
+
+class _Ranks:
+    """The processes of one run, and what they report."""
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self._tasks = tasks
+        self._processes: list[Any] = []
+        self._connections: dict[Connection, int] = {}
+        self._reports: dict[int, Report] = {}
+        self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
+        self._ended_here: set[int] = set()
+        self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
+        self._deadline: float | None = None
+
+    def __enter__(self) -> _Ranks:
+        context = multiprocessing.get_context("spawn")
+        try:
+            for task in self._tasks:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=main_of_rank, args=(task, theirs), name=f"zae-rank-{task.rank}")
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections[ours] = task.rank
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for connection in self._connections:
+            connection.close()
+
+    def watch(self) -> None:
+        """Wait for the end of every rank, and raise what went wrong."""
+        with self._passing_on():
+            try:
+                self._wait()
+            except KeyboardInterrupt:
+                # The ranks are in process groups of their own: Ctrl-C in a terminal has not reached them.
+                self._signal(signal.SIGINT)
+                with suppress(KeyboardInterrupt):
+                    self._wait()
+                raise
+            finally:
+                self._kill()
+        self._raise_failure()
+
+    def _wait(self) -> None:
+        """Take reports until every rank has ended, or the deadline after a failure has passed."""
+        open_ends = set(self._connections)
+        while sentinels := [process.sentinel for process in self._processes if process.is_alive()]:
+            left = None if self._deadline is None else self._deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._ask_where()
+                return
+            for ready in wait([*open_ends, *sentinels], left):
+                if ready in open_ends and not self._receive(ready):
+                    open_ends.discard(ready)
+            self._note_deaths()
+
+    def _receive(self, connection: Any) -> bool:
+        """Take one report; False when there will be no more."""
+        try:
+            report: Report = connection.recv()
+        except (EOFError, OSError):
+            return False
+        self._reports[self._connections[connection]] = report
+        if report.kind in ("failing", "failed"):
+            self._hurry(UNWIND if report.kind == "failing" else GRACE)
+        return True
+
+    def _note_deaths(self) -> None:
+        """Take note of ranks that have ended without saying how."""
+        for connection, rank in self._connections.items():
+            if self._processes[rank].is_alive() or rank in self._died:
+                continue
+            with suppress(EOFError, OSError):
+                while connection.poll() and self._receive(connection):
+                    pass
+            if rank not in self._reports or self._reports[rank].kind == "began":
+                self._died[rank] = time.monotonic()
+                self._hurry(GRACE)
+
+    def _hurry(self, seconds: float) -> None:
+        latest = time.monotonic() + seconds
+        self._deadline = latest if self._deadline is None else min(self._deadline, latest)
+
+    def _ask_where(self) -> None:
+        """Let the ranks that are about to be ended say where they stand."""
+        if WHERE is None:
+            return
+        self._signal(WHERE, self._reports)
+        time.sleep(ANSWER)
+        for task in self._tasks:
+            with suppress(OSError):
+                lines = task.where.read_text(errors="replace").splitlines()
+                calls = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+                own = itertools.takewhile(lambda call: not call.endswith("in main_of_rank"), calls)
+                self._stood[task.rank] = list(own)[:_CALLS]
+
+    def _kill(self) -> None:
+        """End what is still there; a stopped process too."""
+        for rank, process in enumerate(self._processes):
+            if process.is_alive():
+                self._ended_here.add(rank)
+                process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.is_alive() and process.pid and (ranks is None or rank in ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    @contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        """Give the ranks a signal that asks this process to end, and obey it when they have ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        asked: list[int] = []
+
+        def pass_on(number: int, _: object) -> None:
+            if number in asked and number == getattr(signal, "SIGHUP", None):
+                return  # A terminal that is closed and the shell in it send one each.
+            asked.append(number)
+            self._signal(number if len(asked) == 1 else signal.SIGKILL)
+
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+        numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        before = {number: signal.signal(number, pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if asked:
+            if before[asked[0]] == signal.SIG_DFL:
+                raise SystemExit(status_of(asked[0]))
+            signal.raise_signal(asked[0])
+
+    # ------------------------------------------------------------------------------------------ what went wrong
+
+    def _raise_failure(self) -> None:
+        """Raise the failure that came first; those that only followed from it are left to its notes."""
+        world = len(self._processes)
+        failed = {rank: r for rank, r in self._reports.items() if r.kind in ("failed", "failing")}
+        own = {rank: r for rank, r in failed.items() if not r.lost_peer}
+        dead = {rank: (when, self._processes[rank].exitcode) for rank, when in self._died.items()}
+        first = min(own, key=lambda rank: own[rank].when, default=None)
+        for rank, (when, code) in dead.items():
+            # A rank that is killed makes the others fail, an aborted one may have followed from their failure.
+            if first is None or (when < own[first].when + 1.0 and code != -signal.SIGABRT):
+                raise DistributedError(self._describe_death(rank, code) + self._described(failed))
+        if first is not None:
+            raise own[first].rebuild(first, world)
+        missing = sorted(self._ended_here - failed.keys())
+        if missing and failed:
+            names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
+            raise DistributedError(
+                f"{names} of {world} did not answer within timeout={self._tasks[0].timeout:g} s, and "
+                f"{'were' if missing[1:] else 'was'} ended; look "
+                "for what only that rank does: an endless loop, a read that does not return, a collective that the "
+                "others do not call. A longer timeout=... waits longer" + self._where(missing) + self._described(failed)
+            )
+        if failed:
+            rank = min(failed, key=lambda each: failed[each].when)
+            raise failed[rank].rebuild(rank, world)
+        if missing:
+            text = f"rank {missing[0]} of {world} did not end when the others had, and was ended"
+            raise DistributedError(text + self._where(missing))
+
+    def _describe_death(self, rank: int, code: int | None) -> str:
+        who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "?"
+            hint = "; the system kills a process so when memory runs out" if -code == signal.SIGKILL else ""
+            return f"{who} was killed by signal {-code} ({name}){hint}; the others were ended"
+        if rank not in self._reports:
+            return (
+                f"{who} ended with exit code {code} before it began; what it says is printed above. A script that runs "
+                'on several devices begins its run under: if __name__ == "__main__":'
+            )
+        return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
+
+    def _where(self, missing: Sequence[int]) -> str:
+        """Where the ranks stood that were ended; one that was stopped has not said."""
+        stood = {rank: "\n    ".join(self._stood.get(rank, [])) for rank in missing}
+        return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
+
+    @staticmethod
+    def _described(failed: dict[int, Report]) -> str:
+        """What the other ranks ran into, in one line each."""
+        return "".join(f"\n  rank {rank}: {report.summary}" for rank, report in sorted(failed.items()))

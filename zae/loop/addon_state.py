@@ -1,0 +1,277 @@
+"""The state of add-ons in a checkpoint: what they declare, and what of it differs from rank to rank."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zae.common.walk import tensors_in
+from zae.composition.introspect import is_add_on, slots_of
+from zae.errors import AddOnError, CheckpointMismatch
+from zae.loop.history import to_host
+from zae.storage.tensor_files import byte_view, dense
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = [
+    "check_declared",
+    "declaring",
+    "digest",
+    "gather_entries",
+    "load_entries",
+    "load_for_rank",
+    "read_declared",
+    "state_of_rank",
+    "warn_of_other_ranks",
+]
+
+_log = logging.getLogger("zae")
+_ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
+
+
+# -------------------------------------------------------------------------------------------- declared attributes
+
+
+def declaring(cls: type) -> dict[str, tuple[str, ...]]:
+    """Map the name of each add-on that declares attributes to these, outermost first."""
+    found = {}
+    for each in cls.__mro__:
+        names = (*each.__dict__.get("state_attributes", ()), *each.__dict__.get("rank_state_attributes", ()))
+        if names and is_add_on(each):
+            found[each.__name__] = names
+    return found
+
+
+def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the entries of the add-ons that declare what they keep."""
+    entries = {}
+    for owner, names in declaring(type(trainer)).items():
+        missing = [name for name in names if not hasattr(trainer, name)]
+        if missing:
+            raise AddOnError(
+                f"{owner} declares the state attribute {missing[0]!r}, which it has not set; set self.{missing[0]} in "
+                "__init__"
+            )
+        entry = {name: getattr(trainer, name) for name in names}
+        if trainer.device.type != "cpu":
+            on_host = [name for name, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
+            entry |= {_ON_HOST: on_host} if on_host else {}
+        entries[owner] = entry
+    return entries
+
+
+def check_declared(trainer: Trainer, owner: str, entry: Any) -> dict[str, Any]:
+    """Return the values of a saved entry by attribute, on this device; refuse one that does not fit."""
+    names = declaring(type(trainer))[owner]
+    found = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
+    if not isinstance(entry, Mapping) or found != set(names):
+        holds = ", ".join(sorted(map(str, found))) or f"a {type(entry).__name__}"
+        raise CheckpointMismatch(
+            f"the state of {owner} holds {holds}, and it declares {', '.join(sorted(names))}; load it with the version "
+            "of the add-on that saved it"
+        )
+    for name in names:
+        if misfit := _misfit(getattr(trainer, name, None), entry[name]):
+            raise CheckpointMismatch(f"the state of {owner} does not fit: {name} {misfit}; build it as it was saved")
+    on_host = entry.get(_ON_HOST, ())
+    if trainer._may_keep_state and trainer.device.type == "cpu":
+        return {name: entry[name] for name in names}
+    return {name: _placed(entry[name], None if name in on_host else trainer.device) for name in names}
+
+
+def _misfit(present: Any, saved: Any) -> str:
+    """Say how a saved value differs from the present one in kind; a tensor without elements may become any other."""
+    if present is None or saved is None:
+        return ""
+    if isinstance(present, Tensor) and isinstance(saved, Tensor):
+        if present.numel() and (present.shape, present.dtype) != (saved.shape, saved.dtype):
+            return f"was {tuple(saved.shape)} {saved.dtype} and is {tuple(present.shape)} {present.dtype}"
+        return ""
+    kinds = (Tensor, Mapping, (list, tuple), str, (bool, int, float, complex, np.number))
+    if any(isinstance(present, kind) != isinstance(saved, kind) for kind in kinds):
+        return f"was a {type(saved).__name__} and is a {type(present).__name__}"
+    return ""
+
+
+def _placed(value: Any, device: torch.device | None) -> Any:
+    """Copy a value, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+    if type(value) is dict:
+        return {key: _placed(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_placed(each, device) for each in value)
+    return copy.deepcopy(value)
+
+
+# ------------------------------------------------------------------------------------------------- several ranks
+
+
+def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
+    """Map the entries that may differ from rank to rank to the attributes that may; None for all of an entry.
+
+    Those of zae itself, and what is declared in ``state_attributes``, are the same on every rank.
+    """
+    found: dict[str, tuple[str, ...] | None] = {}
+    for each in cls.__mro__:
+        if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
+            continue
+        if names := tuple(each.__dict__.get("rank_state_attributes", ())):
+            found[each.__name__] = names
+        elif "state_dict" in each.__dict__ and each.__name__ not in declaring(cls):
+            found[each.__name__] = None
+    return found
+
+
+def _engine(trainer: Trainer) -> str:
+    """Return the key of the add-on that keeps what belongs to each rank."""
+    engine = slots_of(type(trainer)).get("parallel")
+    return "" if engine is None else str(engine.__name__)
+
+
+def gather_entries(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to a state what add-ons keep that differs from rank to rank; all ranks call it.
+
+    Only what differs is sent and saved for each rank, and that it does is found by comparing digests.
+    """
+    engine, made = state.get(_engine(trainer)), dict(state)
+    if trainer.world_size == 1 or not isinstance(engine, Mapping) or len(engine["ranks"]) != trainer.world_size:
+        return made
+    own = {}
+    for name, attributes in _compared(type(trainer)).items():
+        if name in state:
+            whole = state[name]
+            own[name] = whole if attributes is None else {key: whole[key] for key in attributes}
+    digests = trainer.gather({name: digest(entry) for name, entry in own.items()})
+    differing = [name for name in own if len({each.get(name) for each in digests}) > 1]
+    entries: list[Any] = [{}] * trainer.world_size
+    if differing:
+        entries = trainer.gather({name: to_host(own[name]) for name in differing})
+    ranks = [{**each, "add_ons": entry} for each, entry in zip(engine["ranks"], entries, strict=True)]
+    return {**made, _engine(trainer): {**engine, "ranks": ranks}}
+
+
+def digest(value: Any) -> str:
+    """Return a SHA-256 of a value with all that is in it: equal on two ranks where the value is.
+
+    Parameters
+    ----------
+    value : object
+        What a checkpoint can hold.
+
+    Returns
+    -------
+    str
+        In hexadecimal.
+
+    Examples
+    --------
+    >>> digest({"a": [1, torch.ones(2)]}) == digest({"a": [1, torch.ones(2)]}), digest((1, 2)) == digest((2, 1))
+    (True, False)
+    """
+    sha = hashlib.sha256()
+    _feed(sha, value)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, value: Any) -> None:
+    """Add a value to a digest."""
+    sha.update(type(value).__name__.encode())
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
+    if isinstance(value, Tensor):
+        sha.update(byte_view(dense(value, "the state of an add-on")))
+    elif isinstance(value, (np.ndarray, np.generic)):
+        sha.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            sha.update(f"{key!r}:".encode())
+            _feed(sha, each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(sha, each)
+    else:
+        sha.update(repr(value).encode())
+    sha.update(b";")
+
+
+def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own.
+
+    Nobody else holds such a state: its tensors may be kept, where those of a state in memory are copied.
+    """
+    trainer._may_keep_state = True
+    try:
+        trainer.load_state_dict(state_of_rank(trainer, state), strict)
+    finally:
+        trainer._may_keep_state = False
+
+
+def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with this rank's own entries of add-ons."""
+    engine, made = state.get(_engine(trainer)), dict(state)
+    ranks = engine.get("ranks") if isinstance(engine, Mapping) else None
+    if isinstance(ranks, list) and trainer.world_size == len(ranks) > 1:
+        made |= _merged(made, _entries(ranks)[trainer.rank])
+    return made
+
+
+def _entries(ranks: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """Return what each rank has saved of its own for add-ons."""
+    found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in ranks]
+    return [each if isinstance(each, Mapping) else {} for each in found]
+
+
+def _merged(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a rank, whole: of what is declared, only the attributes of each rank are saved for it."""
+    found = {}
+    for name, own in entries.items():
+        whole = state.get(name)
+        found[name] = {**whole, **own} if isinstance(whole, Mapping) and isinstance(own, Mapping) else own
+    return found
+
+
+def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
+    """Load this rank's entries of add-ons into a trainer that came with those of rank 0, and nothing else."""
+    if not entries or trainer.rank == 0:
+        return
+    trainer._loads_entries = True
+    try:
+        state = trainer.state_dict()
+        trainer.load_state_dict({**state, **_merged(state, entries)})
+    finally:
+        trainer._loads_entries = False
+
+
+def warn_of_other_ranks(trainer: Trainer, engine: Mapping[str, Any], world: int) -> None:
+    """Warn where add-ons get the state of another rank that may differ from what this rank held.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        That has loaded the state.
+    engine : mapping
+        The entry of the add-on that keeps what belongs to each rank.
+    world : int
+        The number of ranks of this run.
+    """
+    ranks, saved, compared = engine.get("ranks") or [{}], engine.get("rank"), sorted(_compared(type(trainer)))
+    names = sorted({name for each in _entries(ranks) for name in each})
+    if names and len(ranks) != world and trainer.is_main:
+        _log.warning(
+            "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
+            "that of rank 0", ", ".join(names), len(ranks), world,
+        )  # fmt: skip
+    elif compared and saved not in (None, trainer.rank) and not all("add_ons" in each for each in ranks):
+        _log.warning(
+            "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
+            "exception, does not hold what differs on the others", trainer.rank, ", ".join(compared), saved,
+        )  # fmt: skip

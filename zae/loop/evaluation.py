@@ -1,0 +1,199 @@
+"""Evaluation that leaves training exactly as it is: its mode, its weights, and every random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zae.common import argument_checks, random_state
+from zae.common.contexts import NOTHING
+from zae.common.device import samples_on_host
+from zae.data.gather import batches_of
+from zae.data.loader_state import undrawn
+from zae.data.loading import check_loader, describe, gives_pinned
+from zae.data.sharding import shares_of
+from zae.data.workers import part_from_workers
+from zae.errors import LoaderError
+from zae.loop import direct
+from zae.loop import run as session
+from zae.loop.error_notes import explain_error, undisturbed
+from zae.loop.history import Metrics, in_turn, to_host
+from zae.loop.stop_signals import Agreed, GivenUp
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+
+@contextmanager
+def session_of(trainer: Trainer) -> Iterator[None]:
+    """Set up for what is called outside of a run, and tear down after it."""
+    if trainer._ready:
+        yield
+        return
+    try:
+        trainer._set_up()
+        yield
+    except BaseException as error:
+        with undisturbed():
+            explain_error(trainer, error)
+        raise
+    finally:
+        trainer.teardown()
+
+
+def switch(trainer: Trainer, mode: str) -> None:
+    """Set the mode of a trainer and of its modules; one that was frozen with ``.eval()`` before stays frozen."""
+    root, before, trainer.mode = _root_of(trainer), trainer.mode, mode
+    if mode == "test" and before == "train":
+        trainer._in_training = _in_training(trainer._module)  # Not of a wrapper, which may be another one by then.
+    if mode == "test":
+        root.eval()
+    elif trainer._in_training is not None:
+        inner = {id(module) for module in trainer._module.modules()}
+        for module in (*trainer._in_training, *(each for each in root.modules() if id(each) not in inner)):
+            module.training = True
+        trainer._in_training = None
+    elif not root.training:
+        root.train()
+    if trainer._ready:
+        direct.bind(trainer)
+
+
+def _root_of(trainer: Trainer) -> nn.Module:
+    """Return the model as it is wrapped, or the one that was given where the wrapper is not a module."""
+    return trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
+
+
+def _in_training(root: nn.Module) -> list[nn.Module]:
+    """List the modules that are in training mode."""
+    return [module for module in root.modules() if module.training]
+
+
+@contextmanager
+def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
+    """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
+    mode, root = trainer.mode, _root_of(trainer)
+    training = _in_training(root)
+    position, pinned, is_within = trainer._position, trainer._position.pinned, trainer._position.is_evaluating
+    try:
+        trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
+        position.is_evaluating = True
+        direct.bind(trainer)
+        root.eval()
+        drawn = random_state.isolated(*random_state.generators_of(loader))
+        with torch.no_grad(), drawn, undrawn(loader), trainer.evaluation_context():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        trainer.mode, position.pinned, position.is_evaluating = mode, pinned, is_within
+        direct.bind(trainer)
+
+
+@contextmanager
+def _fresh_log(trainer: Trainer) -> Iterator[None]:
+    """Begin the log of an evaluation, and free what is not a number when that ends, by an exception too."""
+    trainer.log_test.clear()
+    try:
+        yield
+    finally:
+        trainer.log_test.free()
+
+
+def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
+    """Evaluate one loader, or give it up between two batches, where signals that ask for the end are looked at."""
+    with _fresh_log(trainer), testing(trainer, loader):
+        own = trainer.wrap_loader(loader, False)
+        batches = batches_of(own, trainer.fast_data)
+        if signals is None or trainer.world_size == 1:
+            count = _record_all(trainer, batches, signals)
+        else:
+            agreed = Agreed(trainer, signals, len(shares_of(own) or ()))
+            count = _record_all(trainer, agreed.walk(batches), agreed.signals)
+            count = None if agreed.signals else count
+        if count is not None:
+            trainer.log_test = session.whole_log(trainer, trainer.log_test)
+            metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
+    if count is None:  # Raised here, where every context has been left as after any evaluation.
+        trainer.log_test.clear()
+        part_from_workers(batches, own)
+        raise GivenUp
+    # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
+    if not len(trainer.log_test) and not any(trainer.gather(count)):
+        once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
+        raise LoaderError(
+            f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate"
+            + (once if isinstance(loader, Iterator) else "")
+        )
+    return metrics
+
+
+def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None) -> int | None:
+    """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it.
+
+    It says how many there were, or None where it did not come to the end.
+    """
+    context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
+    record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
+    is_ours, test_step, count = trainer._own.batch, trainer.test_step, 0
+    for batch in batches:
+        if signals:
+            return None
+        if batch is None:
+            continue
+        samples = samples_on_host(batch) if is_ours else 0
+        if not samples:
+            batch = trainer.to_device(batch)
+        if context is None:
+            out: Any = test_step(batch)
+        else:
+            with context():
+                out = test_step(batch)
+        if type(out) is not dict:
+            out = argument_checks.as_mapping(trainer, out, batch)
+        targets = out.get("num_targets")
+        record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
+        count += 1
+    return count
+
+
+def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
+    """Call ``test_step`` on one batch; record what it returns where that is asked for."""
+    if record and not trainer._position.is_evaluating:  # Called by itself, not by an evaluation.
+        with testing(trainer, None):
+            return test(trainer, batch, record=True)
+    batch = trainer.to_device(batch)
+    with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
+        out: Any = trainer.test_step(batch)
+    made: Mapping[str, Any] = out if type(out) is dict else argument_checks.as_mapping(trainer, out, batch)
+    if record:
+        trainer.logging(made, trainer.weight_of(batch, made.get("num_targets")))
+    return made
+
+
+def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:
+    """Evaluate one loader, or each of several and their mean."""
+    if not isinstance(loader, Mapping):
+        check_loader(loader)
+        return dict(test_epoch(trainer, loader, signals))
+    if not loader:
+        raise LoaderError("loader is an empty dict; give loaders by name")
+    for name, each in loader.items():
+        check_loader(each, f"loader[{name!r}]")
+    rows = {name: test_epoch(trainer, each, signals) for name, each in loader.items()}
+    metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
+    common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
+    return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
+
+
+def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
+    """List what ``test_step`` returns for each batch, on the host; those of all ranks in turn."""
+    check_loader(loader)
+    with session_of(trainer), testing(trainer, loader):
+        batches = batches_of(trainer.wrap_loader(loader, False), trainer.fast_data)
+        outputs = [to_host(test(trainer, batch, record=False)) for batch in batches if batch is not None]
+        return in_turn(trainer.gather(outputs))

@@ -1,0 +1,233 @@
+"""Signals that ask a run to end: the step is finished and saved first, a validation is given up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from zae.data.workers import mute_workers, unmute_workers
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Agreed", "GivenUp", "StopSignals", "status_of"]
+
+_log = logging.getLogger("zae")
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+_HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none.
+_SECONDS = 2.0  # How often several ranks ask one another in a validation, about.
+
+
+class GivenUp(BaseException):
+    """A validation that was left between two batches, for a signal asks for the end; only the session meets it."""
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGUSR1, SIGHUP and Ctrl-C during a run, so that the loop can end after its step.
+
+    The same signal a second time, or Ctrl-C after any, ends the process at once: the system's own action is back in
+    place by then, and what is saved is whole at every instant. Only SIGHUP may come twice: a closed terminal sends it,
+    and so does the shell that ends with it. Signals that are ignored stay so, as nohup wants it. Python allows this in
+    the main thread only; elsewhere nothing is installed, and a warning says so.
+
+    Attributes
+    ----------
+    noted : list of int
+        The first signal that came; empty until then. It is always the same list, which a loop may look at each time.
+    received : int or None
+        The same as a value.
+
+    Examples
+    --------
+    >>> signals = StopSignals()
+    >>> noted = signals.install()
+    >>> signal.raise_signal(signal.SIGTERM)
+    >>> noted == [signals.received] == [signal.SIGTERM]
+    True
+    >>> signals.restore()
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+        self._pid = 0
+        self._listens = False
+        self._before: dict[int, Any] = {}  # What was there; afterwards, what others had put their own handler over.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_listens": False, "_before": {}, "noted": []}  # Handlers belong to a process.
+
+    @property
+    def received(self) -> int | None:
+        """The first signal that came."""
+        return self.noted[0] if self.noted else None
+
+    def install(self) -> list[int]:
+        """Begin to note.
+
+        Returns
+        -------
+        list of int
+            What it notes in: ``noted``.
+        """
+        if self._listens:
+            return self.noted
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning(
+                "this run is not in the main thread, where alone Python can catch SIGTERM and other signals: one of "
+                "them ends the process without a save; call run() in the main thread, or write save_on_signal=False"
+            )
+            return self.noted
+        self.noted.clear()
+        self._pid = os.getpid()
+        found = {number: _beneath(signal.getsignal(number), number) for number in _numbers()}
+        # None: a handler that Python cannot put back.
+        self._before = {number: one for number, one in found.items() if one is not None and one != signal.SIG_IGN}
+        self._listens = bool(self._before)
+        for number in self._before:
+            signal.signal(number, self._note)
+        return self.noted
+
+    def restore(self) -> None:
+        """Put the handlers that were there before back, but not over one that was installed meanwhile."""
+        if not self._listens:
+            return
+        self._listens = False
+        if self.noted:
+            unmute_workers()
+        for number in list(self._before):
+            if signal.getsignal(number) in (self._note, signal.SIG_DFL):
+                signal.signal(number, _beneath(self._before.pop(number), number))
+
+    def end(self, number: int) -> NoReturn:
+        """Put the handlers back, call the one that was there for a signal, and leave.
+
+        Parameters
+        ----------
+        number : int
+            The signal that asked for the end; on another rank it may have been.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            For Ctrl-C; Python ends with status 130 then.
+        SystemExit
+            With status 129 for SIGHUP, 143 for the others.
+        """
+        before = _beneath(self._before.get(number), number)
+        self.restore()
+        self.noted.clear()
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, None)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(status_of(number))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._listens:  # Whoever put a handler over this one has put it back when the run was over, or calls it.
+            handler = _beneath(self._note, number)
+            if callable(handler):
+                handler(number, frame)
+            elif handler == signal.SIG_DFL:
+                signal.signal(number, handler)
+                signal.raise_signal(number)
+            return
+        if os.getpid() != self._pid:
+            self._pass_on(number)
+            return
+        # What cannot be interrupted at once in Python, a long call of C, can be by the system.
+        for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
+            signal.signal(each, signal.SIG_DFL)
+        if not self.noted:
+            self.noted.append(number)
+            mute_workers(expected=True)  # The signal may have gone to them too.
+
+    def _pass_on(self, number: int) -> None:
+        """In a loader's worker, forked with this handler: Ctrl-C is the main process's to deal with."""
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def status_of(number: int) -> int:
+    """Return the status that a process ends with, once it has saved for a signal.
+
+    Examples
+    --------
+    >>> status_of(signal.SIGTERM), status_of(signal.SIGUSR1)
+    (143, 143)
+    """
+    return 128 + (number if number == _HANGUP else signal.SIGTERM)
+
+
+def _numbers() -> list[int]:
+    return [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+def _beneath(handler: Any, number: int) -> Any:
+    """What there is for a signal, where the handlers of runs that are over do not count."""
+    passed: list[Any] = []
+    while getattr(handler, "__func__", None) is StopSignals._note and not handler.__self__._listens:
+        passed.append(handler)
+        handler = handler.__self__._before.get(number, signal.SIG_DFL)
+        if handler in passed:  # Two runs, each of them begun once more while the other went on.
+            return signal.SIG_DFL
+    return handler
+
+
+class Agreed:
+    """What several ranks agree on while each walks its share of a validation: whether a signal has come to any of them.
+
+    They ask one another before the first batch, and then about every two seconds: before batches whose numbers follow
+    from times that all of them know, and that every rank has. A rank with more batches than another waits for nobody.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        One of the ranks.
+    signals : sequence of int
+        Those that have come to this rank, at any moment.
+    batches : int
+        How many batches this rank has; 0 where it does not know.
+
+    Attributes
+    ----------
+    signals : list of int
+        Empty until the ranks have agreed on the end.
+    """
+
+    def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
+        self._trainer, self._own = trainer, signals
+        found = trainer.gather((list(signals), batches))
+        self.signals = [number for numbers, _ in found for number in numbers]
+        self._least = min(count for _, count in found)
+
+    def walk(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the batches, and look up between them.
+
+        Parameters
+        ----------
+        batches : iterator
+            Those of this rank.
+
+        Returns
+        -------
+        iterator
+            The same.
+        """
+        ask_at, began = 1, time.monotonic()
+        for index, batch in enumerate(batches):
+            if index == ask_at and index < self._least:
+                told = torch.tensor([len(self._own), (time.monotonic() - began) / index], dtype=torch.float64)
+                signals, seconds = self._trainer.reduce(told).tolist()
+                self.signals += [0] * bool(signals)
+                # The mean of a few batches may be anything: at most twice as many lie before the next time.
+                ask_at += int(min(index, max(1.0, _SECONDS * self._trainer.world_size / max(seconds, 1e-9))))
+            yield batch

@@ -1,0 +1,281 @@
+"""`explain()`: the effective loop as pseudo-code, each line with the add-ons that have a hand in it.
+
+The text is kept by hand, so that it reads in ten seconds; tests/test_explain.py traces real runs, and fails when a call
+is not where the text says, or is not there.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zae.composition.introspect import add_ons_of, is_add_on, is_marked, seams_of
+from zae.composition.options import own_options
+from zae.loop.progress import Every
+
+__all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of"]
+
+LOOP = """
+?launch(run, ...)
+    setup()  # seed, move the model, build optimizers and schedulers
+    ?    model = wrap_model(model)
+    ?    optimizer = build_optimizer()
+    ?    scheduler = build_scheduler()
+    ?steps_in(wrap_loader(loader))  # to check that the schedules last
+    ?on_run_begin()
+    for each epoch:
+    ?    on_epoch_begin()
+    ?    loader = wrap_loader(loader)
+        zero_grad()  # of a step that was cut short
+    ?    with epoch_context():
+            for window in batches(loader):
+    ?            with batch_context():
+    ?                outputs = gradients(window):
+    ?                    for batch in micro_batches(window):
+    ?                        with sync_context(last):
+                                batch = to_device(batch)
+    ?                            out = micro_step(batch):
+    ?                                with forward_context():
+                                        out = train_step(batch)
+    ?                                loss = weigh(out["loss"])  # its share of the window
+                                    backward(loss)
+    ?                    normalize(num_targets)  # by those of the window, where steps count them
+    ?                unscale()
+                    clip()  # when gradient_clip > 0
+                    stepped = optimizer_step():
+    ?                    step_one(optimizer)
+                    if stepped: scheduler_step("batch")  # when scheduler_step_on_batch
+                    zero_grad()
+                for out in outputs: logging(out)  # for the epoch's means
+                when log_every is due:
+                    log(metrics)
+                when valid_every is due:
+                    validate()
+    ?            checkpoint()
+    ?    metrics = metric_on_epoch_end()
+        when log_every is due at the epoch:
+            log(metrics)
+        scheduler_step("epoch")  # unless scheduler_step_on_batch
+        when valid_every is due at the epoch:
+            validate()
+    ?    on_epoch_end()
+    ?    checkpoint()
+    ?on_run_end()
+    ?after an exception: on_exception(error)
+    teardown()  # always
+
+validate():  # in evaluation mode, without gradients, on random streams of its own
+?    with evaluation_context():
+?        valid_loader = wrap_loader(valid_loader)
+        for batch in valid_loader:
+            batch = to_device(batch)
+?            with forward_context():
+                out = test_step(batch)
+            logging(out)
+?    metrics = metric_on_epoch_end()
+    log(metrics)
+    check_better(metrics)  # of the monitored metric
+"""
+"""The loop; a line with a question mark is shown only where somebody overrides its seam."""
+
+_WINDOW = ("weigh", "normalize")  # They do something only where a step has several micro-batches, or ranks.
+_BLOCKS = ("gradients", "micro_step", "optimizer_step")  # What one override may do wholly itself.
+_COLUMN = 46
+_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+
+
+class Line(NamedTuple):
+    """A line of the pseudo-code: how deep it stands, the seams it calls in their order, and who overrides them."""
+
+    depth: int
+    text: str
+    calls: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class Text(str):
+    """Text that shows itself as it is, in a terminal and in a notebook."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self)}</pre>"
+
+
+class _ExplainMethod:
+    """A method of the class and of the instance alike."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        def explain() -> Text:
+            """Show the effective loop as pseudo-code, each line with the add-ons that have a hand in it.
+
+            Returns
+            -------
+            Text
+                It prints as it is, in a terminal and in a notebook; of an instance it shows the options too.
+            """
+            return Text(_text(owner, instance))
+
+        return explain
+
+
+explain: Any = _ExplainMethod()
+
+
+def owners_of(cls: Any, name: str) -> list[Any]:
+    """List the classes that override a seam, or write a step, outermost first."""
+    introduced = seams_of(cls).get(name)
+    found = [klass for klass in cls.__mro__ if name in klass.__dict__ and klass is not introduced]
+    return [klass for klass in found if klass.__name__ != "Trainer"]
+
+
+def lines_of(cls: Any, instance: Any = None) -> list[Line]:
+    """Resolve the loop for a class, or for a trainer with its options.
+
+    Parameters
+    ----------
+    cls : type
+        A trainer class.
+    instance : Trainer, optional
+        One of its objects: what its options switch off is left out.
+
+    Returns
+    -------
+    list of Line
+        What is shown, in order.
+    """
+    seams = seams_of(cls).keys() | {"train_step", "test_step"}
+    windowed = bool(owners_of(cls, "micro_batches"))
+    lines: list[Line] = []
+    dropped: list[int] = []  # Depths of the blocks around that are not shown: what is inside moves to the left.
+    closed: int | None = None  # The depth of a block that an add-on does wholly itself.
+    for raw in LOOP.strip("\n").splitlines():
+        optional, text, comment, depth = _parsed(raw)
+        if closed is not None and text and depth > closed:
+            continue
+        closed = None
+        dropped = [each for each in dropped if each < depth] if text else []
+        calls = tuple(reversed([name for name in re.findall(r"(\w+)\(", text) if name in seams]))
+        mine = [(name, owner) for name in calls for owner in owners_of(cls, name)]
+        if _is_off(text, calls, mine, instance) or (
+            optional and not mine and not (windowed and set(calls) & {*_WINDOW})
+        ):
+            dropped += [depth] if text.endswith(":") or not depth else []
+            continue
+        if not windowed:
+            text = text.replace("for window in batches", "for batch in batches").replace("(window)", "(batch)")
+            text = text.replace("for out in outputs: ", "")
+            text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "weigh") else text
+        shown_comment = _switch(text, comment, instance)
+        notes = [f"{owner.__name__}{_told(owner, name)}" for name, owner in mine] or shown_comment
+        replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
+        closed = depth if replaced else None
+        text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
+        lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))
+    return _without_empty_blocks(lines)
+
+
+def _parsed(raw: str) -> tuple[bool, str, str, int]:
+    """Split a line of `LOOP` into its mark, its text, its comment and its depth."""
+    optional = raw.lstrip().startswith("?")
+    spaced = raw.replace("?", "", 1) if optional else raw
+    text, _, comment = spaced.strip().partition("  # ")
+    return optional, text, comment, (len(spaced) - len(spaced.lstrip())) // 4
+
+
+def _without_empty_blocks(lines: list[Line]) -> list[Line]:
+    """Write ``f():`` without its colon where nothing of what it calls is shown."""
+    followed = zip(lines, [*lines[1:], None], strict=True)
+    return [
+        line._replace(text=line.text.removesuffix(":"))
+        if line.text.endswith("):") and "for " not in line.text and (after is None or after.depth <= line.depth)
+        else line
+        for line, after in followed
+    ]
+
+
+def _is_off(text: str, calls: tuple[str, ...], owned: list[Any], instance: Any) -> bool:
+    """Whether an option of this trainer switches a line off."""
+    if instance is None or owned:
+        return False
+    if "scheduler_step" in calls:
+        return instance.scheduler is None or bool(instance.scheduler_step_on_batch) != ("batch" in text)
+    return "clip" in calls and not instance.gradient_clip
+
+
+def _switch(text: str, comment: str, instance: Any) -> list[str]:
+    """The comment of a line; of an instance, the option's value in place of its condition."""
+    if instance is not None:
+        if "clip()" in text:
+            comment = f"gradient_clip={instance.gradient_clip:g}"
+        elif "scheduler_step" in text:
+            comment = f"scheduler_step_on_batch={bool(instance.scheduler_step_on_batch)}"
+        elif text.startswith("when log_every"):
+            comment = f"log_every={_shown_every(instance.log_every)}"
+    return [comment] if comment else []
+
+
+def _replaces(owner: Any, name: str) -> bool:
+    return is_marked(owner.__dict__[name], "__replaces__")
+
+
+def _told(owner: Any, name: str) -> str:
+    """What an override does, by the first line of its docstring."""
+    if name in ("train_step", "test_step"):
+        return ""
+    doc = inspect.getdoc(owner.__dict__[name]) if owner.__dict__[name].__doc__ else None
+    return f": {textwrap.shorten(doc.splitlines()[0], 70, placeholder=' ...')}" if doc else f".{name}"
+
+
+def _text(cls: Any, instance: Any) -> str:
+    """The whole page."""
+    lines = lines_of(cls, instance)
+    page = [f"{cls.__name__}, the effective loop; after # stands who overrides a call, outermost first", ""]
+    for line in lines:
+        code = "    " * line.depth + line.text
+        first, *others = line.notes or ("",)
+        page.append(f"{code:<{_COLUMN}}  # {first}" if first else code)
+        page += [f"{'':<{_COLUMN}}  # {other}" for other in others]
+    shown = {name for line in lines for name in line.calls}
+    rest = [(name, owners_of(cls, name)) for name in seams_of(cls) if name not in shown]
+    also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in rest if owners]
+    page += ["", "called elsewhere:", *also] if also else []
+    page += ["", *_add_ons(cls, instance)]
+    return "\n".join(page).rstrip() + "\n"
+
+
+def _add_ons(cls: Any, instance: Any) -> list[str]:
+    """Each add-on with its options, or with its purpose."""
+    lines = []
+    for add_on in add_ons_of(cls):
+        doc = (inspect.getdoc(add_on) or "no description").splitlines()[0]
+        names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)] if instance is not None else []
+        values = [f"{name}={_shown(name, getattr(instance, name))}" for name in names if hasattr(instance, name)]
+        lines.append(f"{add_on.__name__}: {doc}" + (f"\n    {', '.join(values)}" if values else ""))
+    return lines
+
+
+def _shown(name: str, value: Any) -> str:
+    """An option's value, unless it is long or may be secret."""
+    if _SECRET.search(name) or isinstance(value, (dict, set)):
+        return "..."
+    if isinstance(value, Every):
+        return _shown_every(value)
+    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and len(value) <= 60):
+        return repr(value)
+    if isinstance(value, Path):
+        return repr(str(value))
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float)) for item in value):
+        return repr(value)
+    return f"<{type(value).__name__}>"
+
+
+def _shown_every(every: Every) -> str:
+    """A cadence as one writes it."""
+    fields = {"steps": every.steps, "epochs": every.epochs, "after": every.after or None}
+    return f"Every({', '.join(f'{name}={value}' for name, value in fields.items() if value is not None)})"

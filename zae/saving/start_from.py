@@ -1,0 +1,264 @@
+"""A new run that begins from parts of a checkpoint: a fine-tune, or another schedule over the same weights."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zae.common import optim, random_state
+from zae.composition.metaclass import add_ons_of
+from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
+from zae.loop import addon_state
+from zae.storage import files
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Start"]
+
+_log = logging.getLogger("zae")
+_PARTS = ("model", "optimizer", "scheduler", "progress", "random")
+_RATES = ("lr", "initial_lr")
+
+
+class Start:
+    """What a new run takes from a checkpoint, and from which one.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose options these are.
+    start_from : str, Path or None
+        A checkpoint, or a folder of them, of which the newest whole one is taken.
+    start_with : tuple of str or None
+        The parts; None means ``("model",)``.
+    resume, allow_partial : object
+        The options of the state manager, as they were given.
+
+    Raises
+    ------
+    ConfigError
+        The options contradict others, or a part is not known.
+    CheckpointNotFound, CheckpointDamaged
+        There is no checkpoint, and none to resume from that would make it superfluous.
+    """
+
+    def __init__(self, trainer: Any, start_from: Any, start_with: Any, resume: Any, allow_partial: Any) -> None:
+        self.parts = _check_parts(trainer, start_from, start_with)
+        self.path = None if start_from is None else _check_path(trainer.save_path, start_from, resume, allow_partial)
+        if self.path is not None and not (resume == "auto" and files.list_checkpoints(trainer.save_path)):
+            files.read_manifest(self._find())
+
+    def _find(self) -> Path:
+        """Return the checkpoint that the path means."""
+        assert self.path is not None
+        if not self.path.is_dir():
+            raise CheckpointNotFound(
+                f"start_from={str(self.path)!r}: there is no such folder; give that of a checkpoint"
+            )
+        if not files.list_checkpoints(self.path):
+            return self.path
+        newest = files.newest_valid(self.path)
+        assert newest is not None  # It raises where none is whole.
+        for damaged, why in newest[2]:
+            _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
+        return newest[0]
+
+    def take(self, trainer: Trainer) -> None:
+        """Load the parts into a trainer that is set up, and has not begun.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The rest of it stays as it is.
+
+        Raises
+        ------
+        CheckpointDamaged, CheckpointMismatch
+            Nothing is loaded.
+        """
+        if self.path is None:
+            return
+        found = self._find()
+        model = files.load_weights(found) if "model" in self.parts else None
+        saved = {} if self.parts == ["model"] else addon_state.state_of_rank(trainer, files.load_state(found))
+        present = trainer.state_dict()
+        streams = _streams_of(saved, trainer) if "random" in self.parts else None
+        state = {**present, **_merged(trainer, saved, present, self.parts, found)}
+        if model is not None:
+            state["model"] = model
+            if "optimizer" in self.parts and saved.get("training_weights"):
+                state["training_weights"] = saved["training_weights"]
+        position, kept, is_seeded = trainer._position, dict(vars(trainer._position)), trainer._seeded
+        trainer.load_state_dict(state)
+        trainer._position, trainer._seeded = position, is_seeded
+        vars(position).update(kept)
+        position.restart(trainer.progress_checker.batch)
+        if streams is not None:
+            random_state.restore(streams)
+        _log.info("a new run starts from %s of %s", ", ".join(self.parts), found)
+
+
+def _check_parts(trainer: Any, start_from: Any, start_with: Any) -> list[str]:
+    """Return the parts, or refuse them."""
+    if start_from is None:
+        if start_with is not None:
+            raise ConfigError(f"start_with={start_with!r} names parts of a checkpoint; give its path: start_from=...")
+        return []
+    if start_with is None:
+        return ["model"]
+    if not isinstance(start_with, (list, tuple, set, frozenset)) or not start_with:
+        raise ConfigError(f"start_with={start_with!r}; it must be a tuple of parts: start_with=('model', 'optimizer')")
+    # What is between the ranks, and the list of the checkpoints, belong to a run.
+    add_ons = [each.__name__ for each in add_ons_of(type(trainer)) if each.slot not in ("state", "parallel")]
+    known = [*_PARTS, *add_ons]
+    for name in start_with:
+        if name not in known:
+            raise ConfigError(
+                f"start_with={start_with!r}: {name!r} is not a part of a checkpoint that this trainer takes"
+                f"{did_you_mean(str(name), known)}; there are {', '.join(known)}"
+            )
+    return [name for name in known if name in start_with]
+
+
+def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: Any) -> Path:
+    """Return the path, or refuse it with the options that contradict it."""
+    if not isinstance(start_from, (str, Path)) or not str(start_from):
+        raise ConfigError(f"start_from={start_from!r}; it must be the path of a checkpoint, or of a folder of them")
+    if resume not in (False, "auto"):
+        raise ConfigError(
+            f"start_from begins a new run, and resume={resume!r} continues one; give one of them, or write "
+            "resume='auto': start_from is then read only where save_path holds no checkpoint"
+        )
+    if allow_partial:
+        raise ConfigError(
+            "allow_partial is for resume=PATH; start_with names what start_from takes, and no other file is read: "
+            "leave allow_partial out"
+        )
+    path = Path(start_from).expanduser().absolute()
+    if save_path in (path, path.parent):
+        raise ConfigError(
+            f"start_from={str(start_from)!r} is in save_path, which is for the checkpoints of the new run; give "
+            "another save_path, or resume='auto' to continue the run that is there"
+        )
+    return path
+
+
+def _merged(
+    trainer: Trainer, saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], found: Path
+) -> dict[str, Any]:
+    """Return the entries of a state that come, or partly come, from the saved one."""
+    made: dict[str, Any] = {}
+    try:
+        if "optimizer" in parts or "scheduler" in parts:
+            _same_names(saved, present, "optimizer", found)
+            made |= _optimizers(saved, present, parts, _counters_of(trainer))
+        if "scheduler" in parts:
+            _same_names(saved, present, "scheduler", found)
+            made["scheduler"] = saved["scheduler"]
+        if "progress" in parts:
+            made["progress"] = _progress(saved["progress"])
+        made["records"] = _records(saved, present, parts)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, CheckpointMismatch):
+            raise
+        raise CheckpointMismatch(
+            f"the state in {found} is not one that zae has saved ({type(error).__name__}: "
+            f"{printable(str(error)[:200])}); give another checkpoint"
+        ) from error
+    for name in parts:
+        if name not in _PARTS:
+            if saved.get(name) is None:
+                raise CheckpointMismatch(f"{found} holds nothing of {name}; leave {name!r} out of start_with")
+            made[name] = saved[name]
+    return made
+
+
+def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str, found: Path) -> None:
+    """Refuse optimizers or schedulers of other names, or in other groups."""
+    if set(saved[what]) != set(present[what]):
+        raise CheckpointMismatch(
+            f"{found} holds the {what}s {sorted(saved[what])}, and this trainer has {sorted(present[what])}; build "
+            f"them as they were, or leave {what!r} out of start_with"
+        )
+
+
+def _counters_of(trainer: Trainer) -> dict[str, set[str]]:
+    """Name what each optimizer counts in its groups, as schedule-free ones do: no argument of its class sets it."""
+    found = {}
+    for name, optimizer in optim.named(trainer.optimizer).items():
+        parameters = inspect.signature(type(optimizer)).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
+    return found
+
+
+def _optimizers(
+    saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], counters: Mapping[str, set[str]]
+) -> dict[str, Any]:
+    """Return the saved state of each parameter, and the settings of the script; a schedule brings its rates."""
+    made: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
+    for name, own in present["optimizer"].items():
+        other = saved["optimizer"][name]
+        source = other if "optimizer" in parts else own
+        groups = [dict(group) for group in own["param_groups"]]
+        if len(groups) != len(other["param_groups"]):
+            raise CheckpointMismatch(
+                f"optimizer {name} has {len(groups)} parameter groups, and was saved with "
+                f"{len(other['param_groups'])}; build it as it was, or take the model alone: start_with=('model',)"
+            )
+        for group, before, kept in zip(groups, other["param_groups"], source["param_groups"]):
+            group["params"] = kept["params"]
+            group.update({key: kept[key] for key in counters[name] if key in kept})
+            if "scheduler" in parts:
+                group.update({key: before[key] for key in _RATES if key in before})
+        made["optimizer"][name] = {**source, "param_groups": groups}
+        state = saved if "optimizer" in parts else present
+        for key in ("order", "outside"):
+            if name in state.get(key, {}):
+                made[key][name] = state[key][name]
+    return made
+
+
+def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters for a run that begins at an epoch: an open one is left."""
+    is_open = bool(saved["epoch_batch"])
+    anew = {"epoch": saved["epoch"] + is_open, "epoch_step": 0, "epoch_batch": 0, "run_starts": [], "stop_reason": None}
+    return {**saved, **anew}
+
+
+def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
+    """Return the records of the new run; of the settings, those of the parts that keep them come along."""
+    settings = (saved.get("records") or {}).get("settings")
+    own = present["records"]["settings"]
+    if settings is None or not {"optimizer", "scheduler"} & set(parts):
+        return dict(present["records"])
+    both = {
+        "optimizer": {
+            name: {**each, "class": own["optimizer"][name]["class"]} for name, each in own["optimizer"].items()
+        },
+        "scheduler": settings["scheduler"] if "scheduler" in parts else own["scheduler"],
+    }
+    if "optimizer" in parts:  # Another class is refused as the state is loaded.
+        for name, each in both["optimizer"].items():
+            each["class"] = settings["optimizer"][name]["class"]
+    return {**present["records"], "settings": both}
+
+
+def _streams_of(saved: Mapping[Any, Any], trainer: Trainer) -> Any:
+    """Return the random streams of this rank."""
+    world, rank = trainer.world_size, trainer.rank
+    if world == 1:
+        return saved["position"]["present"]["random"]
+    ranks = [
+        each["ranks"] for each in saved.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)
+    ]
+    if not ranks or len(ranks[0]) != world:
+        raise CheckpointMismatch(
+            f"start_with has 'random', and the checkpoint has the random streams of {len(ranks[0]) if ranks else 1} "
+            f"ranks, and this run {world}; leave 'random' out, or use as many ranks"
+        )
+    return ranks[0][rank]["position"]["present"]["random"]

@@ -1,0 +1,182 @@
+"""What a run changes and no checkpoint holds: attributes of the user's own class, and of the model's modules."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from zae.common import optim
+from zae.composition.introspect import set_by
+from zae.data.loader_state import STREAMS, read_stream
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Unsaved"]
+
+_log = logging.getLogger("zae")
+_DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
+_LOOKS = 1000  # At so many objects in all.
+_MANY = 64  # So many elements of a tensor, or entries of a list, are looked at.
+_SHOWN = 10
+_PLAIN = (bool, int, float, complex, np.generic, type(None))
+_CONTAINERS = (list, tuple, dict, set, deque)
+_CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
+
+
+class Unsaved:
+    """Finds out what a checkpoint lacks: what has changed since the run began, and is not in its state.
+
+    Looked at are the attributes that the user's own classes set, unless these have a ``state_dict`` of their own, and
+    in the model's modules numbers, random streams, and tensors that are no persistent buffers. Of something large, a
+    part is looked at.
+
+    Attributes
+    ----------
+    names : list of str
+        What had changed when the state that was loaded was saved.
+
+    Examples
+    --------
+    >>> Unsaved().names
+    []
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._own: list[tuple[str, str]] = []  # What the user's classes set: the class and the attribute.
+        self._begun: dict[str, Any] | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note how everything is as a run begins; the first time after a resume, say what the checkpoint lacks.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            That is set up.
+        """
+        if self.names and self._begun is None and trainer.is_main:
+            more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+            _log.warning(
+                "the state that this run goes on from lacks %s, which had changed when it was saved: what training "
+                "takes from there is not that of an uninterrupted run. Save it in state_dict() and load_state_dict() "
+                "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
+            )  # fmt: skip
+        if self._begun is None and not optim.are_lazy(trainer.unwrap().parameters()):
+            self._own = _set_by_classes(type(trainer))
+            self._begun = self._marks(trainer)
+
+    def state_dict(self, trainer: Trainer) -> dict[str, list[str]]:
+        """Name what has changed since the run, or one that this one goes on with, began.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The same.
+
+        Returns
+        -------
+        dict
+            ``{"unsaved": ["Task.hidden", "model.0.calls"]}``; empty where there is nothing.
+        """
+        names = self.names
+        if self._begun is not None:
+            now, begun = self._marks(trainer), self._begun
+            changed = {name for name, mark in now.items() if name not in begun or begun[name] != mark}
+            names = sorted(changed | (now.keys() & set(names)))
+        return {"unsaved": list(names)} if names else {}
+
+    def _marks(self, trainer: Trainer) -> dict[str, Any]:
+        """Everything that is looked at by its name, as something that is equal while it has not changed."""
+        model, held = trainer.unwrap(), vars(trainer)
+        inside = {id(each) for each in (trainer, trainer.model, *model.modules())}
+        inside |= {id(each) for several in (trainer._optimizers, trainer._schedulers) for each in several.values()}
+        look, found = _Look(inside), {}
+        own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
+        for name, value, depth in (*own, *((*each, 2) for each in _of_model(model))):
+            with contextlib.suppress(Exception):  # A thread fills it, say: it is left out, and the state is saved.
+                found[name] = look(value, depth)
+        return found
+
+
+def _set_by_classes(cls: type) -> list[tuple[str, str]]:
+    """What the user's own classes set, but those whose state is saved, and add-ons, which promise to save theirs."""
+    classes = [c for c in cls.__mro__ if c.__module__.partition(".")[0] != "zae" and "layer" not in vars(c)]
+    savers = [c for c in classes if "state_dict" in vars(c)]
+    open_ones = [c for c in classes if not any(issubclass(saver, c) for saver in savers)]
+    found = {name: c.__name__ for c in reversed(open_ones) for name in set_by(c)}
+    return [(place, name) for name, place in sorted(found.items())]
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What modules hold beside parameters, persistent buffers and the state that they save themselves."""
+    kinds = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
+    for place, module in model.named_modules(prefix="model"):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, kinds) and name != "training" and not name.startswith("_"):
+                yield f"{place}.{name}", value
+        for name in module._non_persistent_buffers_set:
+            yield f"{place}.{name}", module._buffers.get(name)
+
+
+class _Look:
+    """Turns a value into one that can be kept and compared; what cannot be looked at is None."""
+
+    def __init__(self, inside: set[int]) -> None:
+        self._inside, self._left = inside, _LOOKS
+
+    def __call__(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, (str, bytes)):
+            return (len(value), value[:_LOOKS])
+        if isinstance(value, (Tensor, np.ndarray)):
+            return _part_of(value)
+        if isinstance(value, STREAMS):
+            return _place_in(value)
+        if not depth or self._left < 0 or id(value) in self._inside or isinstance(value, _CLOSED):
+            return None
+        if isinstance(value, _CONTAINERS):
+            return self._entries(value, depth - 1)
+        if type(value).__module__.partition(".")[0] == "zae" or not hasattr(value, "__dict__"):
+            return None
+        own = {name: each for name, each in vars(value).items() if not name.startswith("_")}
+        weights = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
+        return [[_part_of(each) for each in weights], self._entries(own, depth - 1)]
+
+    def _entries(self, value: Any, depth: int) -> Any:
+        entries = value.values() if isinstance(value, Mapping) else value
+        if len(value) <= _MANY:
+            return [self(each, depth) for each in list(entries)]
+        return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
+
+
+def _part_of(value: Any) -> Any:
+    """Some elements of a tensor or an array, all of a small one."""
+    try:
+        whole = value.detach() if isinstance(value, Tensor) else value
+        # Each dimension by itself first: to reshape what was expanded would make all of it.
+        flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
+        part = flat[:: max(1, len(flat) // _MANY)]
+        part = part.contiguous().view(torch.uint8).cpu().numpy() if isinstance(part, Tensor) else part
+        return (tuple(value.shape), part.tobytes())
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None  # Sparse, nested, on the device "meta".
+
+
+def _place_in(stream: Any) -> Any:
+    """Where a random stream stands."""
+    state = read_stream(stream)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)

@@ -1,0 +1,469 @@
+"""A nested state as strict JSON plus a flat dict of tensors, and back again, exactly.
+
+What JSON has of its own stands there as itself; everything else is an object with one key that begins with ``$``::
+
+    {"$tensor": "optimizer.0.exp_avg"}      a tensor, by its name in state.safetensors
+    {"$raw": ["name", "complex128", [2]]}   a tensor whose dtype safetensors lacks, as its bytes
+    {"$array": ["name", "<f8", [2, 3]]}     a numpy array, as its bytes
+    {"$scalar": ["<f8", "0000..."]}         a numpy scalar, its bytes as hexadecimal text
+    {"$bytes": "name"}                      bytes
+    {"$tuple": [...]}  {"$size": [2, 3]}    a tuple; a torch.Size
+    {"$set": [...]}  {"$frozenset": [...]}  sets of plain values
+    {"$dict": [[key, value], ...]}          a dict with keys that are no text, or that begin with $
+    {"$ordered": ...}  {"$counter": ...}    an OrderedDict; a Counter (MultiStepLR keeps one)
+    {"$float": "nan"}  {"$int": "-0x1f"}    a float that JSON has no word for; an integer beyond 64 bits
+    {"$complex": [re, im]}                  a Python complex number
+    {"$dtype": "float32"}  {"$device": ..}  a torch.dtype; a torch.device
+    {"$rows": [order, kinds]}               a long list of records, as columns (see zae.storage.columns); a column is
+                                            the name of a tensor, or a list
+
+Nothing in it names a class or a function, so reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zae.errors import CheckpointDamaged, CheckpointError
+from zae.storage.columns import PLAIN, Table, join, split
+from zae.storage.strict_json import DEPTH_LIMIT, without_collector
+from zae.storage.tensor_files import DTYPES, byte_view, dense, from_bytes, view_key
+
+__all__ = ["decode", "encode"]
+
+_COLLISIONS = 64  # keys of one hash in a dict: 34 powers of two have the same, as floats
+_AXES = 1024  # of any array
+_ROOM = 3  # levels that the tag of a leaf may add below it
+_ROWS_ROOM = 9  # those of a list of records, down to a value in it
+_NAMES = {value: key for key, value in DTYPES.items()}
+_NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
+_NUMPY_KINDS = "biufcSUmM"
+
+# The keys from a value back to the root, linked: one tuple a level, and text only where a message needs it.
+_Path: TypeAlias = "tuple[_Path, object] | None"
+
+
+def encode(state: object) -> tuple[Any, dict[str, Tensor]]:
+    """Split a nested state into a structure that JSON can hold and the tensors it refers to.
+
+    Parameters
+    ----------
+    state : object
+        Dicts, lists, tuples and sets of None, bool, int, float, complex, str, bytes, tensors (of any
+        shape, dense), numpy arrays and scalars, torch.dtype, torch.device and torch.Size. Keys are
+        text, numbers, None or tuples of these. Parameters come back as tensors.
+
+    Returns
+    -------
+    structure : Any
+        For ``json.dumps(structure, allow_nan=False)``.
+    tensors : dict of str to Tensor
+        Contiguous tensors on the CPU. They share memory with those of `state` where they can; views
+        that are identical are kept once, and are one tensor again after `decode`.
+
+    Raises
+    ------
+    CheckpointError
+        Something else is in the state, named by its path; or the nesting is too deep.
+
+    Examples
+    --------
+    >>> structure, tensors = encode({"step": 3, "betas": (0.9, float("inf")), "exp_avg": torch.zeros(2)})
+    >>> structure
+    {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}, 'exp_avg': {'$tensor': 'exp_avg'}}
+    >>> tensors
+    {'exp_avg': tensor([0., 0.])}
+    """
+    encoder = _Encoder()
+    return encoder.value(state, None, 1), encoder.tensors
+
+
+def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "state.json") -> Any:
+    """Put together again what `encode` split.
+
+    Parameters
+    ----------
+    structure : object
+        What `encode` returned, or that after a trip through JSON.
+    tensors : mapping of str to Tensor
+        The tensors that the structure names.
+    where : str
+        The file that the structure comes from, for messages.
+
+    Returns
+    -------
+    Any
+        The state. It shares memory with `tensors`.
+
+    Raises
+    ------
+    CheckpointDamaged
+        The structure is not one that `encode` makes, or names a tensor that is absent.
+
+    Examples
+    --------
+    >>> decode(*encode({1: (True, b"\\x00"), "x": [None, 2**70]}))
+    {1: (True, b'\\x00'), 'x': [None, 1180591620717411303424]}
+    >>> decode({"exp_avg": {"$tensor": "lost"}}, {})
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointDamaged: state.json: names the tensor 'lost', which is absent. Load another checkpoint.
+    """
+    try:
+        with without_collector():
+            return _Decoder(tensors).value(structure, 1)
+    except _Malformed as error:
+        raise CheckpointDamaged(f"{where}: {error}. Load another checkpoint.") from None
+    # A hostile structure may hold any type at any place: what the conversions below make of it is damage, too.
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]!r}"
+        raise CheckpointDamaged(f"{where}: holds what no zae wrote ({reason}). Load another checkpoint.") from error
+
+
+def _are_small(values: Sequence[int]) -> bool:
+    """Whether whole numbers have 64 bits at most: more than that is not read back the same everywhere."""
+    return min(values) >= -(2**63) and max(values) < 2**63
+
+
+class _Encoder:
+    """Walks a state once and collects its tensors under readable, unique names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._uses: Counter[str] = Counter()
+        self._seen: dict[tuple[object, ...], str] = {}
+        self._makers: dict[type, Callable[[Any, Any, int], Any]] = {
+            type(None): _itself,
+            bool: _itself,
+            str: _itself,
+            int: lambda value, path, depth: value if _are_small([value]) else {"$int": hex(value)},
+            float: lambda value, path, depth: value if math.isfinite(value) else {"$float": str(value)},
+            complex: lambda value, path, depth: {"$complex": [self.value(value.real, path, depth + 2),
+                                                              self.value(value.imag, path, depth + 2)]},
+            list: self._list,
+            tuple: lambda value, path, depth: {"$tuple": self._items(value, path, depth + 2)},
+            set: lambda value, path, depth: {"$set": self._set(value, path, depth + 2)},
+            frozenset: lambda value, path, depth: {"$frozenset": self._set(value, path, depth + 2)},
+            dict: self._dict,
+            OrderedDict: lambda value, path, depth: {"$ordered": self._pairs(value, path, depth + 3)},
+            Counter: lambda value, path, depth: {"$counter": self._pairs(value, path, depth + 3)},
+            bytes: lambda value, path, depth: {"$bytes": self._keep(_byte_tensor(value), path)},
+            torch.dtype: lambda value, path, depth: {"$dtype": str(value).removeprefix("torch.")},
+            torch.device: lambda value, path, depth: {"$device": str(value)},
+            torch.Size: lambda value, path, depth: {"$size": list(value)},
+            np.ndarray: self._array,
+        }  # fmt: skip
+
+    def value(self, value: Any, path: _Path, depth: int) -> Any:
+        """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
+        if depth + _ROOM > DEPTH_LIMIT:
+            raise CheckpointError(
+                f"the state is nested deeper than {DEPTH_LIMIT} levels, or holds itself, at {_show(path)[:80]}...; "
+                "keep it flatter"
+            )
+        maker = self._makers.get(type(value))
+        if maker is not None:
+            return maker(value, path, depth)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+            return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+        raise _refusal(value, path)
+
+    def _list(self, values: list[Any], path: _Path, depth: int) -> Any:
+        """Return the JSON form of a list: of long ones of records, their columns."""
+        table = split(values) if depth + _ROWS_ROOM + _ROOM <= DEPTH_LIMIT else None
+        if table is None:
+            return self._items(values, path, depth + 1)
+
+        def stored(name: str, column: Any) -> Any:
+            if isinstance(column, list):
+                return self._items(column, (path, name), depth + _ROWS_ROOM)
+            return self._keep(torch.from_numpy(column), (path, name))
+
+        order = None if table.order is None else stored("order", np.array(table.order, np.int64))
+        kinds = [[[name, stored(name, column)] for name, column in kind.items()] for kind in table.kinds]
+        return {"$rows": [order, kinds]}
+
+    def _items(self, values: Any, path: _Path, depth: int) -> list[Any]:
+        """Return the JSON form of each item of a list or a tuple."""
+        # The states of Python's and NumPy's random streams are lists of 600 integers, in every checkpoint.
+        if set(map(type, values)) == {int} and depth + _ROOM <= DEPTH_LIMIT and _are_small(values):
+            return list(values)
+        return [self.value(item, (path, index), depth) for index, item in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
+        """Return an object where JSON can hold the keys and they cannot be taken for a tag, else pairs."""
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
+        return {"$dict": self._pairs(value, path, depth + 3)}
+
+    def _pairs(self, value: dict[Any, Any], path: _Path, depth: int) -> list[Any]:
+        """Return a dict as a list of [key, value]."""
+        return [[self._key(key, path, depth), self.value(item, (path, key), depth)] for key, item in value.items()]
+
+    def _set(self, value: Any, path: _Path, depth: int) -> list[Any]:
+        """Return the members in an order that does not hang on the hash seed."""
+        return sorted((self._key(item, path, depth) for item in value), key=json.dumps)
+
+    def _key(self, key: Any, path: _Path, depth: int) -> Any:
+        """Return the JSON form of a key or a member, which must be plain: those of other types compare by identity."""
+        if type(key) is tuple:
+            for part in key:
+                self._key(part, path, depth)
+        elif type(key) not in (type(None), bool, int, float, str):
+            raise CheckpointError(
+                f"{_show(path)} has the key {key!r:.80}, a {_type_name(key)}; "
+                "keys in a checkpoint are text, numbers, None or tuples of these"
+            )
+        return self.value(key, path, depth)
+
+    def _tensor(self, value: Tensor, path: _Path) -> Any:
+        """Keep a tensor, or the one already kept that is the same view of the same memory."""
+        key = view_key(value)
+        name = self._seen.get(key) if key is not None else None
+        host = dense(value, _show(path)) if name is None else self.tensors[name]
+        if name is None:
+            name = self._keep(host if host.dtype in _NAMES else _byte_tensor(byte_view(host)), path)
+            if key is not None:
+                self._seen[key] = name
+        if value.dtype in _NAMES:
+            return {"$tensor": name}
+        return {"$raw": [name, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+
+    def _array(self, value: np.ndarray[Any, Any], path: _Path, depth: int) -> Any:
+        """Keep the bytes of a numpy array of numbers, text or dates."""
+        if value.dtype.kind not in _NUMPY_KINDS:
+            raise CheckpointError(
+                f"{_show(path)} is a numpy array of dtype {value.dtype}; "
+                "a checkpoint holds arrays of numbers, text and dates only"
+            )
+        return {"$array": [self._keep(_byte_tensor(value.tobytes()), path), value.dtype.str, list(value.shape)]}
+
+    def _keep(self, tensor: Tensor, path: _Path) -> str:
+        """Store a tensor under a name made of its path; ASCII and unique."""
+        base = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", str(key)) for key in _keys(path)) or "value"
+        name = base
+        while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
+            self._uses[base] += 1
+            name = f"{base}.{self._uses[base] + 1}"
+        self.tensors[name] = tensor
+        return name
+
+
+class _Malformed(Exception):
+    """A structure that `encode` cannot have made; the text says where it differs."""
+
+
+class _Decoder:
+    """Walks a structure once and trusts nothing in it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._taken: set[str] = set()
+        self._makers: dict[str, Callable[[Any, int], Any]] = {
+            "$tensor": lambda given, depth: self._named(given),
+            "$raw": self._raw,
+            "$array": self._array,
+            "$scalar": self._scalar,
+            "$bytes": lambda given, depth: bytes(byte_view(self._alone(given))),
+            "$tuple": lambda given, depth: tuple(self._items(given, depth)),
+            "$set": lambda given, depth: set(_plain_keys(self._items(given, depth))),
+            "$frozenset": lambda given, depth: frozenset(_plain_keys(self._items(given, depth))),
+            "$size": lambda given, depth: torch.Size(_shape(given)),
+            "$dict": self._pairs,
+            "$ordered": lambda given, depth: OrderedDict(self._pairs(given, depth)),
+            "$counter": lambda given, depth: Counter(self._pairs(given, depth)),
+            "$float": lambda given, depth: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[given],
+            "$int": lambda given, depth: int(given, 16),
+            "$complex": lambda given, depth: complex(*self._items(given, depth)),
+            "$rows": self._rows,
+            "$dtype": lambda given, depth: _dtype(given),
+            "$device": lambda given, depth: torch.device(_typed(given, str)),
+        }
+
+    def value(self, node: Any, depth: int) -> Any:
+        """Return what one node of the structure stands for."""
+        if depth > DEPTH_LIMIT:
+            raise _Malformed(f"is nested deeper than {DEPTH_LIMIT} levels")
+        if isinstance(node, list):
+            if PLAIN.issuperset(map(type, node)):  # Most lists are of numbers, and long.
+                return list(node)
+            return [self.value(item, depth + 1) for item in node]
+        if not isinstance(node, dict):
+            if node is None or isinstance(node, (bool, int, float, str)):
+                return node
+            raise _Malformed(f"holds a {_type_name(node)}")
+        tags = [key for key in node if not isinstance(key, str) or key.startswith("$")]
+        if not tags:
+            return {key: self.value(item, depth + 1) for key, item in node.items()}
+        if len(node) > 1 or tags[0] not in self._makers:
+            raise _Malformed(f"holds the unknown tag {tags[0]!r:.80}; a newer zae may have written it")
+        return self._makers[tags[0]](node[tags[0]], depth + 1)
+
+    def _items(self, nodes: Any, depth: int) -> list[Any]:
+        """Return what each node of a list stands for."""
+        return [self.value(node, depth + 1) for node in _typed(nodes, list)]
+
+    def _pairs(self, nodes: Any, depth: int) -> dict[Any, Any]:
+        """Return a dict made of [key, value] pairs with keys that differ."""
+        pairs = [self._items(pair, depth + 1) for pair in _typed(nodes, list)]
+        _plain_keys([key for key, _ in pairs])
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise _Malformed("holds a dict with one key twice")
+        return made
+
+    def _rows(self, given: Any, depth: int) -> list[Any]:
+        """Return the records that columns hold."""
+        order, kinds = _typed(given, list)
+        kinds = [_typed(kind, list) for kind in _typed(kinds, list)]
+        tables = [{_typed(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
+        if [len(table) for table in tables] != [len(kind) or -1 for kind in kinds]:
+            raise _Malformed("holds records without a name, or with one twice")
+        numbers = None if order is None else self._column(order, depth)
+        if numbers is not None and not all(type(number) is int and 0 <= number < len(kinds) for number in numbers):
+            raise _Malformed("holds records of a kind that it does not name")
+        return join(Table(tables, numbers))
+
+    def _column(self, given: Any, depth: int) -> list[Any]:
+        """Return the values of a column."""
+        if type(given) is not str:
+            return self._items(given, depth + _ROWS_ROOM)
+        tensor = self._alone(given)
+        if tensor.dtype not in (torch.float64, torch.int64) or tensor.dim() != 1:
+            raise _Malformed(f"names {given!r:.80} as a column, which it is not")
+        return list(tensor.tolist())
+
+    def _alone(self, name: Any) -> Tensor:
+        """Return a tensor that is copied: each of them once only, or a small file could fill the memory."""
+        tensor = self._named(name)
+        if name in self._taken:
+            raise _Malformed(f"takes the bytes of the tensor {name!r:.80} twice")
+        self._taken.add(name)
+        return tensor
+
+    def _named(self, name: Any) -> Tensor:
+        """Return the tensor of this name."""
+        if _typed(name, str) not in self._tensors:
+            raise _Malformed(f"names the tensor {name!r:.80}, which is absent")
+        return self._tensors[name]
+
+    def _raw(self, given: Any, depth: int) -> Tensor:
+        """Return a tensor of a dtype that safetensors lacks, from its bytes."""
+        name, dtype, shape = _typed(given, list)
+        return from_bytes(self._named(name), _dtype(dtype), _shape(shape))
+
+    def _array(self, given: Any, depth: int) -> np.ndarray[Any, Any]:
+        """Return a numpy array from its bytes."""
+        name, dtype, shape = _typed(given, list)
+        return _numpy(byte_view(self._alone(name)), dtype, _shape(shape))
+
+    def _scalar(self, given: Any, depth: int) -> Any:
+        """Return a numpy scalar from its bytes."""
+        dtype, text = _typed(given, list)
+        return _numpy(memoryview(bytes.fromhex(text)), dtype, ())[()]
+
+
+def _itself(value: Any, path: _Path, depth: int) -> Any:
+    """Return what JSON has a word for."""
+    return value
+
+
+def _keys(path: _Path) -> list[Any]:
+    """Return the keys of a path, which is linked from its end, from the root on."""
+    keys = []
+    while path is not None:
+        path, key = path
+        keys.append(key)
+    return keys[::-1]
+
+
+def _show(path: _Path) -> str:
+    """Write a path as one would in Python: ``optimizer['state'][0]``."""
+    keys = _keys(path)
+    root = keys.pop(0) if keys and isinstance(keys[0], str) and keys[0].isidentifier() else "state"
+    return root + "".join(f"[{key!r}]" for key in keys)
+
+
+def _type_name(value: object) -> str:
+    """Name a type with its module, unless it is built in."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _refusal(value: object, path: _Path) -> CheckpointError:
+    """Return the error for a value that no checkpoint holds, with the cure that fits it."""
+    cure = "leave it out of state_dict() and make it anew on load"
+    for kind in (dict, list, tuple, set, int, float, str):
+        if isinstance(value, kind):
+            cure = f"store {kind.__name__}(...) of it, and make it anew on load"
+    return CheckpointError(
+        f"{_show(path)} is a {_type_name(value)}; a checkpoint holds only numbers, text and tensors "
+        f"in dicts, lists, tuples and sets: {cure}"
+    )
+
+
+def _byte_tensor(data: bytes | memoryview) -> Tensor:
+    """Copy bytes into a tensor."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer refuses empty buffers
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """Return the value when it is of exactly this type."""
+    if type(value) is not kind:
+        raise _Malformed(f"holds a {_type_name(value)} where a {kind.__name__} belongs")
+    return value
+
+
+def _plain_keys(keys: list[Any]) -> list[Any]:
+    """Return keys that are what `encode` writes, and do not collide: a dict of them would take quadratic time."""
+    waiting = [*keys]
+    while waiting:
+        key = waiting.pop()
+        if type(key) is tuple:
+            waiting += key
+        elif type(key) not in PLAIN:
+            raise _Malformed(f"holds a key that is a {_type_name(key)}")
+    if len(keys) > _COLLISIONS and max(Counter(map(hash, keys)).values()) > _COLLISIONS:
+        raise _Malformed(f"holds a dict or set in which more than {_COLLISIONS} keys have one hash")
+    return keys
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a shape when it is a list of whole numbers from 0."""
+    if len(_typed(value, list)) > _AXES or any(_typed(size, int) < 0 for size in value):
+        raise _Malformed(f"holds a shape with a negative size, or of more than {_AXES} axes")
+    return tuple(value)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """Return the torch dtype of this name."""
+    dtype = vars(torch).get(_typed(name, str))  # getattr would import whatever module is named
+    if not isinstance(dtype, torch.dtype):
+        raise _Malformed(f"names the dtype {name!r:.80}, which torch {torch.__version__} lacks")
+    return dtype
+
+
+def _numpy(data: memoryview, text: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return an array of its own memory from bytes; the dtype is checked as text before numpy sees it."""
+    if not _NUMPY_TEXT.fullmatch(_typed(text, str)):
+        raise _Malformed(f"names the numpy dtype {text!r:.80}")
+    dtype = np.dtype(text)
+    if dtype.itemsize * math.prod(shape) != len(data):
+        raise _Malformed(f"holds {len(data)} bytes for a numpy array of shape {shape!s:.80} and dtype {text}")
+    array = np.empty(shape, dtype)
+    if len(data):
+        array.reshape(-1).view(np.uint8)[:] = data
+    return array

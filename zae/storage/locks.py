@@ -1,0 +1,257 @@
+"""A lock on the folder of a run: two runs that save into one folder would overwrite each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zae.errors import CheckpointDamaged, ConfigError
+from zae.storage import files
+from zae.storage.hashed_io import not_saved, read_whole
+from zae.storage.names import staging_name
+
+__all__ = ["FolderLock"]
+
+_NAME = ".lock"
+_RENEWED = 30.0  # Seconds between two signs of life, for processes that cannot see whether this one lives.
+_SILENT = 120.0  # Seconds without one, after which a process on another host counts as dead.
+_held: dict[str, str] = {}  # Folders that this process holds, and the tokens of their locks.
+
+
+class FolderLock:
+    """Says who saves into a folder: process, host and since when.
+
+    A lock that a killed process left is taken over: at once when it ran on this host, after two minutes without a
+    sign of life when it ran on another.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the checkpoints.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lock = FolderLock(Path(folder))
+    ...     lock.acquire()
+    ...     try:
+    ...         FolderLock(Path(folder)).check()
+    ...     except ConfigError as error:
+    ...         refused = "in use" in str(error)
+    ...     lock.release()
+    >>> refused
+    True
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(os.path.abspath(folder))
+        self._token: str | None = None
+        self._stop = threading.Event()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["folder"])  # type: ignore[misc]  # A copy, or another process, holds nothing.
+
+    def check(self) -> None:
+        """Refuse a folder that another run is saving into.
+
+        Raises
+        ------
+        ConfigError
+            With process, host and start time of the holder.
+        """
+        if any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID")):
+            return  # The first rank of this very run may be the holder.
+        holder = _read(self.folder / _NAME)
+        if holder is None or holder.get("folder") not in (None, _number(self.folder)):
+            return  # It came with a copy of the folder that is locked.
+        if self._token is not None and holder.get("token") == self._token:
+            return
+        if _alive(holder, self.folder / _NAME):
+            raise ConfigError(
+                f"save_path={str(self.folder)!r} is in use: process {_plain(holder.get('pid'))} on host "
+                f"{_plain(holder.get('host'))} saves there since {_plain(holder.get('since'))}; give another "
+                f"save_path, or end that process (if it is dead for certain, delete {self.folder / _NAME})"
+            )
+
+    def acquire(self) -> None:
+        """Take the folder, which is made when missing.
+
+        Raises
+        ------
+        ConfigError
+            Another run holds it.
+        CheckpointError
+            It cannot be written to.
+        """
+        if self._token is not None:
+            return
+        self._token = self._take(os.urandom(8).hex())
+        _held[str(self.folder)] = self._token
+        self._stop = threading.Event()
+        threading.Thread(target=_renew, args=(self.folder / _NAME, self._stop), name="zae-lock", daemon=True).start()
+
+    def keep(self, target: Path) -> None:
+        """Take the folder once more where it is held, and somebody has removed it meanwhile.
+
+        Parameters
+        ----------
+        target : Path
+            What is about to be saved; outside of the folder, the lock does not matter.
+
+        Raises
+        ------
+        ConfigError
+            Another run has made it, and holds it.
+        CheckpointError
+            It cannot be written to.
+        """
+        if self._token is None or Path(os.path.abspath(target)).parent != self.folder:
+            return
+        holder = _read(self.folder / _NAME)
+        if holder is None or (holder.get("token"), holder.get("folder")) != (self._token, _number(self.folder)):
+            self._take(self._token)
+
+    def _take(self, token: str) -> str:
+        files.make_directory(self.folder)
+        with _alone(self.folder):
+            self.check()
+            mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": token}
+            mine["folder"] = _number(self.folder)
+            self._put(json.dumps(mine).encode())
+        return token
+
+    def _put(self, text: bytes) -> None:
+        """Write the lock beside its place, and rename it: it is there whole."""
+        staged = self.folder / staging_name("lock")
+        try:
+            handle = files.filesystem.create(staged)
+            try:
+                files.filesystem.write(handle, memoryview(text))
+            finally:
+                files.filesystem.close(handle)
+            files.filesystem.rename(staged, self.folder / _NAME)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                files.filesystem.remove_file(staged)
+            raise not_saved(self.folder / _NAME, error, len(text)) from error
+
+    def release(self) -> None:
+        """Give the folder back."""
+        token, self._token = self._token, None
+        self._stop.set()
+        if token is None:
+            return
+        _held.pop(str(self.folder), None)
+        holder = _read(self.folder / _NAME)
+        if holder is not None and holder.get("token") == token:
+            with contextlib.suppress(OSError):
+                files.filesystem.remove_file(self.folder / _NAME)
+
+
+def _identity() -> dict[str, Any]:
+    """This process, so that another one of the same number is not taken for it."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        # Processes of two containers may have one host name and one number, and do not see each other.
+        "place": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
+        "started": _started(os.getpid()),
+    }
+
+
+def _alive(holder: Mapping[str, Any], path: Path) -> bool:
+    """Say whether the process that wrote a lock may still be there."""
+    here = _identity()
+    if (holder.get("host"), holder.get("place")) != (here["host"], here["place"]):
+        if holder.get("host") == here["host"] and not here["place"]:
+            return False
+        with contextlib.suppress(OSError):
+            return time.time() - path.stat().st_mtime < _SILENT
+        return False
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid <= 0 or _started(pid) != holder.get("started"):
+        return False
+    if pid == os.getpid():
+        return holder.get("token") in _held.values()
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks since the machine was; empty where the system does not say."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return "" if len(fields) < 20 or fields[0] == "Z" else fields[19]
+
+
+def _number(folder: Path) -> int:
+    """The number of a folder on its disk, which a copy of it does not share."""
+    return folder.stat().st_ino
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read a lock; one that is cut short, a pipe or a link, or not a file of ours holds nothing."""
+    try:
+        found = json.loads(bytes(read_whole(path, limit=4096)))
+    except (CheckpointDamaged, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _plain(value: object) -> str:
+    """What a lock says, without anything that a terminal would act on."""
+    return ascii(value)[:80] if not isinstance(value, str) else ascii(value)[1:-1][:80]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _renew(path: Path, stop: threading.Event) -> None:
+    """Give signs of life."""
+    while not stop.wait(_RENEWED):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time look at a lock and write it, where the system can tell them apart."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows has no such lock and opens no folder.
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # Some network disks have none.
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
