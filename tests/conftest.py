@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=lambda: forkserver._forkserver.__init__())
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "fast_data",
+LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "gather",
            "composition", "compile", "loading", "package", "fault", "readme", "performance",
            "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""

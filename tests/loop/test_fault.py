@@ -463,7 +463,7 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
     """F-D3: a script that gets Ctrl-C ends with 130 for its shell, after the save."""
     script = folder / "script.py"
     script.write_text(
-        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        f"import sys; sys.path[:0] = {[str(each) for each in Path(__file__).parents[:2]]!r}\n"
         # Where it is installed, torch imports it at exit, and Python forgets that Ctrl-C ended the script.
         "sys.modules['tabulate'] = None\n"
         "import test_fault, signal, pathlib\n"

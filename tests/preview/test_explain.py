@@ -145,7 +145,7 @@ def test_explain_is_what_a_real_run_does(
 ) -> None:
     """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing.
 
-    What is passed by is called here too: that the direct way does the same is for tests/test_direct.py to show.
+    What is passed by is called here too: that the direct way does the same is for tests/loop/test_direct.py to show.
     """
     monkeypatch.setattr(direct, "_own", lambda trainer: direct.Own())
     monkeypatch.setattr(direct, "idle_add_ons", lambda trainer: frozenset())

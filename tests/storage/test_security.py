@@ -27,7 +27,7 @@ from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError
 from zae.storage import files
 
 ROOT = Path(zae.__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent.parent / "golden"
 SOURCES = [path for folder in ("zae", "zae/testing", "addons") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

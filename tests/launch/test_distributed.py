@@ -30,7 +30,7 @@ from zae.launch.rank_process import Report
 from zae.launch.spawn import _meeting_point, spawn
 from zae.storage import files
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 TESTS = ROOT / "tests"
 CPUS = [torch.device("cpu")] * 2
 MARK = "ZAE_TEST_RUN"
@@ -297,7 +297,7 @@ def slow(*add_ons, **options):
 
 SLOW = f"""
 import signal, sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path[:0] = {[str(TESTS), str(TESTS / "launch")]!r}
 sys.modules["tabulate"] = None  # Where torch imports it at exit, Python forgets that Ctrl-C ended the script.
 from test_distributed import forks, slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from test_tensors import Tied, wrapped
+from test_tensor_files import Tied, wrapped
 from torch import Tensor, nn
 
 from kit.faults import RefusingDisk, installed

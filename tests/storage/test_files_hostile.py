@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_files import FILES, is_of, save
-from test_tensors import HOSTILE, payloads, wrapped
+from test_tensor_files import HOSTILE, payloads, wrapped
 
 from zae.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from zae.storage import files
