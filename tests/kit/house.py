@@ -1,4 +1,4 @@
-"""Measure the layout of the source: python tests/kit/house.py prints the table of docs/architecture.md.
+"""Measure the layout of the source: python tests/kit/house.py prints the figures, --write puts them on the page.
 
 Everything is read from the syntax trees, but for the bytes that a resume reads, which are counted while one runs.
 Imports inside functions count; those under TYPE_CHECKING do not.
@@ -262,10 +262,21 @@ def measure() -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def with_figures(text: str, rows: list[tuple[str, str]]) -> str:
+    """Return the text of docs/architecture.md with these rows as its table of figures."""
+    begin, end = "<!-- figures -->", "<!-- end of figures -->"
+    table = "\n".join(["| measure | now |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+
+
 def main() -> None:
     rows = measure()
     width = max(len(name) for name, _ in rows)
     sys.stdout.write("\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n")
+    if "--write" in sys.argv:
+        page = ROOT / "docs" / "architecture.md"
+        page.write_text(with_figures(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
