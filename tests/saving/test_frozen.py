@@ -1,0 +1,69 @@
+"""Checkpoints that an earlier zae has saved load to the same state, and lead to the same end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit import frozen
+from kit.rank_tasks import forks
+from zae.storage import files
+
+
+def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
+    """Name what a saved state holds and the present one does not, to the last bit; there may be more in that."""
+    if isinstance(saved, dict) and isinstance(present, dict):
+        missing = [f"{path}[{key!r}] is missing" for key in saved if key not in present]
+        both = [key for key in saved if key in present]
+        return missing + [text for key in both for text in differences(saved[key], present[key], f"{path}[{key!r}]")]
+    if isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)) and len(saved) == len(present):
+        parts = enumerate(zip(saved, present))
+        return [text for i, (a, b) in parts for text in differences(a, b, f"{path}[{i}]")]
+    if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
+        return [] if torch.equal(saved, present) and saved.dtype == present.dtype else [f"{path}: other numbers"]
+    return (
+        []
+        if saved == present or (saved != saved and present != present)
+        else [f"{path}: {saved!r:.60}, now {present!r:.60}"]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 1])
+def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> None:
+    """A state of an earlier zae is read back entry for entry, and its run ends as it did then."""
+    end = frozen.unpack(name, tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}"
+    _, model, rest = files.load_checkpoint(place)
+    saved = {**rest, "model": model}
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
+    trainer.load_state_dict(copy.deepcopy(saved))
+    del saved["StateManagerAddon"]["scores"]  # Of the checkpoints beside it, which are not here.
+    assert differences(saved, trainer.state_dict()) == []
+
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
+    trainer.run(frozen.EPOCHS, loader, valid)
+    assert_same_end(frozen.end_of(trainer), end)
+
+
+def test_frozen_checkpoint_of_two_ranks(tmp_path: Path) -> None:
+    """The same where two processes have saved."""
+    end = frozen.unpack("two-ranks", tmp_path)
+    trainer, loader, valid = frozen.CASES["two-ranks"].build(tmp_path)
+    with forks():
+        trainer.run(frozen.EPOCHS, loader, valid)
+    assert trainer.devices == [torch.device("cpu")] * 2
+    assert_same_end(frozen.end_of(trainer), end)
+
+
+def assert_same_end(present: dict[str, Any], end: dict[str, Any]) -> None:
+    """Compare the end of two runs; another processor may round the last bits otherwise."""
+    assert present["progress"] == end["progress"]
+    assert len(present["history"]) == len(end["history"])
+    for row, before in zip(present["history"], end["history"]):
+        assert row == pytest.approx(before, rel=1e-4, abs=1e-6)
+    for key, values in end["weights"].items():
+        assert present["weights"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
