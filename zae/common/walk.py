@@ -25,6 +25,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     Examples
     --------
+    >>> import torch
     >>> [each.item() for each in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2), "text")]})]
     [1, 2]
     """
