@@ -24,7 +24,7 @@ from zae.errors import CheckpointMismatch, ConfigError
 from zae.launch import spawn as launching
 from zae.launch.rank_process import note_failure, random_state_of, tell_failures_early
 from zae.loop import addon_state
-from zae.loop.history import EpochLog, merge_logs
+from zae.loop.epoch_log import EpochLog, merge_logs
 from zae.saving.resume import check_places
 
 __all__ = ["DistributedAddon"]
@@ -101,7 +101,7 @@ class DistributedAddon(ShardingAddon):
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
-        vars(self).update(rest)
+        self._take_attributes(rest)
         self.optimizer = self.build_optimizer()
         self._optimizers = optim.named(self.optimizer)
         self.scheduler = self.build_scheduler()
@@ -119,8 +119,12 @@ class DistributedAddon(ShardingAddon):
             for each in state[self._name()]["ranks"]:
                 each["position"] = _between(each["position"])
         self.load_state_dict(state)
-        vars(self).update(rest)
+        self._take_attributes(rest)
         self._left = _streams()
+
+    def _take_attributes(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
 
     def _planned_world(self) -> int:
         """How many ranks there are, or will be."""

@@ -9,7 +9,6 @@ from typing import Any
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_number
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
-from zae.loop.state import is_judged_alike
 
 __all__ = ["EarlyStoppingAddon"]
 
@@ -129,5 +128,5 @@ class EarlyStoppingAddon(AddOnBase):
         super().load_state_dict(rest, strict)
         if own is not None:
             self._best, self._waited, self._runs = own["best"], own["waited"], own["runs"]
-            if not is_judged_alike(self, rest):
+            if not self.history.has_criterion_of(rest["records"]):
                 self._best, self._waited = None, 0

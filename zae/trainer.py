@@ -10,6 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,8 +25,9 @@ from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
 from zae.loop import direct, evaluation, scheduling
 from zae.loop import run as session
+from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.error_notes import explain_error, undisturbed
-from zae.loop.history import Metrics, MetricsDict, direction_of, plain
+from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.progress_bar import Bar
@@ -40,6 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
+
+
+def _of(part: str, name: str, doc: str) -> Any:
+    """Return a property for a public attribute of a trainer that one of its parts holds."""
+
+    def write(trainer: Any, value: Any) -> None:
+        setattr(getattr(trainer, part), name, value)
+
+    return property(attrgetter(f"{part}.{name}"), write, doc=doc)
 
 
 class Trainer(metaclass=TrainerMeta):
@@ -144,7 +155,14 @@ class Trainer(metaclass=TrainerMeta):
         (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
         self.gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
-        self.monitor, self.monitor_mode = monitor, direction_of(monitor, monitor_mode)
+        reads_outputs = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
+        self.history = History(
+            monitor,
+            monitor_mode,
+            keep_train_outputs=self.keep_train_outputs,
+            keep_test_outputs=reads_outputs,
+            owner=type(self).__name__,
+        )
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
@@ -153,10 +171,7 @@ class Trainer(metaclass=TrainerMeta):
     def _begin_empty(self) -> None:
         """What a trainer keeps, before anything has happened."""
         self.progress_checker = ProgressChecker()
-        self.log_train, self.log_test = session.empty_logs(self)
-        self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
-        self.train_history, self.valid_history = list[Metrics](), list[Metrics]()
-        self.log_history, self.grad_norm = list[dict[str, Any]](), cast("Tensor | None", None)
+        self.grad_norm = cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
         # The last two say how a state is loaded: see `zae.loop.addon_state`.
@@ -613,7 +628,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
-        self.log_history.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
+        self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @seam
     def reduce(self, value: Tensor) -> Tensor:
@@ -677,7 +692,7 @@ class Trainer(metaclass=TrainerMeta):
         bool
             NaN is never better.
         """
-        return session.is_better(self, metrics)
+        return self.history.is_better(self.score_of(metrics))
 
     # -------------------------------------------------------------------------------- evaluation and inference
 
@@ -813,14 +828,25 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
+    monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
+    monitor_mode: str = _of("history", "direction", "Whether a smaller ('min') or a larger ('max') value is better.")
+    log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")
+    log_test: EpochLog = _of("history", "log_test", "What the steps of the last evaluation returned.")
+    train_metrics: Metrics = _of("history", "train_metrics", "The metrics of the last epoch.")
+    test_metrics: Metrics = _of("history", "test_metrics", "The metrics of the last validation.")
+    best: Metrics = _of("history", "best", "The metrics of the best epoch, with its score and place.")
+    train_history: list[Metrics] = _of("history", "train", "A row for each epoch of training.")
+    valid_history: list[Metrics] = _of("history", "valid", "A row for each validation.")
+    log_history: list[dict[str, Any]] = _of("history", "log", "A row for each call of ``log``.")
+
     @property
     def metrics(self) -> MetricsDict:
         """The history so far, as ``run`` returns it."""
-        return session.metrics_of(self)
+        return self.history.as_metrics(self.progress_checker)
 
     def get_loss_history(self, mode: str = "train") -> list[float]:
         """Return the mean loss of each epoch ("train"), or of each validation ("test")."""
-        return session.losses_of(self, mode)
+        return self.history.losses_of(mode)
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""
@@ -850,7 +876,7 @@ class Trainer(metaclass=TrainerMeta):
         MonitorError
             With the names there are.
         """
-        return session.score_of(self, metrics)
+        return self.history.score_of(metrics)
 
     @classmethod
     def add_on(cls: type[AnyTrainer], *add_ons: type[AddOnBase] | str) -> type[AnyTrainer]:

@@ -21,8 +21,8 @@ from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon
-from zae.loop import run as session
-from zae.loop.history import EpochLog, Metrics, MetricsDict, direction_of, merge_sums, plain, split_prefix, to_host
+from zae.loop.epoch_log import EpochLog, merge_sums, plain, to_host
+from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
 
 
 class Returning(Trainer):
@@ -700,5 +700,5 @@ def test_p33_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor:
         f"the best row has entries of its own called {', '.join(names)}; your metrics of these names are in it as "
         + ", ".join(f"valid_{name}" for name in names)
     ]
-    session.judge_anew(trainer)
+    trainer.history.recompute_best()
     assert trainer.best == best

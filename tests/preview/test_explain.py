@@ -20,7 +20,7 @@ from kit.oracle import Options
 from zae import AddOnBase, Trainer, replaces
 from zae.composition.introspect import function_of, seams_of
 from zae.loop import direct
-from zae.loop.history import EpochLog
+from zae.loop.epoch_log import EpochLog
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from zae.common.walk import tensors_in
 from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import AddOnError, CheckpointMismatch
-from zae.loop.history import to_host
+from zae.loop.epoch_log import to_host
 from zae.storage.tensor_files import byte_view, dense
 
 if TYPE_CHECKING:

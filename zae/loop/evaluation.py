@@ -19,9 +19,9 @@ from zae.data.sharding import shares_of
 from zae.data.workers import part_from_workers
 from zae.errors import LoaderError
 from zae.loop import direct
-from zae.loop import run as session
+from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.error_notes import explain_error, undisturbed
-from zae.loop.history import Metrics, in_turn, to_host
+from zae.loop.history import Metrics
 from zae.loop.stop_signals import Agreed, GivenUp
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
             count = _record_all(trainer, agreed.walk(batches), agreed.signals)
             count = None if agreed.signals else count
         if count is not None:
-            trainer.log_test = session.whole_log(trainer, trainer.log_test)
-            metrics = Metrics({**trainer.log_test.means(), **session.own_metrics(trainer)})
+            further = trainer.metric_on_epoch_end
+            metrics = trainer.history.summarize("test", trainer.gather, trainer.world_size, further)
     if count is None:  # Raised here, where every context has been left as after any evaluation.
         trainer.log_test.clear()
         part_from_workers(batches, own)

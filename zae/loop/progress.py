@@ -161,6 +161,11 @@ class ProgressChecker:
     run_starts: list[list[int]] = field(default_factory=list)
     stop_reason: str | None = None
 
+    @property
+    def place(self) -> dict[str, int]:
+        """The epoch that is open, or was just closed, and the step: what a row of the history begins with."""
+        return {"epoch": self.epoch + bool(self.epoch_batch), "step": self.step}
+
     def advance(self, batches: int = 1, skipped: bool = False) -> None:
         """Count one optimizer step.
 

@@ -13,9 +13,10 @@ from torch import nn
 
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
 from zae.data.loading import check_loader, describe, length_of
-from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
+from zae.errors import ConfigError, LoaderError, MonitorError
 from zae.loop import direct, scheduling
-from zae.loop.history import EpochLog, Metrics, MetricsDict, merge_logs, merge_sums, split_prefix
+from zae.loop.epoch_log import EpochLog, merge_sums
+from zae.loop.history import Metrics
 from zae.loop.progress import Every, warn_of_early_end
 from zae.loop.stop_signals import GivenUp
 from zae.schedulers import is_plateau
@@ -86,7 +87,7 @@ def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
     wrapped = _fit_loader(trainer, loader, progress.epoch < last_epoch and progress.step < last_step)
     leaves = is_new and is_left(trainer, wrapped)
     optim.check_closures(trainer._optimizers, type(trainer))
-    has_metric = trainer._valid[0] is not None or _watches_training(trainer)
+    has_metric = trainer._valid[0] is not None or trainer.history.watches_training
     in_epoch = steps_per_epoch(plan, trainer, wrapped)
     if trainer._calls + 1 >= len(progress.run_starts):
         scheduling.check_run(trainer, *spans(trainer, plan, in_epoch, leaves), in_epoch, has_metric)
@@ -254,13 +255,9 @@ def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
     if not complete:
         return Metrics(means(trainer, trainer.log_train))
     trainer.log_test.clear()
-    own, trainer.log_train = trainer.log_train, whole_log(trainer, trainer.log_train)
-    try:
-        trainer.train_metrics = Metrics({**trainer.log_train.means(), **own_metrics(trainer)})
-    finally:
-        trainer.log_train = own
-    rates = optim.learning_rates(trainer._optimizers)
-    trainer.train_history.append(Metrics({**row(trainer, "train", trainer.train_metrics), **rates}))
+    history = trainer.history
+    metrics = history.summarize("train", trainer.gather, trainer.world_size, trainer.metric_on_epoch_end)
+    history.record("train", metrics, progress.place, optim.learning_rates(trainer._optimizers))
     if trainer.log_every.due_at_epoch(progress.epoch + 1):
         log_training(trainer, trainer.train_metrics)
     trainer.scheduler_step("epoch")
@@ -307,37 +304,23 @@ def _validate(trainer: Trainer, moment: str) -> None:
 
 def _judge_epoch(trainer: Trainer, loader: Any) -> None:
     """Judge the epoch by its training metrics where nothing is validated, and show it."""
-    if loader is None or _watches_training(trainer):
-        judge(trainer, "train", trainer.train_metrics)
+    if loader is None or trainer.history.watches_training:
+        update_best(trainer, "train", trainer.train_metrics)
     step, shown = trainer.progress_checker.step, dict(trainer.train_history[-1])
     if trainer.valid_history and trainer.valid_history[-1]["step"] == step:
         shown.update(trainer.valid_history[-1])
     trainer._bar.line(shown, "best" if trainer.best.get("step") == step else "")
 
 
-def _watches_training(trainer: Trainer) -> bool:
-    """Whether the monitor is one of training's own metrics, which are there at the end of an epoch."""
-    return split_prefix(trainer.monitor)[0] == "train"
-
-
-def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
-    """Note the best so far, and step what waits for a metric."""
-    if split == "valid" and _watches_training(trainer) and trainer.monitor not in metrics:
+def update_best(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
+    """Keep the best so far, and step the schedulers that wait for a metric."""
+    history = trainer.history
+    if split == "valid" and history.watches_training and trainer.monitor not in metrics:
         return
-    prefix, bare = split_prefix(trainer.monitor)
-    if split == "train" and prefix not in ("", "train") and trainer.monitor not in list(metrics):
-        raise MonitorError(
-            f"monitor={trainer.monitor!r} is a metric of the validation, and nothing is validated; give run() a "
-            f"valid_loader, or write monitor={bare!r}"
-        )
+    history.check_split(split, metrics)
     score = trainer.score_of(metrics)
     if trainer.check_better(metrics):
-        best = _best_row(metrics, score, split, _place(trainer))
-        hidden = [key for key, value in metrics.items() if best[key] is not value]
-        if hidden and not trainer.best:
-            said = "the best row has entries of its own called %s; your metrics of these names are in it as %s"
-            _log.warning(said, ", ".join(hidden), ", ".join(f"{split}_{key}" for key in hidden))
-        trainer.best = best
+        history.update_best(split, metrics, score, trainer.progress_checker.place)
     for name, scheduler in trainer._schedulers.items():
         if is_plateau(scheduler):
             if score is None:
@@ -347,65 +330,18 @@ def judge(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
             scheduler.step(score)
 
 
-def is_better(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
-    """Whether the monitored metric is better than the best so far; NaN never is."""
-    value, best = trainer.score_of(metrics), trainer.best.get("score")
-    if value is None or value != value:
-        return False
-    return best is None or bool(value < best if trainer.monitor_mode == "min" else value > best)
-
-
-def scores_by_step(trainer: Trainer) -> dict[int, Metrics]:
-    """What the history holds of the present monitor, as `Trainer.best` has it: by the step, where it was returned."""
-    prefix, bare = split_prefix(trainer.monitor)
-    split = "train" if prefix == "train" or not trainer.valid_history else "valid"
-    rows = trainer.train_history if split == "train" else trainer.valid_history
-    found = {}
-    for each in rows:
-        metrics = {key.removeprefix(f"{split}_"): value for key, value in each.items() if key.startswith(f"{split}_")}
-        if metrics.get(bare) is not None:
-            place = {"epoch": each["epoch"], "step": each["step"]}
-            found[each["step"]] = _best_row(metrics, metrics[bare], split, place)
-    return found
-
-
-def _best_row(metrics: Mapping[str, float], score: float | None, split: str, place: Mapping[str, int]) -> Metrics:
-    """What is kept of the best: its metrics, and what is said of it; a metric called like that stands beside it."""
-    said = {"score": score, "split": split, **place}
-    hidden = {f"{split}_{key}": value for key, value in metrics.items() if said.get(key, value) is not value}
-    return Metrics({**hidden, **metrics, **said})
-
-
-def judge_anew(trainer: Trainer) -> None:
-    """Find the best in the history by the present monitor: that was another when a state was saved."""
-    sign = 1 if trainer.monitor_mode == "min" else -1
-    scored = [each for each in scores_by_step(trainer).values() if each["score"] == each["score"]]
-    trainer.best = min(scored, key=lambda each: sign * each["score"], default=Metrics())
-
-
 def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Record the metrics of a validation."""
     trainer._due = ""
-    trainer.test_metrics = Metrics(metrics)
-    trainer.valid_history.append(row(trainer, "valid", metrics))
+    trainer.history.record("valid", metrics, trainer.progress_checker.place)
     trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)
 
 
 def take_validation(trainer: Trainer, metrics: dict[str, float]) -> dict[str, float]:
     """Add the metrics of a validation to the history, and update the best."""
     note_validation(trainer, metrics)
-    judge(trainer, "valid", metrics)
+    update_best(trainer, "valid", metrics)
     return metrics
-
-
-def row(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> Metrics:
-    """One row of the history."""
-    return Metrics({**_place(trainer), **{f"{split}_{key}": value for key, value in metrics.items()}})
-
-
-def _place(trainer: Trainer) -> dict[str, int]:
-    """The epoch that is open, or just finished, and the step."""
-    progress = trainer.progress_checker
-    return {"epoch": progress.epoch + bool(progress.epoch_batch), "step": progress.step}
 
 
 def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> None:
@@ -432,84 +368,6 @@ def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
     """The means over all ranks."""
     sums = merge_sums(trainer.gather(log.sums()))
     return {key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()}
-
-
-def empty_logs(trainer: Trainer) -> tuple[EpochLog, EpochLog]:
-    """Return the logs of training and of evaluation; what is not a number is kept only where something reads it."""
-    reads = not direct.is_plain(trainer, "metric_on_epoch_end")
-    return EpochLog("log_train", keeps=trainer.keep_train_outputs), EpochLog("log_test", keeps=reads)
-
-
-def whole_log(trainer: Trainer, log: EpochLog) -> EpochLog:
-    """The log of an epoch over all ranks, as one process would have it; on one rank it is the log itself."""
-    if trainer.world_size == 1:
-        return log
-    log.sums()  # Reads what waits on a device, before it travels.
-    return merge_logs(trainer.gather(log))
-
-
-def own_metrics(trainer: Trainer) -> dict[str, float]:
-    """What ``metric_on_epoch_end`` adds, on rank 0 where there are several: all of them judge by the same."""
-    own: dict[str, float] = trainer.gather(_own_metrics(trainer))[0]
-    return own
-
-
-def _own_metrics(trainer: Trainer) -> dict[str, float]:
-    """The same of this rank; nothing, where it reads what the log of the other mode does not hold at this time."""
-    try:
-        return argument_checks.check_metrics(
-            f"{type(trainer).__name__}.metric_on_epoch_end", trainer.metric_on_epoch_end()
-        )
-    except MonitorError as error:
-        if getattr(error, "is_lost", False):
-            _log.warning("metric_on_epoch_end adds nothing here: %s", error.args[0])
-            return {}
-        other = trainer.log_test if trainer.mode == "train" else trainer.log_train
-        if len(other) or getattr(error, "log", None) is not other:
-            raise
-        return {}
-
-
-def metrics_of(trainer: Trainer) -> MetricsDict:
-    """The history so far, with what is there of an open epoch."""
-    history = list(trainer.train_history)
-    if trainer.progress_checker.epoch_batch:
-        history.append(row(trainer, "train", trainer.log_train.means()))
-    return MetricsDict(
-        best_valid=trainer.best if trainer.best.get("split") == "valid" else Metrics(),
-        best_train=trainer.best if trainer.best.get("split") == "train" else Metrics(),
-        train_metrics_history=history,
-        valid_metrics_history=list(trainer.valid_history),
-        epoch=trainer.progress_checker.epoch,
-        step=trainer.progress_checker.step,
-        skipped_steps=trainer.progress_checker.skipped_steps,
-        nonfinite_steps=trainer.progress_checker.nonfinite_steps,
-        stop_reason=trainer.progress_checker.stop_reason,
-    )
-
-
-def losses_of(trainer: Trainer, mode: str) -> list[float]:
-    """The mean loss of each epoch of training, or of each validation."""
-    if mode not in ("train", "test", "valid"):
-        raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{did_you_mean(str(mode), ('train', 'test'))}")
-    rows, name = (trainer.train_history, "train_loss") if mode == "train" else (trainer.valid_history, "valid_loss")
-    return [row[name] for row in rows if name in row]
-
-
-def score_of(trainer: Trainer, metrics: Mapping[str, float]) -> float | None:
-    """Look the monitored metric up, under its own name or without a split before it."""
-    prefix, bare = split_prefix(trainer.monitor)
-    source = trainer.train_metrics if prefix == "train" and trainer.monitor not in list(metrics) else metrics
-    for name in (trainer.monitor, bare):
-        if name in source:
-            return float(source[name])
-    if trainer.monitor == "loss":
-        return None
-    known = ", ".join(source) or "none"
-    raise MonitorError(
-        f"monitor={trainer.monitor!r} is no metric{did_you_mean(bare, source)}; there are {known}: give one of these, "
-        "or return it from the step"
-    )
 
 
 class Plan(NamedTuple):

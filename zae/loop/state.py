@@ -19,8 +19,7 @@ from zae.common.optimizer_state import load_optimizer_state
 from zae.common.sanity import check_rates
 from zae.data.loading import Position
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
-from zae.loop import run as session
-from zae.loop.history import Metrics
+from zae.loop.history import History
 from zae.loop.progress import ProgressChecker
 from zae.schedulers import is_plateau
 from zae.storage import files
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Weights",
-    "is_judged_alike",
     "load_core",
     "load_evaluation_weights",
     "load_weights",
@@ -61,15 +59,8 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         "scheduler": {name: each.state_dict() for name, each in _schedulers(trainer).items()},
         "progress": trainer.progress_checker.state_dict(),
         "records": {
-            # A validation that is due may take a metric of what was trained in the epoch that has just been closed.
-            "log_train": trainer.log_train.state_dict(bool(trainer.progress_checker.epoch_batch or trainer._due)),
-            "train_metrics": dict(trainer.train_metrics),
-            "test_metrics": dict(trainer.test_metrics),
-            "train_history": [dict(row) for row in trainer.train_history],
-            "valid_history": [dict(row) for row in trainer.valid_history],
-            "log_history": [dict(row) for row in trainer.log_history],
-            "best": dict(trainer.best),
-            "monitor": _monitor_of(trainer),
+            # A pending validation may read a metric of what was trained in the epoch that has just been closed.
+            **trainer.history.state_dict(bool(trainer.progress_checker.epoch_batch or trainer._due)),
             "settings": optimizer_settings.read(trainer),
             "grad_norm": trainer.grad_norm,
         },
@@ -94,7 +85,8 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         optimizer_settings.refuse_other_classes(trainer, state)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
-        progress, due, records = ProgressChecker(), _due_of(state), _read_records(trainer, state["records"])
+        progress, due, history = ProgressChecker(), _due_of(state), trainer.history.loaded(state["records"])
+        grad_norm = state["records"]["grad_norm"]
         progress.load_state_dict(state["progress"])
 
     with _taken_back(trainer, optimizers, schedulers):
@@ -106,11 +98,10 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
-            for name, value in records.items():
-                setattr(trainer, name, value)
+            trainer.history, trainer.grad_norm = history, grad_norm
             optimizer_settings.take_over(trainer, state["records"].get("settings"))
-            if not is_judged_alike(trainer, state):
-                _judge_anew(trainer, state["records"]["monitor"])
+            if not history.has_criterion_of(state["records"]):
+                _recompute_best(history, state["records"]["monitor"])
         _load(trainer.unwrap(), weights, strict)  # Last: of most models there is no copy to take it back by.
     with torch.no_grad():
         for parameter, value in outside:
@@ -167,16 +158,16 @@ def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping
     """Return a scheduler's state; one that waits for a metric begins to wait anew where that is another one now."""
     own = copy.deepcopy(state["scheduler"][name])
     check_rates("scheduler", own, scheduler.state_dict())
-    if is_plateau(scheduler) and not is_judged_alike(trainer, state):
+    if is_plateau(scheduler) and not trainer.history.has_criterion_of(state["records"]):
         return {**own, "mode": scheduler.mode, "best": scheduler.mode_worse, "num_bad_epochs": 0}
     return own
 
 
-def _judge_anew(trainer: Trainer, saved: Any) -> None:
-    """Find the best so far by this trainer's monitor, and say so."""
-    session.judge_anew(trainer)
+def _recompute_best(history: History, saved: Any) -> None:
+    """Find the best so far by the present monitor, and say so."""
+    history.recompute_best()
     said = "the state was saved with monitor=%s, and here it is %s: what was the best so far is judged anew by that"
-    _log.warning(said, printable(str(saved)), _monitor_of(trainer))
+    _log.warning(said, printable(str(saved)), history.criterion)
 
 
 @contextlib.contextmanager
@@ -196,29 +187,6 @@ def _taken_back(trainer: Trainer, optimizers: Mapping[str, Any], schedulers: Map
         for each, state in states:
             each.load_state_dict(state)
         raise
-
-
-def is_judged_alike(trainer: Trainer, state: Mapping[str, Any]) -> bool:
-    """Say whether a state is of a run with the same monitor, in the same direction: only then do its scores compare.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Who is to load it.
-    state : mapping
-        What ``state_dict`` returned; an older zae has not saved the monitor, and is believed.
-
-    Returns
-    -------
-    bool
-        For an add-on that keeps scores.
-    """
-    saved = state["records"].get("monitor")
-    return saved is None or saved == _monitor_of(trainer)
-
-
-def _monitor_of(trainer: Trainer) -> str:
-    return f"{trainer.monitor!r} ({trainer.monitor_mode!r})"
 
 
 def _check_names(state: Mapping[str, Any], **present: Mapping[str, Any]) -> None:
@@ -324,15 +292,6 @@ def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMisma
         f"the state has no {', '.join(missing)}; it holds {', '.join(map(str, state)) or 'nothing'}; give what "
         "state_dict() returned" + (", or load weights alone with apply_weights(...)" if is_model else "")
     )
-
-
-def _read_records(trainer: Trainer, records: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a trainer keeps of its steps, by the names of its attributes."""
-    made: dict[str, Any] = {"log_train": trainer.log_train.empty_copy(), "grad_norm": records["grad_norm"]}
-    made["log_train"].load_state_dict(records["log_train"])
-    made |= {name: Metrics(records[name]) for name in ("train_metrics", "test_metrics", "best")}
-    made |= {name: [Metrics(row) for row in records[name]] for name in ("train_history", "valid_history")}
-    return {**made, "log_history": [dict(row) for row in records["log_history"]]}
 
 
 def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:

@@ -24,8 +24,8 @@ from zae.data.loader_state import undrawn
 from zae.data.loading import describe
 from zae.errors import MonitorError
 from zae.loop import direct
-from zae.loop import run as session
-from zae.loop.history import Metrics, plain, split_prefix
+from zae.loop.epoch_log import plain
+from zae.loop.history import split_prefix
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
     prefix, bare = split_prefix(trainer.monitor)
     if prefix == "train" and (split == "valid" or bare in names):
         return
-    if session.score_of(trainer, dict.fromkeys(names, 0.0)) is None and any(
+    if trainer.history.score_of(dict.fromkeys(names, 0.0)) is None and any(
         is_plateau(each) for each in optim.named(trainer.scheduler).values()
     ):
         raise MonitorError(f"no step returns {trainer.monitor!r}; there are {', '.join(names)}: give monitor=...")
@@ -160,7 +160,7 @@ def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
             log.record(argument_checks.as_mapping(twin, out, batch))
             names = list(log.means())
             try:
-                own = session.own_metrics(twin)
+                own = twin.history.further_metrics(split if is_train else "test", twin.metric_on_epoch_end)
             except Exception as fault:
                 return Tried(names, fault)
     return Tried([*names, *(name for name in own if name not in names)])
@@ -261,10 +261,9 @@ def _copy_of(trainer: Any) -> Any:
         raise
     except Exception as error:
         raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
-    shared = {k: copy.copy(v) if type(v) in (list, dict, set, Metrics) else v for k, v in held.items() if k not in own}
+    shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
     vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
-    twin.log_train, twin.log_test = trainer.log_train.empty_copy(), trainer.log_test.empty_copy()
-    twin.train_metrics, twin.progress_checker = Metrics(), copy.deepcopy(trainer.progress_checker)
+    twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
     vars(twin)["log"] = _taken_by_nobody
     first = next(iter(twin._module.parameters()), None)
     twin.device = trainer.device if first is None else first.device

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from zae.errors import CheckpointNotFound, MonitorError
 from zae.loop.evaluation import session_of
 from zae.loop.history import split_prefix
-from zae.loop.run import scores_by_step
-from zae.loop.state import is_judged_alike
 from zae.storage import files
 from zae.storage.names import original_name, step_of
 
@@ -105,9 +103,9 @@ def scores_now(
     mapping of str to (float or None)
         None for those of steps that nothing was measured at.
     """
-    if is_judged_alike(trainer, state):
+    if trainer.history.has_criterion_of(state["records"]):
         return saved
-    known = scores_by_step(trainer)
+    known = trainer.history.scores_by_step()
     return {name: known[step]["score"] if (step := step_of(name)) in known else None for name in saved}
 
 

@@ -1,0 +1,439 @@
+"""The log of an epoch: what each step returned, its weighted means, and what is kept of outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zae.errors import MonitorError, StepError, did_you_mean, printable
+
+__all__ = ["EpochLog", "in_turn", "merge_logs", "merge_sums", "plain", "to_host"]
+
+_log = logging.getLogger("zae")
+_CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
+_CURES = {
+    "log_train": "write keep_train_outputs=True, an option of the trainer, to keep it for metric_on_epoch_end",
+    "log_test": "override metric_on_epoch_end, which it is kept for, or call inference(loader)",
+}
+
+
+class _Late:
+    """Numbers that wait on an accelerator: reading one at once would make the host wait for the device."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+
+    def add(self, value: Tensor) -> None:
+        # Read late, a buffer that the step goes on using would be as it is then; what has a graph is no buffer.
+        self._waiting.append(value.detach().clone() if value.grad_fn is None else value.detach())
+        if len(self._waiting) == _CHUNK:
+            self._chunks.append(torch.stack(self._waiting))
+            self._waiting = []
+
+    def read(self) -> list[float]:
+        """Bring them to the host, in one piece where they are of one type: not all devices have float64."""
+        parts = [*self._chunks, torch.stack(self._waiting)] if self._waiting else self._chunks
+        self._waiting, self._chunks = [], []
+        parts = [torch.cat(parts)] if len({part.dtype for part in parts}) == 1 else parts
+        return [number for part in parts for number in part.tolist()]
+
+
+class _Series:
+    """The values of one scalar in one epoch, and their weighted sum in float64, whenever they are read."""
+
+    def __init__(self) -> None:
+        self.values = array("d")
+        self.weights = array("d")
+        self.total = 0.0
+        self.weight = 0.0
+        self.summed = 0  # How many of the values are in the sums.
+        self.waits = False  # Whether any value waits on its device.
+        self.late, self.late_weights = _Late(), _Late()
+        self.owed: list[int] = []  # Which weights wait as well.
+
+    def add(self, value: float, weight: Any) -> None:
+        if self.waits:  # Those before it come first.
+            self.read()
+        self.values.append(value)
+        self.weights.append(float(weight))
+
+    def wait(self, value: Tensor, weight: Any) -> None:
+        """Keep a value on its device, and its weight too where that is there."""
+        self.waits = True
+        self.late.add(value)
+        if isinstance(weight, Tensor):
+            self.owed.append(len(self.weights))
+            self.late_weights.add(weight)
+            weight = math.nan
+        self.weights.append(weight)
+
+    def read(self) -> None:
+        """Bring the waiting values to the host, and add up what is new: in their order, whenever it is read."""
+        if self.waits:
+            self.values.extend(self.late.read())
+            for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
+                self.weights[index] = weight
+            self.waits, self.owed = False, []
+        total, sum_of_weights = self.total, self.weight  # Not by `sum`, which rounds otherwise from Python 3.12 on.
+        for value, weight in zip(self.values[self.summed :], self.weights[self.summed :], strict=True):
+            total += value * weight
+            sum_of_weights += weight
+        self.total, self.weight, self.summed = total, sum_of_weights, len(self.values)
+
+
+class EpochLog(Mapping[str, list[Any]]):
+    """What the steps of one epoch returned: each entry is the list of its values, one for each batch.
+
+    Scalars are kept as floats, and their mean is by sample: ``trainer.log_train["loss"]``. Anything else, an output of
+    the model for instance, is kept where something is to read it, tensors detached and on the host, until the epoch or
+    the evaluation ends: in ``log_test`` for an override of ``metric_on_epoch_end``, in ``log_train`` with
+    ``keep_train_outputs=True``.
+
+    Parameters
+    ----------
+    name : str
+        Its name in errors.
+    keeps : bool
+        Whether it keeps what is not a number.
+
+    Examples
+    --------
+    >>> log = EpochLog()
+    >>> log.record({"loss": torch.tensor(1.0), "output": torch.zeros(4, 2)}, weight=4)
+    >>> log.record({"loss": torch.tensor(4.0), "output": torch.zeros(1, 2)}, weight=1)
+    >>> log["loss"], log.means(), [tuple(o.shape) for o in log["output"]]
+    ([1.0, 4.0], {'loss': 1.6}, [(4, 2), (1, 2)])
+    """
+
+    def __init__(self, name: str = "log", keeps: bool = True) -> None:
+        self._name, self._keeps = name, keeps
+        self._series: dict[str, _Series] = {}
+        self._kept: dict[str, list[Any]] = {}
+        self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
+        # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
+        self._seen: dict[str, int] = {}
+        self._carried: dict[str, tuple[float, float]] = {}
+
+    def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
+        """Take over what one step returned.
+
+        Parameters
+        ----------
+        step_dict : mapping
+            Numbers, 0-dimensional tensors, nested dicts of them, or anything else.
+        weight : float or Tensor
+            How many samples (or targets) the numbers are the mean over; a tensor is read with them.
+        """
+        # Of a dict this takes less time than `items`; what is read like one may give something else where it is walked.
+        for key in step_dict if type(step_dict) is dict else step_dict.keys():
+            value = step_dict[key]
+            series, kind = self._series.get(key), type(value)
+            # A number on the host of an entry that is there already comes with every step: no detours.
+            if series and not series.waits and (kind is float or (kind is Tensor and value.is_cpu and not value.ndim)):
+                series.values.append(value if kind is float else value.item())
+                series.weights.append(weight)
+            elif key != "num_targets":
+                self._record_other(str(key), value, weight)
+
+    def _record_other(self, key: str, value: Any, weight: Any) -> None:
+        """Record a value that is not a number on the host of an entry that exists already."""
+        if isinstance(value, Tensor) and (key in self._kept or key in self._dropped) and self._holds_tensors(key):
+            self._keep(key, value)  # Squeezed, a batch of one sample has no dimension any more.
+        elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+            series = self._series.setdefault(key, _Series())
+            if value.is_cpu:
+                series.add(value.item(), weight)
+            else:
+                series.wait(value, weight)
+        elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+            self._series.setdefault(key, _Series()).add(float(value), weight)
+        elif isinstance(value, Mapping):
+            self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)
+        elif key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            self.record({key: value.reshape(())}, weight)  # Of shape [1]: backward takes it, and so do we.
+        else:
+            self._keep(key, value)
+
+    def _holds_tensors(self, key: str) -> bool:
+        """Whether the last value of an entry that is not a number is, or was, a tensor."""
+        return self._dropped[key] if key in self._dropped else isinstance(self._kept[key][-1], Tensor)
+
+    def _keep(self, key: str, value: Any) -> None:
+        """Keep a value, or only note that there was one."""
+        if self._keeps and key not in self._dropped:
+            self._kept.setdefault(key, []).append(to_host(value))
+        else:
+            self._dropped[key] = isinstance(value, Tensor)
+
+    def __getitem__(self, key: str) -> list[Any]:
+        if key in self._series:
+            self._series[key].read()
+            return self._series[key].values.tolist()
+        if key in self._kept:
+            return self._kept[key]
+        if key in self._dropped:
+            raise self._not_kept(key)
+        cure = ": use one of these, or return it from the step" if len(self) else ""
+        known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
+        error = MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; it holds {known}{cure}")
+        error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
+        raise error
+
+    def _not_kept(self, key: str) -> MonitorError:
+        """Say why an entry that steps have returned cannot be read."""
+        if self._keeps:
+            text = (
+                f"{self._name} no longer holds {key!r}: what is not a number is freed when its epoch, or its "
+                "evaluation, ends; read it in metric_on_epoch_end, or call inference(loader)"
+            )
+        else:
+            text = f"{self._name} does not keep {key!r}, which is not a number; {_CURES.get(self._name, 'keep it')}"
+        error = MonitorError(text)
+        error.is_lost = self._keeps  # type: ignore[attr-defined]  # Whether it was there, or will be in the next epoch.
+        return error
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._series
+        yield from self._kept
+
+    def __len__(self) -> int:
+        return len(self._series) + len(self._kept)
+
+    def __repr__(self) -> str:
+        return f"{self._name}({', '.join(self)})"
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._series.clear()
+        self._kept.clear()
+        self._dropped.clear()
+        self._seen.clear()
+        self._carried.clear()
+
+    def free(self) -> None:
+        """Free what is not a number; the numbers stay until the next epoch, or evaluation, begins."""
+        self._dropped |= {key: self._holds_tensors(key) for key in self._kept}
+        self._kept.clear()
+
+    def empty_copy(self) -> EpochLog:
+        """Return an empty log of the same name, which keeps the same."""
+        return EpochLog(self._name, self._keeps)
+
+    def begin_epoch(self) -> None:
+        """Forget the last epoch, but for the sums of what no record has seen yet."""
+        carried = {key: sums for key, sums in self._since().items() if sums[1]}
+        self.clear()
+        self._carried = carried
+
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sums since the last call, and begin anew."""
+        sums = {key: since for key, since in self._since().items() if since[1]}
+        self._seen = {key: len(series.values) for key, series in self._series.items()}
+        self._carried = {}
+        return sums
+
+    def _since(self) -> dict[str, tuple[float, float]]:
+        """The sums of what ``take_sums`` has not given out."""
+        sums = dict(self._carried)
+        for key, series in self._series.items():
+            series.read()
+            total, weight = sums.get(key, (0.0, 0.0))
+            for index in range(self._seen.get(key, 0), len(series.values)):
+                total += series.values[index] * series.weights[index]
+                weight += series.weights[index]
+            sums[key] = (total, weight)
+        return sums
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return, for each scalar, its weighted sum and the sum of the weights."""
+        for series in self._series.values():
+            series.read()
+        return {key: (series.total, series.weight) for key, series in self._series.items()}
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each scalar, weighted by samples."""
+        return {key: total / weight if weight else math.nan for key, (total, weight) in self.sums().items()}
+
+    def over_ranks(self, gather: Callable[[Any], list[Any]], world_size: int) -> EpochLog:
+        """Return the log as one process would have it; on one rank it is this log itself."""
+        if world_size == 1:
+            return self
+        self.sums()  # Reads what waits on a device, before the log is sent.
+        return merge_logs(gather(self))
+
+    def state_dict(self, is_open: bool = True) -> dict[str, Any]:
+        """Return what was recorded, for the rest of the epoch to go on from.
+
+        Parameters
+        ----------
+        is_open : bool
+            Whether the epoch goes on; else only what no record has seen yet is of use to anybody.
+
+        Returns
+        -------
+        dict
+            Tensors and plain values.
+        """
+        if not is_open:
+            carried = {key: since for key, since in self._since().items() if since[1]}
+            return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
+        self.sums()
+        series = {key: [_float64(one.values), _float64(one.weights)] for key, one in self._series.items()}
+        kept = {key: list(values) for key, values in self._kept.items() if all(map(_can_be_saved, values))}
+        if len(kept) < len(self._kept):
+            lost = ", ".join(key for key in self._kept if key not in kept)
+            said = "what %s holds as %s cannot be saved; a resume in this epoch is without it"
+            _log.warning(said, self._name, printable(lost))
+        dropped = {"dropped": dict(self._dropped)} if self._dropped else {}
+        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried), **dropped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Parameters
+        ----------
+        state : mapping
+            The state of a log.
+        """
+        self.clear()
+        for key, (values, weights) in state["series"].items():
+            series = self._series[key] = _Series()
+            for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+                series.add(value, weight)
+        self._dropped.update({key: bool(is_tensor) for key, is_tensor in state.get("dropped", {}).items()})
+        self._kept.update({key: list(values) for key, values in state["kept"].items() if values})
+        if not self._keeps:
+            self.free()
+        self._seen.update({key: int(count) for key, count in state["seen"].items()})
+        self._carried.update({key: (float(total), float(weight)) for key, (total, weight) in state["carried"].items()})
+
+
+def _float64(values: array[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _can_be_saved(value: Any) -> bool:
+    """Whether a checkpoint can hold a value."""
+    if isinstance(value, Mapping):
+        return all(map(_can_be_saved, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_can_be_saved, value))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufcSU"
+    return value is None or isinstance(value, (Tensor, str, bytes, bool, int, float, complex))
+
+
+def to_host(value: Any) -> Any:
+    """Detach a tensor, or the tensors in a container or an object, and bring them to the host; copy an array."""
+    if isinstance(value, Tensor):
+        # A view of what the step goes on using would change under the log's hands.
+        return value.detach().clone() if value.is_cpu else value.detach().cpu()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_host(item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(to_host(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, to_host(getattr(value, field.name)))
+        return twin
+    return _freed(value, {}) if hasattr(value, "__dict__") else value
+
+
+def _freed(value: Any, twins: dict[int, Any]) -> Any:
+    """An object of any class without a graph or memory of a device: itself, or a copy where it holds some.
+
+    A distribution is such a one, and the cache of keys and values that a language model returns.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.requires_grad or not value.is_cpu else value
+    kind = type(value)
+    if kind in (list, tuple):
+        items = [_freed(item, twins) for item in value]
+        return value if all(map(operator.is_, items, value)) else kind(items)
+    own = value if kind is dict else getattr(value, "__dict__", None)
+    if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These live on anyhow.
+        return value
+    if id(value) not in twins:
+        try:
+            twin = twins[id(value)] = copy.copy(value)
+            inner = {key: _freed(item, twins) for key, item in own.items()}
+            if all(inner[key] is item for key, item in own.items()):
+                return value
+            (twin if kind is dict else vars(twin)).update(inner)
+        except Exception:  # Of the user's classes: what cannot be copied is kept as it is.
+            return value
+    return twins[id(value)]
+
+
+def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Take numbers out of tensors and arrays: a record that is kept holds no graph and no memory of a device."""
+    if not isinstance(metrics, Mapping):
+        raise StepError(
+            f"self.log({metrics!r:.40}, ...) takes a dict of metrics and a step; to record a number of a batch, return "
+            f"it from the step: return {{'loss': loss, {str(metrics)[:40]!r}: value}}"
+        )
+    return {key: value.item() if _is_number(value) else to_host(value) for key, value in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def merge_logs(parts: list[EpochLog]) -> EpochLog:
+    """Put the logs of all ranks together, batch by batch in turn: evaluation deals its batches to the ranks so."""
+    if len(parts) == 1:
+        return parts[0]
+    merged = parts[0].empty_copy()
+    for key in dict.fromkeys(key for part in parts for key in part._series):
+        found = [part._series.get(key, _Series()) for part in parts]
+        series = merged._series[key] = _Series()
+        for value, weight in in_turn([list(zip(each.values, each.weights)) for each in found]):
+            series.add(value, weight)
+    for key in dict.fromkeys(key for part in parts for key in part._kept):
+        merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
+    for part in parts:
+        merged._dropped.update(part._dropped)
+    return merged
+
+
+def in_turn(parts: list[list[Any]]) -> list[Any]:
+    """List the first of each part, then the second of each, and so on; parts may end early.
+
+    Examples
+    --------
+    >>> in_turn([[0, 2, 4], [1, 3]])
+    [0, 1, 2, 3, 4]
+    """
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(map(len, parts), default=0)
+    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+
+
+def merge_sums(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add the weighted sums of all ranks up, in the order of the ranks."""
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for key, (total, weight) in part.items():
+            before = merged.get(key, (0.0, 0.0))
+            merged[key] = (before[0] + total, before[1] + weight)
+    return merged
