@@ -155,14 +155,11 @@ class Trainer(metaclass=TrainerMeta):
         (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
         self.gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
-        reads_outputs = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
-        self.history = History(
-            monitor,
-            monitor_mode,
-            keep_train_outputs=self.keep_train_outputs,
-            keep_test_outputs=reads_outputs,
-            owner=type(self).__name__,
-        )
+        keeps = {
+            "keep_train_outputs": self.keep_train_outputs,
+            "keep_test_outputs": type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
+        }
+        self.history = History(monitor, monitor_mode, owner=type(self).__name__, **keeps)
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)

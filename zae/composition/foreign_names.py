@@ -160,7 +160,6 @@ FOREIGN_METHODS: dict[str, tuple[str, str]] = {
     "epoch": ("a common name", "progress_checker.epoch"),
     "step": ("a common name", "progress_checker.step"),
     "callback_metrics": ("Lightning", "metrics"),
-    "history": ("a common name", "metrics"),
     "lr_scheduler": ("Transformers", "scheduler"),
 }
 """Attributes of other trainers, whose they are, and what has it here."""
