@@ -1,0 +1,721 @@
+"""What a class of add-ons is refused for: an override without super(), a misspelt hook, an __init__ that swallows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import pytest
+import torch
+from typing_extensions import override
+
+import zae.addons
+from kit.lines import InnerAddon, MiddleAddon, OuterAddon, Task, batches, make
+from zae import (
+    AddOnBase,
+    AddOnConflict,
+    AddOnError,
+    AddOnOrder,
+    OptionError,
+    TaskError,
+    Trainer,
+    replaces,
+    seam,
+)
+from zae.addons import AMPAddon, EMAAddon
+
+# ------------------------------------------------------------------------------------------------- super() and seams
+
+
+class _Recorder:
+    """What each kind of override without super() looks like."""
+
+    @staticmethod
+    def by_function():
+        def clip(self):
+            pass
+
+        return {"clip": clip}
+
+    @staticmethod
+    def by_context():
+        @contextlib.contextmanager
+        def forward_context(self):
+            yield
+
+        return {"forward_context": forward_context}
+
+    @staticmethod
+    def by_property():
+        return {"should_stop": property(lambda self: False)}
+
+    @staticmethod
+    def by_lambda():
+        return {"clip": lambda self: None}
+
+    @staticmethod
+    def by_staticmethod():
+        return {"clip": staticmethod(lambda: None)}
+
+    @staticmethod
+    def by_classmethod():
+        return {"clip": classmethod(lambda cls: None)}
+
+    @staticmethod
+    def by_partialmethod():
+        return {"clip": functools.partialmethod(lambda self, norm: None, 1.0)}
+
+    @staticmethod
+    def by_another_super():
+        def clip(self):
+            super(AddOnBase, self).unscale()
+
+        return {"clip": clip}
+
+    @staticmethod
+    def by_name_of_the_base():
+        def clip(self):
+            Trainer.clip(self)
+
+        return {"clip": clip}
+
+
+KINDS = [name for name in vars(_Recorder) if name.startswith("by_")]
+
+
+class _Ends:
+    """Methods that call ``super()`` and give back nothing, or something in one way or another."""
+
+    @staticmethod
+    def nothing_by_itself(self):
+        super().optimizer_step()
+
+    @staticmethod
+    def nothing_by_a_bare_return(self):
+        for _ in range(2):
+            with self.batch_context():
+                super().optimizer_step()
+        return
+
+    @staticmethod
+    def nothing_in_a_try(self):
+        try:
+            super().optimizer_step()
+        finally:
+            self.seen = True
+
+    @staticmethod
+    def something_now_and_then(self):
+        stepped = super().optimizer_step()
+        if stepped:
+            return True
+
+    @staticmethod
+    def something_in_one_branch(self):
+        return super().optimizer_step() if self.parameters else None
+
+    @staticmethod
+    def something_in_the_other_branch(self):
+        return None if self.parameters else super().optimizer_step()
+
+    @staticmethod
+    def something_in_a_context(self):
+        with self.batch_context():
+            return super().optimizer_step()
+
+    @staticmethod
+    def something_before_a_finally(self):
+        try:
+            return super().optimizer_step()
+        finally:
+            self.seen = True
+
+    @staticmethod
+    def something_unless_it_raises(self):
+        super().optimizer_step()
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("base", [AddOnBase, Task])
+@pytest.mark.parametrize("kind", [name for name in vars(_Ends) if "thing" in name])
+def test_what_a_seam_gives_is_given_on(kind, base):
+    """F-E: a step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
+    namespace = {"optimizer_step": getattr(_Ends, kind)}
+    if kind.startswith("something"):
+        assert type("KeepingAddon", (base,), namespace).optimizer_step is getattr(_Ends, kind)
+        return
+    error = AddOnError if base is AddOnBase else TaskError
+    with pytest.raises(
+        error, match=r"LosingAddon.optimizer_step calls super\(\).* write return super\(\).optimizer_step"
+    ):
+        type("LosingAddon", (base,), namespace)
+
+
+def test_a_seam_that_gives_nothing_needs_no_return():
+    class QuietAddon(AddOnBase):
+        def clip(self):
+            super().clip()
+
+    class Silent(Task):
+        def metric_on_epoch_end(self):
+            super().metric_on_epoch_end()
+
+    model = torch.nn.Linear(1, 1)
+    trainer = Silent.add_on(QuietAddon)(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert trainer.run(1, [(torch.ones(2, 1), torch.ones(2, 1))])["step"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seam_overridden_without_super_is_refused(kind):
+    namespace = getattr(_Recorder, kind)()
+    name = next(iter(namespace))
+    call = rf"super\(\).{name}" + ("" if name == "should_stop" else r"\(\.\.\.\)")
+    with pytest.raises(AddOnError, match=rf"LossyAddon.{name} overrides a seam without calling super\(\), and so drops "
+                                         rf"what is inside of it; call {call}, or mark .* @zae.replaces"):  # fmt: skip
+        type(Task)("LossyAddon", (AddOnBase,), namespace)
+
+
+def test_super_is_found_wherever_it_is_called():
+    def plain(function):
+        def wrapper(self):
+            return function(self)
+
+        return wrapper
+
+    class FineAddon(AddOnBase):
+        def clip(self):
+            def really():
+                super(FineAddon, self).clip()
+
+            really()
+
+        @contextlib.contextmanager
+        def forward_context(self):
+            with super().forward_context():
+                yield
+
+        @property
+        def should_stop(self):
+            return super().should_stop
+
+        @functools.wraps(Trainer.zero_grad, assigned=("__doc__",), updated=())
+        def zero_grad(self):
+            super().zero_grad()
+
+        @torch.no_grad()
+        def unscale(self):
+            [super(FineAddon, self).unscale() for _ in range(1)]
+
+        @plain
+        def optimizer_step(self):
+            return super().optimizer_step()
+
+    trainer = make(Task.add_on(FineAddon))
+    trainer.run(1, batches(1))
+    assert trainer.progress_checker.step == 1
+
+
+@pytest.mark.parametrize("kind", ["function", "property", "contextmanager", "outside contextmanager", "classmethod"])
+def test_replaces_is_allowed(kind):
+    namespaces = {
+        "function": {"clip": replaces(lambda self: None)},
+        "property": {"should_stop": replaces(property(lambda self: False))},
+        "contextmanager": {"forward_context": contextlib.contextmanager(replaces(_empty_context))},
+        "outside contextmanager": {"forward_context": replaces(contextlib.contextmanager(_empty_context))},
+        "classmethod": {"clip": replaces(classmethod(lambda cls: None))},
+    }
+    add_on = type(Task)("WholeAddon", (AddOnBase,), namespaces[kind])
+    trainer = make(Task.add_on(add_on))
+    trainer.run(1, batches(1))
+    assert trainer.progress_checker.step == 1
+
+
+def _empty_context(self):
+    yield
+
+
+def test_a_plain_task_may_override_freely_and_one_above_add_ons_may_not():
+    class Free(Task):
+        def clip(self):
+            pass
+
+        def optimizer_step(self):
+            for optimizer in self._optimizers.values():
+                optimizer.step()
+            return True
+
+    make(Free.add_on(AMPAddon, InnerAddon)).run(1, batches(1))
+    with pytest.raises(TaskError, match=r"Above.clip .* drops what InnerAddon does there; call super\(\).clip"):
+
+        class Above(Task.add_on(InnerAddon)):
+            def clip(self):
+                pass
+
+    class Mixin:
+        def clip(self):
+            pass
+
+    with pytest.raises(TaskError, match=r"Mixin.clip .* drops what InnerAddon does there"):
+
+        class Mixed(Mixin, InnerAddon, Task):
+            pass
+
+
+def test_a_seam_that_an_add_on_brings_is_a_seam():
+    class BringingAddon(AddOnBase):
+        @seam
+        def weave(self):
+            return "thread"
+
+    with pytest.raises(AddOnError, match=r"LossyAddon.weave overrides a seam without calling super\(\)"):
+
+        class LossyAddon(BringingAddon):
+            def weave(self):
+                return ""
+
+
+@pytest.mark.parametrize("name", ["run", "run_epoch", "run_batch", "add_on", "evaluate", "inference"])
+def test_the_loop_is_not_for_add_ons(name):
+    with pytest.raises(
+        AddOnError, match=f"LoopAddon overrides {name}, which is the loop itself; override a seam insid"
+    ):
+        type(Task)("LoopAddon", (AddOnBase,), {name: lambda self, *args: None})
+
+
+# ------------------------------------------------------------------------------------------------------ method names
+
+
+@pytest.mark.parametrize("kind", ["function", "property", "contextmanager", "private"])
+def test_an_override_of_nothing_is_refused(kind):
+    def backwards(self, loss): ...
+
+    values = {
+        "function": ("backwards", override(backwards)),
+        "property": ("backwards", property(override(backwards))),
+        "contextmanager": ("backwards", contextlib.contextmanager(override(backwards))),
+        "private": ("_set_upp", override(backwards)),
+    }
+    name, value = values[kind]
+    with pytest.raises(TaskError, match=f"X.{name} is marked @override, but no base has '{name}'"):
+        type(Task)("X", (Task,), {name: value})
+    type(Task)("X", (Task,), {"backward": override(lambda self, loss: loss.backward())})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("trian_step", "train_step"),
+        ("test_stp", "test_step"),
+        ("backwards", "backward"),
+        ("optimiser_step", "optimizer_step"),
+        ("on_epoch_ends", "on_epoch_end"),
+        ("forward_contexts", "forward_context"),
+        ("set_up", "setup"),
+        ("tear_down", "teardown"),
+        ("metrics_on_epoch_end", "metric_on_epoch_end"),
+    ],
+)
+@pytest.mark.parametrize("base", [Task, AddOnBase])
+def test_a_misspelt_hook_is_refused(name, meant, base):
+    """P-35's kin: what would never be called is said at class creation."""
+    with pytest.raises(TaskError, match=f"X.{name} would never be called; did you mean '{meant}'?"):
+        type(Task)("X", (base,), {name: lambda self, *args: None})
+
+
+@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_HOOKS))
+def test_a_foreign_hook_is_refused(name):
+    _, here = zae.composition.foreign_names.FOREIGN_HOOKS[name]
+    with pytest.raises(TaskError) as caught:
+        type(Task)("X", (Task,), {name: lambda self, batch: None})
+    assert f"X.{name} would never be called" in str(caught.value)
+    assert here in str(caught.value) or here.split("(")[0] in str(caught.value)
+
+
+def test_a_misspelt_hook_in_a_plain_mixin_is_refused():
+    class Hooks:
+        def on_train_epoch_end(self): ...
+
+    with pytest.raises(
+        TaskError, match=r"Hooks.on_train_epoch_end would never be called; it is Lightning's name; here"
+    ):
+
+        class Mixed(Hooks, Task):
+            pass
+
+
+def test_a_helper_that_the_class_calls_itself_is_no_mistake():
+    class Helpful(Task):
+        def compute_loss(self, batch):
+            return super().train_step(batch)
+
+        def train_step(self, batch):
+            return self.compute_loss(batch)
+
+        def norm_of(self): ...
+
+    make(Helpful).run(1, batches(1))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "message"),
+    [
+        ({"clip": 0.5}, r"X.clip = 0.5 hides the trainer's method clip\(\); give it another name"),
+        ({"log": []}, r"X.log = \[\] hides the trainer's method log\(\)"),
+        ({"metrics": {}}, "hides the trainer's property 'metrics'; give it another name"),
+        ({"should_stop": lambda self: False}, "X.should_stop is a property of the trainer; put @property above it"),
+        (
+            {"clip": property(lambda self: None)},
+            "X.clip is a method of the trainer, and is called; take @property away",
+        ),
+        ({"forward_context": _empty_context}, "X.forward_context yields, .* put @contextlib.contextmanager above it"),
+    ],
+)
+def test_an_attribute_of_the_wrong_kind_is_refused(namespace, message):
+    with pytest.raises(TaskError, match=message):
+        type(Task)("X", (Task,), namespace)
+
+
+def test_async_and_yielding_steps_are_refused():
+    with pytest.raises(TaskError, match=r"X.train_step is async, and the loop does not await it"):
+
+        class X(Task):
+            async def train_step(self, batch): ...
+
+    with pytest.raises(TaskError, match=r"Y.train_step yields; return the dict instead"):
+
+        class Y(Task):
+            def train_step(self, batch):
+                yield {"loss": 0}
+
+
+def test_a_signature_that_the_loop_cannot_call_is_refused():
+    message = (
+        r"X.train_step\(self, batch, batch_idx\) cannot take what the loop gives it; write def train_step\(self, b"
+    )
+    with pytest.raises(TaskError, match=message):
+
+        class X(Task):
+            def train_step(self, batch, batch_idx): ...
+
+    with pytest.raises(AddOnError, match=r"write def logging\(self, step_dict, weight=1\)"):
+
+        class NarrowAddon(AddOnBase):
+            def logging(self, step_dict):
+                super().logging(step_dict)
+
+    class Wide(Task):
+        def train_step(self, batch, extra=None):
+            return super().train_step(batch)
+
+    make(Wide).run(1, batches(1))
+
+
+# ------------------------------------------------------------------------------------------------------ __init__
+
+
+def _addon(init):
+    return type(Task)("InitAddon", (AddOnBase,), {"__init__": init})
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (lambda self, alpha=1, *args, **kwargs: None, r"takes 'alpha' by position, .*; write def __init__"),
+        (lambda self, *, alpha: None, r"does not let the trainer's own arguments pass; write .*self, \*args, alpha, "),
+        (lambda self: None, "does not let the trainer's own arguments pass"),
+        (lambda self, *args, alpha=1, **kwargs: None, r"does not call super\(\).__init__\(\*args, \*\*kwargs\)"),
+    ],
+)  # fmt: skip
+def test_an_add_ons_init_that_swallows_is_refused(init, message):
+    with pytest.raises(AddOnError, match=f"InitAddon.__init__ {message}"):
+        _addon(init)
+
+
+@pytest.mark.parametrize("default", [[], {}, set()], ids=repr)
+def test_a_mutable_default_of_an_option_is_refused(default):
+    with pytest.raises(AddOnError, match=r"that all trainers would share; write tags=None, or a tuple"):
+
+        class TagAddon(AddOnBase):
+            def __init__(self, *args, tags=default, **kwargs):
+                super().__init__(*args, **kwargs)
+
+
+def test_a_forgotten_super_init_is_said_in_words():
+    class Forgetful(Task):
+        def __init__(self, *args, **kwargs):
+            self.ready = True
+
+    with pytest.raises(TaskError, match=r"Forgetful.__init__ does not call super\(\).__init__, .*; write super\(\)"):
+        make(Forgetful)
+    with pytest.raises(TaskError, match=r"Above.__init__ overrides __init__ without calling super\(\)"):
+
+        class Above(Task.add_on(InnerAddon)):
+            def __init__(self, *args, **kwargs):
+                Trainer.__init__(self, *args, **kwargs)
+
+    @dataclass
+    class Data(Task):
+        width: int = 3
+
+    with pytest.raises(TaskError, match=r"Data.__init__ does not call super\(\).__init__"):
+        Data(width=4)
+
+
+def test_a_mixin_behind_trainer_is_refused():
+    class Named:
+        def __init__(self, *args, name="", **kwargs):
+            super().__init__(*args, **kwargs)
+            self.name = name
+
+    with pytest.raises(AddOnOrder, match=r"Named.__init__ would never run; name it first: class X\(Named, ...\)"):
+
+        class X(Task, Named):
+            pass
+
+    class Y(Named, Task):
+        pass
+
+    assert make(Y, name="y").name == "y"
+    assert make(Y.add_on(InnerAddon), name="z").name == "z"
+
+
+def test_an_attribute_set_by_init_that_hides_a_method_is_refused():
+    class Logged(Task):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.log = []
+
+    class Measured(Task):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.metrics = {}
+
+    with pytest.raises(TaskError, match=r"Logged.__init__ sets self.log = list, which hides the method log\(\); give"):
+        make(Logged)
+    with pytest.raises(
+        TaskError, match=r"Measured.__init__ sets self.metrics, which is a property of the trainer; give"
+    ):
+        make(Measured)
+
+
+def test_tasks_with_an_init_of_their_own():
+    """Options of a task: keyword-only, positional, supplied by the task itself, with and without ``**kwargs``."""
+
+    class KeywordOnly(Task):
+        def __init__(self, *, width, **kwargs):
+            super().__init__(torch.nn.Linear(width, 1), **kwargs)
+
+    class Positional(Task):
+        def __init__(self, width, *args, **kwargs):
+            super().__init__(torch.nn.Linear(width, 1), *args, **kwargs)
+
+    class Closed(Task):
+        def __init__(self, model, rate=0.1):
+            super().__init__(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=rate), log_bar=False)
+
+    class After(Task):
+        def __init__(self, model, *args, width=1, **kwargs):
+            super().__init__(model, *args, **kwargs)
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    for add_ons in ((), (InnerAddon,), (EMAAddon, InnerAddon)):
+        keyword, positional = KeywordOnly.add_on(*add_ons), Positional.add_on(*add_ons)
+        closed, after = Closed.add_on(*add_ons), After.add_on(*add_ons)
+        keyword(width=3, device="cpu", optimizer=sgd, log_bar=False).run(1, batches(1))
+        positional(3, "cpu", optimizer=sgd, log_bar=False).run(1, batches(1))
+        closed(torch.nn.Linear(3, 1), 0.5).run(1, batches(1))
+        after(torch.nn.Linear(3, 1), "cpu", "train", sgd, width=2, log_bar=False).run(1, batches(1))
+        with pytest.raises(OptionError, match=r"KeywordOnly.* takes 0 positional arguments .* and got 1"):
+            keyword(torch.nn.Linear(3, 1))
+        with pytest.raises(OptionError, match=r"needs 'width'"):
+            keyword(device="cpu")
+        with pytest.raises(OptionError, match=r"unknown argument 'device' for Closed"):
+            closed(torch.nn.Linear(3, 1), device="cpu")
+        with pytest.raises(OptionError, match=r"needs 'model'; write|needs 'model', an option of"):
+            Task.add_on(*add_ons)(device="cpu")
+
+
+def test_an_option_taken_out_of_kwargs_is_to_be_declared():
+    class Popping(Task):
+        def __init__(self, *args, **kwargs):
+            self.alpha = kwargs.pop("alpha", 1.0)
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(OptionError, match=r"write def __init__\(self, \*args, alpha=..., \*\*kwargs\) there"):
+        make(Popping, alpha=2.0)
+
+
+def test_generic_and_abstract_tasks():
+    Batch = TypeVar("Batch")
+
+    class Typed(Trainer, Generic[Batch]):
+        def train_step(self, batch: Batch):
+            return Task.train_step(self, batch)
+
+        def test_step(self, batch: Batch):
+            return Task.train_step(self, batch)
+
+    make(Typed).run(1, batches(1))
+    make(Typed[int]).run(1, batches(1))
+    make(Typed.add_on(InnerAddon)).run(1, batches(1))
+
+    class Derived(Typed[tuple]):
+        pass
+
+    make(Derived.add_on(InnerAddon)).run(1, batches(1))
+
+    class Shape(ABC):
+        @abstractmethod
+        def loss_of(self, batch): ...
+
+    class Abstract(Shape, Task):
+        pass
+
+    with pytest.raises(
+        TypeError, match=r"Abstract cannot be instantiated: it has no loss_of. Write:[\s\S]*def loss_of"
+    ):
+        make(Abstract)
+
+
+def test_another_metaclass_is_pythons_own_refusal():
+    class Meta(type):
+        pass
+
+    class Other(metaclass=Meta):
+        pass
+
+    with pytest.raises(TypeError, match=r"metaclass conflict"):
+
+        class Mixed(Task, Other):
+            pass
+
+
+def test_an_init_that_loses_what_it_was_given_is_refused():
+    """E1: never swallowed by ``**kwargs``."""
+    with pytest.raises(
+        AddOnError, match=r"LossyAddon.__init__ takes \*\*kwargs and hands them on to nobody, .* lost; wri"
+    ):
+
+        class LossyAddon(AddOnBase):
+            def __init__(self, *args, alpha=1, **kwargs):
+                super().__init__(*args)
+                self.alpha = alpha
+
+    with pytest.raises(TaskError, match=r"Lossy.__init__ takes \*args and hands them on to nobody"):
+
+        class Lossy(Task):
+            def __init__(self, *args, **kwargs):
+                super().__init__(**kwargs)
+
+
+@pytest.mark.parametrize("name", ["_calls", "_ready", "_position", "_set_up", "_optimizers"])
+@pytest.mark.parametrize("base", [Task, AddOnBase])
+def test_the_trainers_own_attributes_are_not_for_others(base, name):
+    namespace = {}
+    code = (
+        f"def __init__(self, *args, **kwargs):\n    super(cls, self).__init__(*args, **kwargs)\n    self.{name} = 0\n"
+    )
+    exec(code, namespace)
+    with pytest.raises(TaskError, match=f"X.__init__ sets self.{name}, which the trainer keeps for itself; rename it"):
+        type(Task)("X", (base,), {"__init__": namespace["__init__"]})
+
+
+def test_names_that_two_classes_mean_as_their_own_are_refused():
+    """Two add-ons, or an add-on and a task, with one helper, one method or one attribute would undo each other."""
+
+    class OneAddon(AddOnBase):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._count = 0
+
+        def _helper(self): ...
+
+        def report(self): ...
+
+    class TwoAddon(AddOnBase):
+        def _helper(self): ...
+
+    class ThreeAddon(AddOnBase):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._count = 7
+
+    class Reporting(Task):
+        def report(self): ...
+
+    class Layered(Task):
+        layer = 3
+
+    with pytest.raises(
+        AddOnConflict, match="TwoAddon and OneAddon both have a '_helper', and the one would take the place"
+    ):
+        Task.add_on(OneAddon, TwoAddon)
+    with pytest.raises(AddOnConflict, match="ThreeAddon and OneAddon both have a '_count'"):
+        Task.add_on(OneAddon, ThreeAddon)
+    with pytest.raises(AddOnConflict, match=r"OneAddon and Reporting both have a 'report', .*; rename it in Reporting"):
+        Reporting.add_on(OneAddon)
+    with pytest.raises(AddOnConflict, match=r"both have a 'layer', .*; rename it in Layered"):
+        Layered.add_on(InnerAddon)
+
+    class PoliteAddon(AddOnBase):
+        def report(self):
+            return super().report()
+
+    class Above(Task.add_on(OneAddon)):
+        def _helper(self): ...
+
+    assert Reporting.add_on(PoliteAddon).report is PoliteAddon.report
+    assert Above.add_on(InnerAddon)._helper is Above._helper
+
+
+def test_a_replaced_seam_leaves_out_nobodys_work():
+    class WholeAddon(AddOnBase):
+        layer = "control"
+
+        @replaces
+        def clip(self): ...
+
+    class Clipping(Task):
+        def clip(self): ...
+
+    with pytest.raises(
+        AddOnConflict, match="WholeAddon replaces clip, and so leaves out what MiddleAddon does there; use"
+    ):
+        Task.add_on(MiddleAddon, WholeAddon)
+    with pytest.raises(AddOnConflict, match="WholeAddon replaces clip, and so leaves out what Clipping does there"):
+        Clipping.add_on(WholeAddon)
+    trainer = make(Task.add_on(WholeAddon))
+    trainer.run(1, batches(1))
+
+
+def test_an_add_on_does_not_take_the_tasks_step_away():
+    for name in ("train_step", "test_step"):
+        with pytest.raises(AddOnError, match=rf"X.{name} overrides the task's own step without calling super\(\)"):
+            type(Task)("X", (AddOnBase,), {name: lambda self, batch: {}})
+
+    class ScaledAddon(AddOnBase):
+        def train_step(self, batch):
+            return {"loss": super().train_step(batch)["loss"] * 2}
+
+    make(Task.add_on(ScaledAddon)).run(1, batches(1))
+
+
+@pytest.mark.parametrize("bases", [(Task, torch.nn.Module), (torch.nn.Module, Task)], ids=["after", "before"])
+def test_a_trainer_is_no_module(bases):
+    with pytest.raises(
+        TaskError, match=r"Both is a torch.nn.Module and a Trainer, and cannot be both; derive from Trainer"
+    ):
+        type(Task)("Both", bases, {})
+
+
+def test_an_add_on_stands_in_one_place():
+    with pytest.raises(
+        AddOnError, match=r"BothAddon derives from InnerAddon, OuterAddon, which belong in different places"
+    ):
+
+        class BothAddon(InnerAddon, OuterAddon): ...
