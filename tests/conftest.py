@@ -16,6 +16,8 @@ if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 
 import pytest
 import torch
 
+from kit import faults
+
 torch.set_num_threads(1)
 # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
 # there would wait for them for ever, or abort.
@@ -27,7 +29,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "gather",
-           "composition", "compile", "loading", "package", "fault", "readme", "performance",
+           "composition", "compile", "loading", "package", "stopped_runs", "failing_runs", "readme", "performance",
            "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""
 
@@ -51,3 +53,11 @@ def _signals_left_alone():
 def _quiet_folder(tmp_path, monkeypatch):
     """Run every test in a folder of its own: what writes to the working folder is seen, and harms nobody."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def folder():
+    """A folder in memory."""
+    made = faults.memory_folder()
+    yield made
+    shutil.rmtree(made)

@@ -383,3 +383,10 @@ def memory_folder() -> Path:
 
 def classifier(seed: int = 1) -> nn.Module:
     return hand.network(seed)
+
+
+def build(cls: Any, *add_ons: Any, lr: float = 0.01, **options: Any) -> Any:
+    """Make a trainer of the classifier."""
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return cls.add_on(*add_ons)(model, "cpu", optimizer=optimizer, seed=7, log_bar=False, **options)

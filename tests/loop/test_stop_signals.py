@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,6 @@ from zae.storage import files
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 BATCHES = 10  # Of the validation.
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder in memory."""
-    made = faults.memory_folder()
-    yield made
-    shutil.rmtree(made)
 
 
 def made(folder: Path) -> Path:

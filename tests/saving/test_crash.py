@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ def train(folder: Path, steps: int, **options: Any) -> Any:
     made = trainer(folder, **options)
     made.run(None, hand.loader(), max_steps=steps)
     return made
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder in memory."""
-    made = faults.memory_folder()
-    yield made
-    shutil.rmtree(made)
 
 
 class Scene:

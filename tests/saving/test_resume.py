@@ -99,14 +99,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder in memory."""
-    made = faults.memory_folder()
-    yield made
-    shutil.rmtree(made)
-
-
 @pytest.mark.parametrize("name", list(CASES))
 def test_p12_fb1_fb3_killed_after_every_update(folder: Path, name: str) -> None:
     """P-12, F-B1, F-B3, P-13, P-28: one life for each update, each killed after it; the end is bitwise the same."""
