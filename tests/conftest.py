@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "gather",
-           "composition", "compile", "loading", "package", "stopped_runs", "failing_runs", "readme", "performance",
+           "composition", "compile", "loading", "package", "fault_signals", "fault_exceptions", "readme", "performance",
            "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""
 

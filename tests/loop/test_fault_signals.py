@@ -261,8 +261,8 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
         f"import sys; sys.path[:0] = {[str(each) for each in Path(__file__).parents[:2]]!r}\n"
         # Where it is installed, torch imports it at exit, and Python forgets that Ctrl-C ended the script.
         "sys.modules['tabulate'] = None\n"
-        "import test_stopped_runs, signal, pathlib\n"
-        f"test_stopped_runs.long_run(pathlib.Path({str(folder)!r}), number=signal.SIGINT, at=3)\n"
+        "import test_fault_signals, signal, pathlib\n"
+        f"test_fault_signals.long_run(pathlib.Path({str(folder)!r}), number=signal.SIGINT, at=3)\n"
     )
     done = subprocess.run(
         ["sh", "-c", f"{sys.executable} {script}; echo $?"], capture_output=True, text=True, timeout=90

@@ -158,13 +158,15 @@ def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
             made.run(1, DataLoader(Poisoned(how), batch_size=4, num_workers=2))
         except Exception as error:
             shown = "".join(traceback.format_exception(error))
-            return shown, time.monotonic() - began, str(error), isinstance(error, RuntimeError)
+            return shown, time.monotonic() - began, str(error), type(error).__mro__
         return None
 
-    text, seconds, message, is_of_torch = answer(run)
+    text, seconds, message, kinds = answer(run)
     assert seconds < 10
     if how != "raises":  # In the exception itself: notes are not seen everywhere.
-        assert is_of_torch
+        # A batch that is being handed over as its worker dies is a connection that breaks.
+        broken = (EOFError, OSError) if how == "killed" else ()
+        assert {RuntimeError, *broken}.intersection(kinds)
         assert re.search(r"DataLoader worker \d? ?\(pid", message)
         assert "a worker of a loader has died while batch" in message
         assert "dataset Poisoned of length 40" in message
