@@ -181,12 +181,12 @@ class StateManagerAddon(AddOnBase):
         is_due = self._resumed.is_due(self)
         super().setup()
         if is_due:
-            self._resumed.path, self._passed_over = find_checkpoint(self.resume, self.save_path)
+            self._resumed.path, content, self._passed_over = find_checkpoint(self.resume, self.save_path)
             if (found := self._resumed.path) is None:
                 self._start.take(self)
             else:
                 with self._resumed.strictly(self):
-                    load_from(self, found, resuming=True)
+                    load_from(self, found, resuming=True, content=content)
                 if self.mid_epoch == "restart":
                     restart_epoch(self)
         self.run_id = self.run_id or secrets.token_hex(8)
@@ -368,9 +368,9 @@ class StateManagerAddon(AddOnBase):
         """
         self._settle_save()
         found = Path(path).expanduser() if path is not None else self.save_path
-        found = (files.newest_valid(found) or (found,))[0]
+        found, content, _ = files.newest_valid(found, files.load_checkpoint) or (found, None, [])
         self.allow_partial = check_partial(allow_partial)
-        load_from(self, found, strict)
+        load_from(self, found, strict, content=content)
 
     def restore_best(self) -> Path:
         """Load the weights of the best checkpoint into the model (and an average of them, where there is one).

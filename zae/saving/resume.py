@@ -7,7 +7,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
 
 from zae.common.argument_checks import check_partial
 from zae.common.sanity import check_manifest
@@ -32,6 +34,7 @@ __all__ = [
     "restart_epoch",
 ]
 
+Content: TypeAlias = "tuple[files.Manifest, dict[str, Tensor], dict[Any, Any]]"
 _log = logging.getLogger("zae")
 
 
@@ -119,7 +122,9 @@ def _is_ahead(trainer: Trainer) -> bool:
     return trainer._calls < len(trainer.progress_checker.run_starts)
 
 
-def load_from(manager: Any, found: Path, strict: bool = True, resuming: bool = False) -> None:
+def load_from(
+    manager: Any, found: Path, strict: bool = True, resuming: bool = False, content: Content | None = None
+) -> None:
     """Load a checkpoint into a trainer with the state manager: everything, or on an error nothing.
 
     Parameters
@@ -132,8 +137,10 @@ def load_from(manager: Any, found: Path, strict: bool = True, resuming: bool = F
         As for ``load_state_dict``.
     resuming : bool
         Whether a run continues from it: with as many ranks, unless ``reshard`` is set.
+    content : tuple, optional
+        What ``load_checkpoint`` returned for it, where it has been read.
     """
-    manifest, model, state = files.load_checkpoint(found, allow_partial=manager.allow_partial)
+    manifest, model, state = content or files.load_checkpoint(found, allow_partial=manager.allow_partial)
     if resuming:
         check_ranks(found, manifest["world_size"], manager.world_size, manager.reshard)
     check_manifest(found, manifest, state)
@@ -181,8 +188,8 @@ def check_resume(
         raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
 
 
-def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | None, set[str]]:
-    """Find the checkpoint that ``resume`` means.
+def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | None, Content | None, set[str]]:
+    """Find the checkpoint that ``resume`` means, and read it where that is how it was found.
 
     Parameters
     ----------
@@ -193,8 +200,9 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
 
     Returns
     -------
-    path, passed_over : tuple
-        The checkpoint, None to begin afresh; and the names of newer ones that are damaged.
+    path, content, passed_over : tuple
+        The checkpoint, None to start from scratch; what ``load_checkpoint`` returned for it, None for one that was
+        named by its path; and the names of newer ones that are damaged.
 
     Raises
     ------
@@ -204,28 +212,28 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     Examples
     --------
     >>> find_checkpoint("auto", Path("runs/no-such-run"))
-    (None, set())
+    (None, None, set())
     """
     if resume is False:
-        return None, set()
+        return None, None, set()
     folder = save_path if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
     if folder != save_path and not files.list_checkpoints(folder):
-        return folder, set()
-    found = files.newest_valid(folder)
+        return folder, None, set()
+    found = files.newest_valid(folder, files.load_checkpoint)
     _refuse_links(folder, found[0] if found else None)
     if found is None:
         crashed = next(iter(crashes_in(folder)), None)
         hint = f"; resume={str(crashed)!r} goes on from what a failed run has left" if crashed else ""
         if resume == "auto":
             _log.log(logging.WARNING if hint else logging.INFO, "no checkpoint in %s: beginning afresh%s", folder, hint)
-            return None, set()
+            return None, None, set()
         raise CheckpointNotFound(
             f"resume={resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then{hint}"
         )
-    path, _, passed_over = found
+    path, content, passed_over = found
     for damaged, why in passed_over:
         _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
-    return path, {damaged.name for damaged, _ in passed_over}
+    return path, content, {damaged.name for damaged, _ in passed_over}
 
 
 def _refuse_links(folder: Path, found: Path | None) -> None:

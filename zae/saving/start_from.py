@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
 
 from zae.common import optim, random_state
 from zae.composition.metaclass import add_ons_of
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Start"]
 
+_Read = TypeVar("_Read")
 _log = logging.getLogger("zae")
 _PARTS = ("model", "optimizer", "scheduler", "progress", "random")
 _RATES = ("lr", "initial_lr")
@@ -50,22 +53,33 @@ class Start:
         self.parts = _check_parts(trainer, start_from, start_with)
         self.path = None if start_from is None else _check_path(trainer.save_path, start_from, resume, allow_partial)
         if self.path is not None and not (resume == "auto" and files.list_checkpoints(trainer.save_path)):
-            files.read_manifest(self._find())
+            self._newest(files.read_manifest, files.read_manifest)
 
-    def _find(self) -> Path:
-        """Return the checkpoint that the path means."""
+    def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
+        """Return the checkpoint that the path means, read; of a folder of them, the newest that is whole."""
         assert self.path is not None
         if not self.path.is_dir():
             raise CheckpointNotFound(
                 f"start_from={str(self.path)!r}: there is no such folder; give that of a checkpoint"
             )
         if not files.list_checkpoints(self.path):
-            return self.path
-        newest = files.newest_valid(self.path)
+            return self.path, read(self.path)
+        newest = files.newest_valid(self.path, read_whole)
         assert newest is not None  # It raises where none is whole.
         for damaged, why in newest[2]:
             _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
-        return newest[0]
+        return newest[:2]
+
+    def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Read what the parts need of a checkpoint, and no other file of it."""
+        model = files.load_weights(path) if "model" in self.parts else {}
+        return model, {} if self.parts == ["model"] else files.load_state(path)
+
+    def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Read what the parts need, and verify the other files."""
+        needed = {*files.MODEL_FILES.values()} if "model" in self.parts else set()
+        files.verify(path, skip=needed if self.parts == ["model"] else {*needed, files.STATE, files.STATE_TENSORS})
+        return self._load(path)
 
     def take(self, trainer: Trainer) -> None:
         """Load the parts into a trainer that is set up, and has not begun.
@@ -82,13 +96,12 @@ class Start:
         """
         if self.path is None:
             return
-        found = self._find()
-        model = files.load_weights(found) if "model" in self.parts else None
-        saved = {} if self.parts == ["model"] else addon_state.state_of_rank(trainer, files.load_state(found))
+        found, (model, rest) = self._newest(self._load, self._load_whole)
+        saved = addon_state.state_of_rank(trainer, rest)
         present = trainer.state_dict()
         streams = _streams_of(saved, trainer) if "random" in self.parts else None
         state = {**present, **_merged(trainer, saved, present, self.parts, found)}
-        if model is not None:
+        if "model" in self.parts:
             state["model"] = model
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]

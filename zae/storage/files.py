@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 
+_Read = TypeVar("_Read")
 _LARGE = 1 << 20  # bytes: the disk is told of no smaller piece
 
 _active: set[str] = set()  # names staged by this process at this moment, in any thread
@@ -341,13 +342,15 @@ def read_manifest(directory: Path) -> Manifest:
     return parse(bytes(read_whole(directory / MANIFEST, limit=MANIFEST_LIMIT)), str(directory / MANIFEST))
 
 
-def verify(directory: str | os.PathLike[str]) -> Manifest:
-    """Read every byte of a checkpoint and compare it with the manifest.
+def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
+    """Read every byte of a checkpoint and compare its hashes with the manifest.
 
     Parameters
     ----------
     directory : path-like
         The checkpoint.
+    skip : collection of str
+        Names of files that are not read, because the caller is going to.
 
     Returns
     -------
@@ -374,8 +377,9 @@ give the directory that holds manifest.json
     directory = _standing(Path(directory))
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
-        with opened(directory / name, size=entry["size"]) as source:
-            source.finish(entry["sha256"])
+        if name not in skip:
+            with opened(directory / name, size=entry["size"]) as source:
+                source.finish(entry["sha256"])
     return manifest
 
 
@@ -516,24 +520,29 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-def newest_valid(save_path: str | os.PathLike[str]) -> tuple[Path, Manifest, list[tuple[Path, str]]] | None:
-    """Find the newest checkpoint that verifies.
+def newest_valid(
+    save_path: str | os.PathLike[str],
+    read: Callable[[Path], _Read] = verify,  # type: ignore[assignment]
+) -> tuple[Path, _Read, list[tuple[Path, str]]] | None:
+    """Find the newest checkpoint that can be read.
 
     Parameters
     ----------
     save_path : path-like
         Where the run saves.
+    read : callable
+        What is done with a checkpoint to find out: `verify`, or `load_checkpoint` to read it once and have it.
 
     Returns
     -------
-    path, manifest, passed_over : tuple, or None
-        The checkpoint, what it says of itself, and the newer ones that are damaged, each with the reason. None when
-        there is no checkpoint at all: then, and only then, a run may start afresh.
+    path, content, passed_over : tuple, or None
+        The checkpoint, what `read` returned for it, and the newer ones that are damaged, each with the reason. None
+        if there is no checkpoint at all: then, and only then, a run may start from scratch.
 
     Raises
     ------
     CheckpointDamaged
-        There are checkpoints, and none of them verifies.
+        There are checkpoints, and none of them is whole.
     CheckpointMismatch
         A newer zae wrote the newest; to take an older one would throw away what it holds.
 
@@ -553,7 +562,7 @@ def newest_valid(save_path: str | os.PathLike[str]) -> tuple[Path, Manifest, lis
     passed_over: list[tuple[Path, str]] = []
     for path in list_checkpoints(save_path):
         try:
-            return path, verify(path), passed_over
+            return path, read(path), passed_over
         except (CheckpointDamaged, CheckpointNotFound) as error:
             passed_over.append((path, str(error)))
     if not passed_over:
