@@ -14,17 +14,7 @@ from typing_extensions import override
 
 import zae.addons
 from kit.lines import InnerAddon, MiddleAddon, OuterAddon, Task, batches, make
-from zae import (
-    AddOnBase,
-    AddOnConflict,
-    AddOnError,
-    AddOnOrder,
-    OptionError,
-    TaskError,
-    Trainer,
-    replaces,
-    seam,
-)
+from zae import AddOnBase, AddOnConflict, AddOnError, AddOnOrder, OptionError, TaskError, Trainer, replaces, seam
 from zae.addons import AMPAddon, EMAAddon
 
 # ------------------------------------------------------------------------------------------------- super() and seams

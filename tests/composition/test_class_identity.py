@@ -18,14 +18,7 @@ import pytest
 import torch
 
 from kit.lines import LOCAL, TRACED, InnerAddon, OuterAddon, Task, WrappingAddon, batches, make, weights
-from zae import (
-    AddOnBase,
-    AddOnConflict,
-    AddOnError,
-    AddOnRequirement,
-    OptionError,
-    Trainer,
-)
+from zae import AddOnBase, AddOnConflict, AddOnError, AddOnRequirement, OptionError, Trainer
 from zae.addons import AMPAddon, EMAAddon, StateManagerAddon
 
 # ----------------------------------------------------------------------------------- what the class says of itself

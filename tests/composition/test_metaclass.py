@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from kit.lines import LOCAL, TRACED, InnerAddon, MiddleAddon, OuterAddon, Task, WrappingAddon, batches, make, weights
-from zae import (
-    AddOnBase,
-    AddOnConflict,
-    AddOnError,
-    AddOnOrder,
-    AddOnRequirement,
-    OptionError,
-    Trainer,
-)
+from zae import AddOnBase, AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, OptionError, Trainer
 from zae.addons import AMPAddon, EMAAddon
 from zae.composition.metaclass import LAYERS, add_ons_of, options_of, slots_of
 

@@ -1,0 +1,190 @@
+"""Loaders and batches of every kind, and what is refused in their place."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from kit.refusals import Task, data, loader, make, refused, stepping, whole
+from zae import ConfigError, LoaderError
+from zae.addons import GradientAccumulationAddon
+
+
+@pytest.mark.parametrize(
+    ("empty", "match"),
+    [
+        (list, r"loader has 0 batches \(list\); give it data"),
+        (
+            lambda: loader(4, drop_last=True),
+            r"length 4, batch_size=8, drop_last=True\); give it data, or drop_last=False",
+        ),
+        (lambda: iter([]), "the loader gave 0 batches in epoch 1"),
+        (lambda: (b for b in ()), r"the loader gave 0 batches in epoch 1 \(generator\); give it data"),
+        (lambda: [None] * 3, r"3 of 3 batches were None \(list\); mend the collate_fn"),
+        (lambda: (None for _ in range(3)), r"3 of 3 batches were None"),
+    ],
+    ids=["list", "drop_last", "iterator", "generator", "Nones", "Nones unsized"],
+)
+def test_e6_an_empty_loader(empty, match):
+    """E6: never "finished" at 0 steps."""
+    for add_ons in ((), (GradientAccumulationAddon,)):
+        trainer = make(Task.add_on(*add_ons))
+        with refused(trainer, LoaderError, match):
+            trainer.run(1, empty())
+
+
+def test_e6_an_empty_valid_loader():
+    trainer = make()
+    with refused(trainer, LoaderError, "valid_loader has 0 batches"):
+        trainer.run(1, loader(), [])
+    with refused(trainer, LoaderError, "valid_loader is an empty dict; give loaders by name, or None"):
+        trainer.run(1, loader(), {})
+    with refused(trainer, LoaderError, r"valid_loader\['b'\] has 0 batches"):
+        trainer.run(1, loader(), {"a": loader(), "b": []})
+    with pytest.raises(LoaderError, match=r"gave 0 batches .* nothing to evaluate"):
+        trainer.run(1, loader(), iter([]))
+
+
+def test_e6_some_batches_of_none_are_passed_over_and_counted(caplog):
+    batches = list(loader())
+    trainer = make()
+    trainer.run(1, [batches[0], None, batches[1], batches[2]])
+    assert trainer.progress_checker.step == 3
+    assert "1 of 4 batches were None and passed over" in caplog.text
+    with pytest.raises(LoaderError, match="3 of 4 batches were None"):
+        make().run(1, [batches[0], None, None, None])
+
+
+class Unsized:
+    def __iter__(self):
+        return iter(loader())
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "unsized", "generator", "iterator", "map"])
+def test_e7_loaders_of_every_kind(kind):
+    """E7: with and without a length, once or again and again; a used-up one is an error in epoch 2."""
+    make_loader = {
+        "list": lambda: list(loader()),
+        "tuple": lambda: tuple(loader()),
+        "unsized": Unsized,
+        "generator": lambda: (b for b in loader()),
+        "iterator": lambda: iter(list(loader())),
+        "map": lambda: map(tuple, loader()),
+    }[kind]
+    reference, trainer = make(), make()
+    reference.run(1, loader())
+    assert trainer.run(1, make_loader())["step"] == 3
+    assert whole(trainer)[0] == whole(reference)[0]
+    if kind in ("list", "tuple", "unsized"):
+        assert make().run(2, make_loader())["step"] == 6
+    else:
+        with pytest.raises(
+            LoaderError, match=r"gave 0 batches in epoch 2 .*used up after one epoch: give a list, or a cla"
+        ):
+            make().run(2, make_loader())
+
+
+def test_e7_a_schedule_that_needs_the_length():
+    """E7, P-08: a stream has none; the message names steps_per_epoch."""
+
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+
+    trainer = make(scheduler=cycle, scheduler_step_on_batch=True)
+    with refused(trainer, ConfigError, r"the loader has no length to plan with; give run\(..., steps_per_epoch=...\)"):
+        trainer.run(2, Unsized())
+    assert trainer.run(2, Unsized(), steps_per_epoch=3)["step"] == 6
+
+
+Pair = namedtuple("Pair", ["inputs", "targets"])
+
+
+@dataclass
+class Sample:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    note: str = "kept"
+
+
+class Mover:
+    """Something that can move itself."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.moved_to = inputs, targets, None
+
+    def to(self, device, **kwargs):
+        self.moved_to = torch.device(device)
+        return self
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "to", "nested"])
+def test_e8_batches_of_every_kind(kind):
+    """E8: the type is kept, what is no tensor is untouched, and the weights are those of a plain tuple."""
+    wrap = {
+        "tuple": lambda x, y: (x, y),
+        "list": lambda x, y: [x, y],
+        "dict": lambda x, y: {"inputs": x, "targets": y, "name": "kept", "number": 3},
+        "namedtuple": Pair,
+        "dataclass": Sample,
+        "to": Mover,
+        "nested": lambda x, y: {"pair": ([x], {"targets": (y, "kept")})},
+    }[kind]
+    seen = []
+
+    def train_step(self, batch):
+        seen.append(batch)
+        if isinstance(batch, dict) and "pair" in batch:
+            (inputs,), inner = batch["pair"]
+            targets = inner["targets"][0]
+            assert inner["targets"][1] == "kept"
+        elif isinstance(batch, dict):
+            inputs, targets = batch["inputs"], batch["targets"]
+            assert (batch["name"], batch["number"]) == ("kept", 3)
+        elif isinstance(batch, (Sample, Mover)):
+            inputs, targets = batch.inputs, batch.targets
+        else:
+            inputs, targets = batch
+        return {"loss": mse_loss(self.model(inputs), targets)}
+
+    reference, trainer = make(), make(stepping(train_step))
+    reference.run(1, loader())
+    batches = [wrap(x, y) for x, y in loader()]
+    trainer.run(1, batches)
+    assert whole(trainer)[0] == whole(reference)[0]
+    assert all(type(b) is type(batches[0]) for b in seen)
+    if kind == "to":
+        assert {b.moved_to for b in seen} == {torch.device("cpu")}
+    if kind == "dataclass":
+        assert seen[0].note == "kept"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (
+            data(),
+            r"loader is a dataset \(TensorDataset\); give a DataLoader: torch.utils.data.DataLoader\(loader, batc",
+        ),
+        (torch.nn.Linear(3, 1), r"loader is not iterable \(Linear\); give a DataLoader or a list of batches"),
+        (torch.randn(8, 3), "loader is a Tensor, not batches"),
+        ("data/train", "loader is a str, not batches"),
+        (None, "loader is not iterable"),
+        ({"a": [1]}, r"loader is a dict \(a\), and only valid_loader can be several; give one loader"),
+        ([loader(), loader()], r"loader is a list of loaders; give valid_loader a dict: \{name: loader\}"),
+    ],
+    ids=["dataset", "model", "tensor", "path", "None", "dict", "list of loaders"],
+)
+def test_e8_what_is_no_loader(wrong, match):
+    """E8, X-12: dataset for loader, and its kin, in every method that takes one."""
+    trainer = make()
+    with refused(trainer, LoaderError, match):
+        trainer.run(1, wrong)
+    if wrong is not None:
+        with refused(trainer, LoaderError, r"valid_loader\['a'\] is "):
+            trainer.run(1, loader(), {"a": wrong})
+    with refused(trainer, LoaderError, match):
+        trainer.inference(wrong)

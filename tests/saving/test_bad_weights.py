@@ -1,0 +1,133 @@
+"""Weights and states that do not fit are refused in words, and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kit.refusals import Task, loader, make, refused
+from zae import CheckpointMismatch, CheckpointNotFound, ConfigError
+from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
+
+
+def _weights(**changes):
+    state = torch.nn.Linear(3, 1).state_dict()
+    state.update(changes)
+    return {k: v for k, v in state.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        (_weights(bias=None), r"1 missing \(bias\); nothing was loaded"),
+        (_weights(extra=torch.ones(1)), r"1 unexpected \(extra\)"),
+        (_weights(weight=torch.ones(2, 3)), r"1 shapes differ \(weight is \(2, 3\) and must be \(1, 3\)\)"),
+        (
+            {f"layer{i}.weight": torch.ones(1) for i in range(30)},
+            r"2 missing \(weight, bias\); 30 unexpected \(lay.*\.\.\.\)",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "another model"],
+)
+def test_e12_weights_that_do_not_fit(weights, match, tmp_path):
+    """E12: one error with all of them, and nothing loaded partly, from a dict and from a file."""
+    trainer = make()
+    trainer.run(1, loader())
+    with refused(trainer, CheckpointMismatch, match):
+        trainer.apply_weights(weights)
+    torch.save(weights, tmp_path / "weights.ckpt")
+    with refused(trainer, CheckpointMismatch, match):
+        trainer.apply_weights(tmp_path / "weights.ckpt")
+    state = {**trainer.state_dict(), "model": weights}
+    with refused(trainer, CheckpointMismatch, match):
+        trainer.load_state_dict(state)
+
+
+def test_e12_lists_at_most_ten():
+    with pytest.raises(CheckpointMismatch) as caught:
+        make().apply_weights({f"layer{i}.weight": torch.ones(1) for i in range(30)})
+    assert str(caught.value).count("layer") == 10
+
+
+def test_e12_what_fits_can_be_loaded_and_the_rest_is_returned():
+    """E12: strict=False gives the lists; a shape is refused all the same."""
+    trainer = make()
+    weights = _weights(bias=None, extra=torch.ones(1), weight=torch.full((1, 3), 2.0))
+    assert trainer.apply_weights(weights, strict=False) == (["bias"], ["extra"])
+    assert trainer.unwrap().weight.tolist() == [[2.0, 2.0, 2.0]]
+    with refused(trainer, CheckpointMismatch, "1 shapes differ"):
+        trainer.apply_weights(_weights(weight=torch.ones(2, 3)), strict=False)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_e12_the_prefixes_of_wrappers_are_taken_off(prefix):
+    """E12, P-14"""
+    trainer = make()
+    weights = {f"{prefix}{key}": torch.full_like(value, 3.0) for key, value in trainer.unwrap().state_dict().items()}
+    assert trainer.apply_weights(weights) == ([], [])
+    assert trainer.unwrap().bias.item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda s: {k: v for k, v in s.items() if k != "optimizer"}, "the state has no optimizer; it holds model"),
+        (lambda s: {**s, "AMPAddon": {}}, r"nobody here takes the state of AMPAddon; add it with .add_on\(AMPAddon\)"),
+        (lambda s: {**s, "progress": {"step": "3"}}, "the progress in the state has no proper"),
+        (lambda s: s["model"], r"load weights alone with apply_weights\(...\)"),
+        (lambda s: {}, "it holds nothing"),
+    ],
+    ids=["no optimizer", "left over", "no counters", "weights", "nothing"],
+)
+def test_e12_states_that_are_not_whole(change, match):
+    """E12"""
+    trainer = make()
+    trainer.run(1, loader())
+    state = change(make().state_dict())
+    with refused(trainer, CheckpointMismatch, match):
+        trainer.load_state_dict(state)
+
+
+def test_e13_optimizer_groups_that_differ():
+    """E13: before the weights are touched."""
+    saved = make().state_dict()
+    model = torch.nn.Linear(3, 1)
+    groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1, momentum=0.9)
+    trainer = make(model=model, optimizer=groups)
+    with refused(
+        trainer, CheckpointMismatch, r"has parameter groups of \[1, 1\] parameters, and the state was saved with"
+    ):
+        trainer.load_state_dict(saved)
+    model = torch.nn.Linear(3, 1)
+    several = {"a": torch.optim.SGD([model.weight], lr=0.1), "b": torch.optim.SGD([model.bias], lr=0.1)}
+    trainer = make(model=model, optimizer=several)
+    with refused(trainer, CheckpointMismatch, r"of the optimizers \['0'\], and this trainer has \['a', 'b'\]"):
+        trainer.load_state_dict(saved)
+
+
+def test_e13_an_add_ons_state_that_is_wrong_changes_nothing():
+    composed = Task.add_on(AMPAddon, EMAAddon, EarlyStoppingAddon)
+    trainer = make(composed)
+    trainer.run(1, loader(), loader())
+    for name in ("AMPAddon", "EMAAddon", "EarlyStoppingAddon"):
+        for wrong in ({}, None, {"average": {"weight": torch.ones(5)}}):
+            state = {**make(composed).state_dict(), name: wrong}
+            average = {k: v.clone() for k, v in trainer.average.items()}
+            with refused(trainer, CheckpointMismatch, name):
+                trainer.load_state_dict(state)
+            assert all(torch.equal(v, trainer.average[k]) for k, v in average.items())
+
+
+def test_a_file_that_is_not_there():
+    trainer = make()
+    with refused(trainer, CheckpointNotFound, "there is no file best.safetensors"):
+        trainer.apply_weights("best.safetensors")
+    with refused(trainer, ConfigError, r"the suffix '.h5' is no format of weights; write .safetensors"):
+        trainer.save_model("best.h5")
+
+
+@pytest.mark.parametrize("weights", [torch.nn.Linear(3, 1), None, 3])
+def test_e12_weights_that_are_neither_a_path_nor_a_state(weights):
+    """E12: a whole model, for instance."""
+    with pytest.raises(ConfigError, match=f"weights is a {type(weights).__name__}; .* a state dict: model.state_dict"):
+        make().apply_weights(weights)
