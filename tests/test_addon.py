@@ -53,7 +53,7 @@ def test_add_on_base_adds_no_option_and_no_seam():
     assert seams_of(AddOnBase) == seams_of(Trainer)
     assert {name for name in vars(AddOnBase) if not name.startswith("_")} == {
         "layer", "inside", "outside", "slot", "requires", "apply", "take", "is_idle",
-        "state_attributes", "rank_state_attributes", "state_dict", "load_state_dict",
+        "state_attributes", "rank_state_attributes", "state_dict", "load_state_dict", "generator", "evaluation_context",
     }  # fmt: skip
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
 
 from zae.composition.introspect import LAYERS, replaces, seam
 from zae.composition.metaclass import mix
 from zae.composition.options import BASES
 from zae.errors import CheckpointMismatch
-from zae.loop.addon_state import check_declared, declaring, read_declared
+from zae.loop.addon_state import GENERATORS, Generators, check_declared, declaring, read_declared
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -106,12 +110,69 @@ class AddOnBase(Trainer):
         """
         return False
 
+    def generator(self, name: str, *, per_rank: bool = True) -> torch.Generator:
+        """Return a random generator of this run, on the trainer's device: the same object for the same name.
+
+        It is seeded by ``seed``, the rank and ``name``, and independent of all other random streams: what draws from
+        it changes nothing else. Checkpoints contain its state for each rank, and a resume continues it bitwise; on
+        another number of ranks, those whose state was not saved begin with a seed of their own. What is drawn in an
+        evaluation is the same in each, and moves nothing in training.
+
+        Without ``seed=``, the seed is that of ``torch.manual_seed``, or, where nobody has called it, a random one; it
+        is saved with the state.
+
+        Parameters
+        ----------
+        name : str
+            The add-on's own name for it, for instance "mixup". Add-ons that ask for the same name share a generator.
+        per_rank : bool
+            Whether each rank draws its own numbers, as for its samples. What changes gradients or weights must be the
+            same on every rank: there write ``per_rank=False``, and draw equally often on each.
+
+        Returns
+        -------
+        torch.Generator
+            Ask for it after ``super().setup()``, when rank and device are known.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import AddOnBase
+        >>> class NoiseAddon(AddOnBase):
+        ...     "Add noise to each input."
+        ...     layer = "loop"
+        ...     def to_device(self, batch):
+        ...         x, y = super().to_device(batch)
+        ...         return x + 0.1 * torch.randn(x.shape, generator=self.generator("noise"), device=x.device), y
+        """
+        return self._generators.get(name, per_rank, self)
+
+    @property
+    def _generators(self) -> Generators:
+        """The generators of all add-ons of this trainer."""
+        found: Generators = vars(self).setdefault("_add_on_generators", Generators())
+        return found
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Put the generators back where they were when an evaluation ends."""
+        before = self._generators.state_dict()
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self._generators.load_state_dict(before)
+
     def state_dict(self) -> dict[str, Any]:
-        """Add an entry for each add-on that declares ``state_attributes`` or ``rank_state_attributes``."""
-        return {**super().state_dict(), **read_declared(self)}
+        """Add the generators, and an entry for each add-on that declares what it keeps."""
+        generators = self._generators.state_dict()
+        drawn = {GENERATORS: generators} if generators else {}
+        return {**super().state_dict(), **read_declared(self), **drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Check the entries of declared attributes, load the rest, and then set the attributes."""
+        """Check the entries of declared attributes and of generators, load the rest, and then set them."""
+        generators, state = self.take(state, GENERATORS, strict=False)
+        Generators.check(generators)
         values: dict[str, Any] = {}
         for owner in declaring(type(self)):
             own, state = self.take(state, owner, strict)
@@ -119,6 +180,7 @@ class AddOnBase(Trainer):
         super().load_state_dict(state, strict)
         for name, value in values.items():
             setattr(self, name, value)
+        self._generators.load_state_dict(generators or {})
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:

@@ -725,7 +725,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (SchedulesTwiceAddon, "scheduler", "steps the scheduler 24 times in 12 optimizer steps", "leave it to sched"),
     (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "call it once"),
     (UndeclaredStateAddon, "state", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
-    (DrawsAddon, "random", "logging draws from the global random stream 'torch'", "a torch.Generator of your own"),
+    (DrawsAddon, "random", "logging draws from the global random stream 'torch'", "draw from self.generator"),
     (LogsEverywhereAddon, "ranks", "logs on every rank: on rank 1 it opens 'log.txt'", "ask self.is_main first"),
     (UnpicklableAddon, "pickle", "cannot be pickled before a run", "keep no lambda"),
     (KeepsGraphAddon, "graph", r"keeps a tensor with its graph: self.losses\['all'\]\[0\]", "keep tensor.detach"),
@@ -787,7 +787,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (HidesOptionAddon, "class", r"takes the option 'factor' out of \*\*kwargs", r"\(self, \*args, factor="),
     (ConsumesAddon, "loader", "consumes the loader: it is iterated over", "look at each batch as it passes"),
     (KeepsAllAddon, "graph", "keeps tensors of every step: self.losses holds 6 after 6 .* 12", "keep a running value"),
-    (SeedsAddon, "random", "on_epoch_begin draws from the global random stream 'torch'", "torch.Generator of your own"),
+    (SeedsAddon, "random", "on_epoch_begin draws from the global random stream 'torch'", "draw from self.generator"),
     (ForgetsScheduleAddon, "scheduler", "steps the scheduler 0 times in", "leave it to scheduler_step"),
 ]
 """Each with the check that finds it, and what the message says of the fault and of its cure."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from kit.rank_tasks import forks
 from kit.table import Task
 from zae import AddOnBase, AddOnError
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.errors import CheckpointMismatch
+from zae.errors import CheckpointMismatch, DistributedError
 from zae.loop.addon_state import digest as digest_of
 from zae.testing import check_addon
 
@@ -270,3 +271,147 @@ def test_the_state_that_one_rank_has_saved_alone_is_not_taken_in_silence(tmp_pat
     said = [line for line in (tmp_path / "said").read_text().splitlines() if "takes the state of" in line]
     assert len(said) == 1
     assert re.search(r"rank (\d) takes the state of DrawAddon, OwnAddon from rank (?!\1)\d", said[0])
+
+
+# --- generators
+
+
+class MixAddon(AddOnBase):
+    """Mix the samples of a batch, and add noise to the gradients."""
+
+    layer = "loop"
+
+    def to_device(self, batch: Any) -> Any:
+        x, y = super().to_device(batch)
+        order = torch.randperm(len(x), generator=self.generator("mix"))
+        return x + 0.1 * x[order], y
+
+    def clip(self) -> None:
+        for p in self.parameters:
+            p.grad.add_(0.1 * torch.randn(p.shape, generator=self.generator("noise", per_rank=False)))
+        super().clip()
+
+
+class StopAddon(AddOnBase):
+    """End the process at a step, as a kill does."""
+
+    layer = "control"
+    at: ClassVar[int] = 0
+
+    def checkpoint(self) -> None:
+        super().checkpoint()
+        if self.at and self.progress_checker.step == self.at:
+            os._exit(9)
+
+
+class EqualAddon(AddOnBase):
+    """Record which generators are in the same state on all ranks."""
+
+    layer = "observe"
+
+    def on_run_end(self) -> None:
+        super().on_run_end()
+        names = {"noise": False, "mix": True}
+        states = [self.gather(self.generator(k, per_rank=v).get_state().tolist()) for k, v in names.items()]
+        self.log_history.append({"step": -1, "equal": repr([a == b for a, b in states])})
+
+
+def mixed(*add_ons: Any, devices: Any = "cpu", **options: Any) -> Any:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return Task.add_on(MixAddon, *add_ons)(model, devices, optimizer=optimizer, **{"seed": 3, **options})
+
+
+def drawn(trainer: Any, name: str = "mix") -> list[float]:
+    return torch.rand(3, generator=trainer.generator(name, per_rank=name != "noise")).tolist()
+
+
+def test_a_generator_follows_seed_rank_and_name() -> None:
+    a, b, c = mixed(), mixed(), mixed(seed=4)
+    assert a.generator("mix") is a.generator("mix")
+    assert drawn(a) == drawn(b) != drawn(a)
+    assert drawn(mixed()) not in (drawn(mixed(), "noise"), drawn(c))
+    torch.manual_seed(5)
+    first = drawn(mixed(seed=None))
+    torch.manual_seed(5)
+    stream = torch.get_rng_state()
+    assert drawn(mixed(seed=None)) == first != drawn(mixed(seed=6)), "without seed=, torch.manual_seed decides"
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_generators_resume_bitwise(tmp_path: Path) -> None:
+    """Also where they are first asked for after the resume; the state of another seed is continued all the same."""
+    straight = mixed()
+    straight.run(3, loader())
+    first = mixed(StateManagerAddon, save_path=tmp_path)
+    first.run(None, loader(), max_steps=8)
+    again = mixed(StateManagerAddon, save_path=tmp_path, resume="auto", seed=None)
+    again.run(3, loader())
+    assert digest(again.model) == digest(straight.model)
+    assert (drawn(again), drawn(again, "late")) == (drawn(straight), drawn(straight, "late"))
+
+
+def test_a_copy_of_a_trainer_goes_on_with_its_generators() -> None:
+    trainer = mixed()
+    kept = trainer.generator("mix")
+    trainer.run(1, loader())
+    twin, state = copy.deepcopy(trainer), trainer.state_dict()
+    after = drawn(trainer)
+    assert drawn(twin) == after
+    trainer.load_state_dict(state)
+    assert trainer.generator("mix") is kept, "an add-on may hold the object"
+    assert drawn(trainer) == after
+    trainer.load_state_dict({key: value for key, value in state.items() if key != "generators"})
+    assert drawn(trainer) == drawn(mixed()), "a state from before anyone had asked"
+
+
+def test_an_evaluation_moves_no_generator() -> None:
+    one, other = mixed(), mixed()
+    one.run(2, loader(), loader())
+    other.run(2, loader())
+    assert digest(one.model) == digest(other.model)
+    assert one.evaluate(loader(shuffle=False)) == one.evaluate(loader(shuffle=False))
+
+
+def test_a_trainer_without_add_ons_takes_a_state_with_generators() -> None:
+    trainer = mixed()
+    trainer.run(1, loader())
+    model = network()
+    plain = Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1))
+    state = trainer.state_dict()
+    plain.load_state_dict(state)
+    assert digest(plain.model) == digest(trainer.model)
+    for wrong in (3, {"states": {}}, {"seed": 1, "states": {"mix": {"rank": 0, "state": torch.zeros(5056).byte()}}},
+                  {"seed": 1, "states": {"mix": torch.zeros(3)}}):  # fmt: skip
+        with pytest.raises(CheckpointMismatch, match="the state contains 'generators' that zae has not saved"):
+            trainer.load_state_dict({**state, "generators": wrong})
+
+
+def test_generators_resume_bitwise_on_two_ranks(tmp_path: Path) -> None:
+    """After a kill in the middle of an epoch; another number of ranks begins with seeds of its own."""
+    with forks():
+        straight = mixed(MultiGPUAddon, devices=["cpu"] * 2)
+        straight.run(3, loader(16))
+        first = mixed(
+            MultiGPUAddon, StateManagerAddon, StopAddon, devices=["cpu"] * 2, save_path=tmp_path, save_every=1
+        )
+        first.at = 3
+        with pytest.raises(DistributedError):
+            first.run(3, loader(16))
+        again = mixed(MultiGPUAddon, StateManagerAddon, devices=["cpu"] * 2, save_path=tmp_path, resume="auto")
+        again.run(3, loader(16))
+        assert digest(again.model) == digest(straight.model)
+        unseeded = mixed(MultiGPUAddon, EqualAddon, devices=["cpu"] * 2, seed=None)
+        unseeded.run(1, loader(16))
+    assert unseeded.log_history[-1]["equal"] == "[True, False]", "gradients are the same on the ranks, samples are not"
+    ranks = [each["add_ons"]["generators"]["states"] for each in again.state_dict()["MultiGPUAddon"]["ranks"]]
+    for name, owners in (("mix", [0, 1]), ("noise", [None, None])):
+        assert [each[name]["rank"] for each in ranks] == owners
+        assert torch.equal(ranks[0][name]["state"], ranks[1][name]["state"]) == (name == "noise")
+    alone = mixed(MultiGPUAddon, StateManagerAddon, devices=["cpu"], save_path=tmp_path, resume="auto", reshard=True)
+    alone.run(4, loader(16))
+    assert alone.progress_checker.epoch == 4
+
+
+def test_an_add_on_that_draws_passes_the_kit() -> None:
+    check_addon(MixAddon)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,17 @@ from torch import Tensor
 
 from zae.common.walk import tensors_in
 from zae.composition.introspect import is_add_on, slots_of
-from zae.errors import AddOnError, CheckpointMismatch
+from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.loop.epoch_log import to_host
-from zae.storage.tensor_files import byte_view, dense
+from zae.storage.encoding import encode
+from zae.storage.tensor_files import byte_view
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = [
+    "GENERATORS",
+    "Generators",
     "check_declared",
     "declaring",
     "digest",
@@ -34,6 +39,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zae")
+GENERATORS = "generators"
+"""The key of `Generators` in a state; it is there once an add-on has drawn from one."""
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
 
@@ -112,6 +119,84 @@ def _placed(value: Any, device: torch.device | None) -> Any:
     return copy.deepcopy(value)
 
 
+# ---------------------------------------------------------------------------------------------------- generators
+
+
+class Generators:
+    """The generators of a trainer's add-ons, by name, and the saved states of those not asked for yet.
+
+    Each state notes the rank it belongs to, None for all: a rank that gets the state of another one derives its own
+    seed from it.
+    """
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._open: dict[str, torch.Generator] = {}
+        self._ranks: dict[str, int | None] = {}
+        self._saved: dict[str, Mapping[str, Any]] = {}
+
+    def get(self, name: str, per_rank: bool, trainer: Trainer) -> torch.Generator:
+        """Return the generator of this name, on the device of the trainer."""
+        if name not in self._open:
+            if self._seed is None:
+                # Without seed=, the one of torch.manual_seed; where nobody has called it, torch has drawn one.
+                self._seed = torch.initial_seed() if trainer.seed is None else trainer.seed
+            if not per_rank and trainer.seed is None:
+                self._seed = trainer.gather(self._seed)[0]
+            self._open[name], self._ranks[name] = torch.Generator(trainer.device), trainer.rank if per_rank else None
+            self._place(name, self._saved.pop(name, None))
+        return self._open[name]
+
+    def _place(self, name: str, saved: Mapping[str, Any] | None) -> None:
+        """Set a generator to a saved state, or seed it."""
+        generator, rank = self._open[name], self._ranks[name]
+        if saved is None:
+            generator.manual_seed(_seed_of(self._seed, rank, name))
+        elif saved["rank"] == rank and saved["state"].numel() == generator.get_state().numel():
+            generator.set_state(saved["state"].cpu())
+        else:  # Of another rank, or of another kind of device.
+            generator.manual_seed(_seed_of(digest(saved["state"]), rank, name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed, and the state of each generator with its rank; empty where there are none."""
+        present = {name: {"rank": self._ranks[name], "state": g.get_state()} for name, g in self._open.items()}
+        states = {**self._saved, **present}
+        return {"seed": self._seed, "states": states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that `check` accepts; the generators in use stay the same objects."""
+        self._saved = dict(state.get("states", {}))
+        self._seed = state.get("seed", self._seed)
+        for name in self._open:
+            self._place(name, self._saved.pop(name, None))
+
+    @staticmethod
+    def check(state: Any) -> None:
+        """Refuse what `state_dict` has not returned."""
+        try:
+            is_state = not state or isinstance(state["seed"], int)
+            for each in state["states"].values() if state else ():
+                is_state &= isinstance(each["rank"], (int, type(None))) and each["state"].dtype == torch.uint8
+                if each["state"].numel() == torch.Generator().get_state().numel():
+                    torch.Generator().set_state(each["state"].cpu())
+        except (TypeError, LookupError, AttributeError, RuntimeError):
+            is_state = False
+        if not is_state:
+            raise CheckpointMismatch(
+                "the state contains 'generators' that zae has not saved; give what state_dict() returned, or another "
+                "checkpoint"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which makes its own generators and goes on where these are."""
+        return {**vars(self), "_open": {}, "_ranks": {}, "_saved": self.state_dict().get("states", {})}
+
+
+def _seed_of(*parts: Any) -> int:
+    """Hash the parts to a seed."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
 # ------------------------------------------------------------------------------------------------- several ranks
 
 
@@ -120,7 +205,7 @@ def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
 
     Those of zae itself, and what is declared in ``state_attributes``, are the same on every rank.
     """
-    found: dict[str, tuple[str, ...] | None] = {}
+    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
     for each in cls.__mro__:
         if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
             continue
@@ -177,30 +262,15 @@ def digest(value: Any) -> str:
     >>> digest({"a": [1, torch.ones(2)]}) == digest({"a": [1, torch.ones(2)]}), digest((1, 2)) == digest((2, 1))
     (True, False)
     """
-    sha = hashlib.sha256()
-    _feed(sha, value)
+    try:
+        structure, tensors = encode(value)
+    except CheckpointError:  # Cannot be saved, and so not compared: it counts as another value on each rank.
+        return secrets.token_hex()
+    sha = hashlib.sha256(json.dumps(structure).encode())
+    for name, tensor in tensors.items():
+        sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        sha.update(byte_view(tensor))
     return sha.hexdigest()
-
-
-def _feed(sha: Any, value: Any) -> None:
-    """Add a value to a digest."""
-    sha.update(type(value).__name__.encode())
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
-    if isinstance(value, Tensor):
-        sha.update(byte_view(dense(value, "the state of an add-on")))
-    elif isinstance(value, (np.ndarray, np.generic)):
-        sha.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            sha.update(f"{key!r}:".encode())
-            _feed(sha, each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _feed(sha, each)
-    else:
-        sha.update(repr(value).encode())
-    sha.update(b";")
 
 
 def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
@@ -263,8 +333,12 @@ def warn_of_other_ranks(trainer: Trainer, engine: Mapping[str, Any], world: int)
     world : int
         The number of ranks of this run.
     """
-    ranks, saved, compared = engine.get("ranks") or [{}], engine.get("rank"), sorted(_compared(type(trainer)))
-    names = sorted({name for each in _entries(ranks) for name in each})
+    ranks, saved, compared = (
+        engine.get("ranks") or [{}],
+        engine.get("rank"),
+        sorted({*_compared(type(trainer))} - {GENERATORS}),
+    )
+    names = sorted({name for each in _entries(ranks) for name in each} - {GENERATORS})
     if names and len(ranks) != world and trainer.is_main:
         _log.warning(
             "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "

@@ -40,6 +40,7 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
+_OPTIONAL = ("order", "validation", "training_weights", "generators")
 Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 _SHOWN = 10
 _LOAD = torch.optim.Optimizer.load_state_dict
@@ -122,7 +123,7 @@ def _kept_or_copied(trainer: Trainer, state: Any) -> Any:
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
     """Refuse a state that lacks a part, or has one that nobody takes."""
     missing = [key for key in _KEYS if key not in state]
-    leftover = [str(key) for key in state if key not in (*_KEYS, "order", "validation", "training_weights")]
+    leftover = [str(key) for key in state if key not in (*_KEYS, *_OPTIONAL)]
     if missing:
         raise _incomplete(missing, state)
     if leftover:

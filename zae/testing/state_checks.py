@@ -202,7 +202,7 @@ def check_state(kit: Kit) -> Iterator[str]:
 
 def _entries(kit: Kit, entries: dict[str, Any]) -> Iterator[str]:
     """Find entries that no checkpoint can hold, and those that are not under a name of the add-on."""
-    names = {c.__name__ for c in kit.own_classes}
+    names = {*(c.__name__ for c in kit.own_classes), "generators"}  # The last is AddOnBase.generator's.
     for key, value in entries.items():
         if key not in names:
             yield (

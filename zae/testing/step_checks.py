@@ -213,7 +213,7 @@ def check_random(kit: Kit) -> Iterator[str]:
         drawn = [f"a run ends with another state of the stream {k!r}" for k in now if now[k] != before[k]]
     for each in drawn[:1]:
         yield (
-            f"{each}, and so changes training; draw from a torch.Generator of your own, or inside "
+            f"{each}, and so changes training; draw from self.generator(name), or inside "
             "zae.common.random_state.isolated()"
         )
 
