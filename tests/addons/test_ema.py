@@ -1,4 +1,4 @@
-"""The average of the weights: when it moves, where it is used, and what is saved. Its values: tests/test_trainer.py."""
+"""The average of the weights: when it moves, where it is used, what is saved. Values: tests/test_trainer_models.py."""
 
 from __future__ import annotations
 

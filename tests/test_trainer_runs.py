@@ -1,0 +1,264 @@
+"""Whole runs against loops written by hand: runs in pieces, validation in between, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from kit.hand import digest, loader
+from kit.regression import Regression, Unsized, build, line, pairs, valid
+from kit.scripts import Script
+from kit.table import Task, core_of, fingerprint
+from zae import ConfigError, Every, LoaderError, MonitorError, Trainer
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+
+# --- runs in pieces
+
+
+PIECES = {
+    "epochs": [{"n_epoch": 2}, {"n_epoch": 3}],
+    "ones": [{"n_epoch": 1}] * 5,
+    "steps": [{"n_epoch": None, "max_steps": n} for n in (1, 4, 2, 6, 7, 10)],
+    "mixed": [{"n_epoch": None, "max_steps": 9}, {"n_epoch": 4}],
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("kind", ["loader", "generator", "list", "unsized"])
+def test_p55_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
+    """P-55: weights, optimizer, random streams, counters, history and records; not how often run was called."""
+    ends = []
+    for parts in ([{"n_epoch": 5}], PIECES[pieces]):
+        torch.manual_seed(7)
+        batches: Any = loader()
+        if kind == "generator":
+            batches = loader(generator=torch.Generator().manual_seed(1))
+        elif kind != "loader":
+            batches = list(loader()) if kind == "list" else Unsized(list(loader()))
+        trainer = build(AMPAddon, EMAAddon, precision="bf16", decay=0.5, log_every=4, gradient_clip=0.5,
+                        scheduler=lambda o: StepLR(o, 2, 0.5))  # fmt: skip
+        watched = valid()
+        if kind == "unsized" and len(parts) > 1 and "max_steps" in parts[-1]:
+            parts = [*parts, {"n_epoch": 1}]  # Nobody knew that the last epoch was at its end.
+        for part in parts:
+            trainer.run(loader=batches, valid_loader=watched, valid_every=Every(epochs=1), **part)
+        ends.append((fingerprint(core_of(trainer)), trainer.progress_checker.step, len(trainer.train_history)))
+    assert ends[0][1:] == ends[1][1:] == (30, 5)
+    assert ends[0][0] == ends[1][0]
+
+
+def test_p55_an_endless_stream_in_pieces() -> None:
+    """P-55: a generator goes on where it was left, and steps_per_epoch ends its epochs."""
+
+    def endless() -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield torch.randn(4, 4, generator=generator), torch.randint(2, (4,), generator=generator)
+
+    ends = []
+    for parts in ([12], [3, 4, 1, 4], [4, 8], [5, 7]):
+        trainer, stream = build(), endless()
+        torch.manual_seed(1)
+        for steps in parts:
+            trainer.run(None, stream, max_steps=steps, steps_per_epoch=4)
+        ends.append((digest(trainer.model), trainer.progress_checker.epoch, len(trainer.train_history)))
+    assert set(ends) == {(ends[0][0], 3, 3)}
+    trainer = build()
+    torch.manual_seed(1)
+    assert trainer.run(3, endless(), steps_per_epoch=4)["step"] == 12
+    assert digest(trainer.model) == ends[0][0]
+
+
+def test_a_gradient_that_an_exception_left_behind_is_not_added_to_the_next() -> None:
+    class Once(Regression):
+        failing = True
+
+        def train_step(self, batch: Any) -> Any:
+            if self.failing and len(batch[0]) == 3:
+                raise RuntimeError("once")
+            return super().train_step(batch)
+
+    model, fresh = line(), line()
+    options = {"task": Once, "gradient_accumulation_steps": 2}
+    trainer = build(GradientAccumulationAddon, model=model, optimizer=SGD(model.parameters(), lr=0.1), **options)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.run(1, pairs(2, 3))
+    assert digest(model) == digest(fresh)
+    trainer.failing = False
+    trainer.run(1, pairs(2, 3))
+    other = build(GradientAccumulationAddon, model=fresh, optimizer=SGD(fresh.parameters(), lr=0.1), **options)
+    other.failing = False
+    other.run(1, pairs(2, 3))
+    assert digest(model) == digest(fresh)
+
+
+# --- watching
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from every global stream for each sample."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(4) + float(np.random.rand()) + random.random()
+        return torch.full((4,), index / 20) + noise, index % 2
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 7, Every(epochs=2)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_p48_validation_at_any_cadence_changes_nothing(every: Any, shared: bool, tmp_path: Any) -> None:
+    """P-48: dropout, BatchNorm, shuffling without a generator, and a dataset that draws from three streams."""
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(5), np.random.seed(5), random.seed(5)
+        generator = torch.Generator().manual_seed(3) if shared else None
+        batches = torch.utils.data.DataLoader(Noisy(), 4, shuffle=True, generator=generator)
+        watch = torch.utils.data.DataLoader(Noisy(), 4, shuffle=True, generator=generator)
+        add_ons = [EMAAddon, StateManagerAddon] if watched else []
+        options = {"decay": 0.9, "save_path": tmp_path, "save_every": 2, "log_every": 1} if watched else {}
+        trainer = build(*add_ons, **options)
+        trainer.run(4, batches, watch if watched else None, valid_every=every)
+        streams = torch.rand(1).item(), float(np.random.rand()), random.random()
+        ends.append((digest(trainer.model), fingerprint(trainer.state_dict()["optimizer"]), streams))
+    assert ends[0] == ends[1]
+
+
+def test_p48_calls_between_the_steps_change_nothing() -> None:
+    """P-48: evaluate, inference, state_dict, printing and pickling in the middle of an epoch."""
+    ends = []
+    for watched in (False, True):
+        trainer = build(EMAAddon, decay=0.5)
+
+        def look(trainer: Any = trainer) -> None:
+            trainer.evaluate(valid())
+            trainer.inference(valid())
+            trainer.state_dict()
+            str(trainer.metrics), repr(trainer), trainer.explain()
+            trainer.save_model("model.safetensors")
+
+        if watched:
+            trainer.checkpoint = look
+        torch.manual_seed(5)
+        trainer.run(2, loader())
+        ends.append((digest(trainer.model), torch.rand(1).item()))
+    assert ends[0] == ends[1]
+
+
+def test_p49_nothing_of_the_run_is_validated_before_training() -> None:
+    """P-49: a trial of one batch, on copies, is all that comes before the first training batch."""
+    calls: list[str] = []
+
+    class Noting(Task):
+        def train_step(self, batch: Any) -> Any:
+            calls.append("train")
+            return super().train_step(batch)
+
+        def test_step(self, batch: Any) -> Any:
+            calls.append("test" if self.model is trainer.model else "test of a copy")
+            return super().test_step(batch)
+
+    for trial in (["test of a copy"], []):
+        trainer = build(task=Noting, try_validation=bool(trial))
+        trainer.run(2, loader(8), loader(4, shuffle=False))
+        assert calls == trial + ["train", "train", "test"] * 2
+        calls.clear()
+
+
+def test_p35_an_unknown_monitor_fails_at_the_first_validation() -> None:
+    """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
+    trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; there are loss, accuracy"):
+        trainer.run(5, loader(), valid())
+    assert trainer.progress_checker.epoch == 1
+    for misspelt, meant in (("acuracy", "accuracy"), ("valid/acuracy", "valid/accuracy"), ("val_losss", "val_loss")):
+        with pytest.raises(ConfigError, match=f"^monitor='{misspelt}'; did you mean '{meant}'.*monitor_mode='min' or"):
+            build(monitor=misspelt)
+    with pytest.raises(ConfigError, match=r"its name does not tell whether .*monitor_mode='min' or monitor_mode='max'"):
+        build(monitor="wheel")
+    assert build(monitor="valid/accuracy").run(1, loader(), valid())["best_valid"]["score"] >= 0
+
+
+# --- what a run leaves behind
+
+
+def test_x5_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
+    """X-5, X-7: no add-on that writes, so no file, and no byte to either stream."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, zae\n"
+        "from zae import Trainer\n"
+        "from zae.addons import AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon\n"
+        "class Task(Trainer):\n"
+        "    def train_step(self, batch):\n"
+        "        return {'loss': self.model(batch).square().mean()}\n"
+        "    test_step = train_step\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "kind = Task.add_on(AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon)\n"
+        "trainer = kind(model, 'cpu', optimizer=torch.optim.SGD(model.parameters(), lr=0.1), precision='bf16')\n"
+        "trainer.run(3, [torch.ones(8, 2)] * 5, [torch.ones(8, 2)])\n"
+    )
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    with contextlib.chdir(folder):
+        assert Script(script).end() == (0, "", "")
+    assert list(folder.iterdir()) == []
+
+
+def test_loaders_that_lie_about_their_length() -> None:
+    """The plain loop takes what it is given; a window that comes up short is refused in words."""
+
+    class Lying(Unsized):
+        def __init__(self, batches: list[Any], said: int) -> None:
+            super().__init__(batches)
+            self.said = said
+
+        def __len__(self) -> int:
+            return self.said
+
+    for said in (3, 9):
+        model = line()
+        options = {"task": Regression, "model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+        assert build(**options).run(2, Lying(pairs(2, 2, 2, 2, 2), said))["step"] == 10
+        trainer = build(GradientAccumulationAddon, gradient_accumulation_steps=2, **options)
+        with pytest.raises(LoaderError, match="mend its __len__"):
+            trainer.run(2, Lying(pairs(2, 2, 2, 2, 2), said))
+
+
+# --- seed 003
+
+
+def test_p57_the_seed_s_basic_example(tmp_path: Any) -> None:
+    """P-57: with its two methods added; device as text, a scheduler of zae's own, and none."""
+    from zae.schedulers import CosineAnnealingScheduler
+
+    for scheduled in (True, False):
+        my_model = line()
+        my_optimizer = torch.optim.Adam(my_model.parameters(), lr=0.001)
+        my_scheduler = CosineAnnealingScheduler(optimizer=my_optimizer, total_iters=100) if scheduled else None
+        trainer = Regression.add_on(StateManagerAddon)(
+            model=my_model, device="cpu", mode="train", optimizer=my_optimizer, scheduler=my_scheduler,
+            save_path=tmp_path / f"checkpoints{scheduled}",
+        )  # fmt: skip
+        trainer.run(n_epoch=10, loader=pairs(4, 4), valid_loader=pairs(3))
+        assert trainer.progress_checker.epoch == 10
+        assert trainer.best_path is not None
+        assert trainer.best_path.is_dir()
+        assert trainer.mode == "train"
+        assert isinstance(trainer.device, torch.device)
+
+
+def test_p57_f_e17_the_abstract_trainer_shows_what_to_write() -> None:
+    """P-57, F-E17: class, methods and the lines."""
+    model = line()
+    with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):
+        Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")
