@@ -258,7 +258,7 @@ def test_e11_numbers_of_numpy_are_numbers():
 
 def test_e11_swapped_arguments():
     trainer = make()
-    with refused(trainer, ConfigError, r"n_epoch is a DataLoader and loader is 3; write run\(3, loader\)"):
+    with refused(trainer, OptionError, r"n_epoch, the number of epochs, and not a loader .*; write run\(3, loader\)"):
         trainer.run(loader(), 3)
     with refused(trainer, ConfigError, "mode='eval'"):
         trainer.toggle("eval")

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings, random_state
 from zae.common.contexts import NOTHING
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
+from zae.composition.calls import check_arguments
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
 from zae.loop import direct, evaluation, scheduling
@@ -233,6 +234,7 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the loop
 
+    @check_arguments
     def run(
         self,
         n_epoch: int | None,

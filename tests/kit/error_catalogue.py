@@ -332,6 +332,46 @@ def no_end():
 
 
 @mistake
+def epochs_by_a_common_name():
+    trainer_of().run(epochs=3, loader=loader())
+
+
+@mistake
+def epochs_by_the_name_of_lightning():
+    trainer_of().run(max_epochs=3, loader=loader())
+
+
+@mistake
+def valid_loader_by_a_common_name():
+    trainer_of().run(3, loader(), val_loader=loader())
+
+
+@mistake
+def loader_without_epochs():
+    trainer_of().run(loader())
+
+
+@mistake
+def loaders_without_epochs():
+    trainer_of().run(loader(), loader())
+
+
+@mistake
+def epochs_without_a_loader():
+    trainer_of().run(3)
+
+
+@mistake
+def steps_by_position():
+    trainer_of().run(3, loader(), loader(), 100)
+
+
+@mistake
+def constructor_option_in_run():
+    trainer_of().run(3, loader(), seed=1)
+
+
+@mistake
 def epochs_and_loader_swapped():
     trainer_of().run(loader(), 3)
 

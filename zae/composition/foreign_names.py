@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 
 __all__ = [
+    "FOREIGN_ARGUMENTS",
     "FOREIGN_HOOKS",
     "FOREIGN_METHODS",
     "FOREIGN_OPTIONS",
+    "foreign_argument",
     "foreign_hook",
     "foreign_method",
     "foreign_option",
@@ -111,6 +113,24 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
 }
 """Option names of other trainers, whose they are, and what to write here."""
 
+FOREIGN_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(
+        "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs nb_epoch max_epoch epoch".split(), "n_epoch"
+    ),
+    **dict.fromkeys(
+        "train_loader train_dataloader train_dataloaders dataloader data_loader train_data data".split(), "loader"
+    ),
+    **dict.fromkeys(
+        "val_loader val_dataloader val_dataloaders valid_dataloader validation_loader validation_data eval_loader "
+        "eval_dataloader val_data valid_data test_loader test_dataloader".split(),
+        "valid_loader",
+    ),
+    **dict.fromkeys("steps num_steps total_steps max_num_steps max_iters".split(), "max_steps"),
+    **dict.fromkeys("val_every eval_every validate_every val_check_interval eval_interval".split(), "valid_every"),
+    **dict.fromkeys("epoch_length limit_train_batches".split(), "steps_per_epoch"),
+}
+"""Names that other trainers have for the arguments of ``run``."""
+
 FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
     "training_step": ("Lightning", "train_step(batch)"),
     "validation_step": ("Lightning", "test_step(batch)"),
@@ -163,6 +183,11 @@ FOREIGN_METHODS: dict[str, tuple[str, str]] = {
     "lr_scheduler": ("Transformers", "scheduler"),
 }
 """Attributes of other trainers, whose they are, and what has it here."""
+
+
+def foreign_argument(name: str) -> str:
+    """Return what another trainer's argument of ``run`` is called here; empty when the name is not known."""
+    return FOREIGN_ARGUMENTS.get(name, "")
 
 
 def foreign_option(name: str) -> str:

@@ -383,8 +383,6 @@ def check_run(
     n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
 ) -> Plan:
     """Refuse the arguments of ``run`` that cannot be meant."""
-    if isinstance(loader, int) and not isinstance(n_epoch, int):
-        raise ConfigError(f"n_epoch is a {type(n_epoch).__name__} and loader is {loader}; write run({loader}, loader)")
     if n_epoch is None and max_steps is None:
         raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
     argument_checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)

@@ -1,0 +1,101 @@
+"""Check the arguments of a call of ``run``, so that a wrong one is refused with the line to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from zae.composition.foreign_names import foreign_argument, foreign_option
+from zae.composition.options import options_of
+from zae.errors import OptionError, did_you_mean
+
+__all__ = ["check_arguments"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def check_arguments(run: Callable[P, R]) -> Callable[P, R]:
+    """Make ``run`` refuse arguments that do not fit its signature, instead of Python's bare TypeError."""
+    signature = inspect.signature(run)
+
+    @wraps(run)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _fits(signature, args, kwargs):
+            raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
+        return run(*args, **kwargs)
+
+    return checked
+
+
+def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether Python can bind the arguments, and ``n_epoch`` is not a loader."""
+    try:
+        n_epoch = signature.bind(*args, **kwargs).arguments["n_epoch"]
+    except TypeError:
+        return False
+    return not _is_loader(n_epoch)
+
+
+def _is_loader(value: Any) -> bool:
+    is_number = hasattr(value, "item")  # A tensor or an array can be iterated over as well.
+    return hasattr(value, "__iter__") and not isinstance(value, str) and not is_number
+
+
+def _explain(names: list[str], trainer: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    """Say what is wrong with the arguments, and how the call is written."""
+    meant = {name: name if name in names else _meant(name, names) for name in kwargs}
+    unknown = [name for name in kwargs if name not in names]
+    given = {meant[name]: value for name, value in kwargs.items()}
+    swapped = bool(args) and _is_loader(args[0])
+    if swapped:  # A number that follows is that of the epochs.
+        counts = [index for index, value in enumerate(args) if isinstance(value, int)]
+        args.insert(0, args.pop(counts[0]) if counts else given.get("n_epoch", inspect.Parameter.empty))
+    call = f"write {_line(names, args, given)}"
+    if unknown:
+        cures = [cure for name in unknown if not meant[name] and (cure := _cure(type(trainer), name))]
+        return (
+            f"unknown argument{'s' * (len(unknown) > 1)} {_join(map(repr, unknown))} for run(){''.join(cures)}; {call}"
+        )
+    if swapped or _is_loader(given.get("n_epoch")):
+        found = type(args[1] if swapped else given["n_epoch"]).__name__
+        return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({found}); {call}"
+    twice = [name for name, _ in zip(names, args, strict=False) if name in kwargs]
+    if twice:
+        return f"run() got {_join(map(repr, twice))} twice, by position and by name; {call}"
+    if len(args) > 3:
+        return f"run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got {len(args)}; {call}"
+    absent = [name for name in names[len(args) : 2] if name not in given]
+    return f"run() needs {_join(map(repr, absent))}; {call}"
+
+
+def _meant(name: str, names: list[str]) -> str:
+    """Return the argument that a name of another trainer, or a misspelt one, stands for; else an empty string."""
+    return foreign_argument(name) or did_you_mean(name, names, cutoff=0.8)[len("; did you mean '") : -2]
+
+
+def _cure(cls: Any, name: str) -> str:
+    """Say where an argument belongs that is not one of ``run``."""
+    if name in options_of(cls):
+        return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
+    foreign = foreign_option(name)
+    return f": {foreign}" if foreign else ""
+
+
+def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
+    """Write the call as it is meant."""
+    values = {**given, **dict(zip(names, args, strict=False))}
+    n_epoch = values.get("n_epoch")
+    if not isinstance(n_epoch, int):
+        n_epoch = None if "max_steps" in values and "n_epoch" not in given else 1
+    texts = [repr(n_epoch), "loader", *(["valid_loader"] if "valid_loader" in values else [])]
+    texts += [f"{name}={values[name]!r}" for name in names[3:] if name in values]
+    return f"run({', '.join(texts)})"
+
+
+def _join(names: Any) -> str:
+    """Join names by commas and a last "and"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
