@@ -35,6 +35,7 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
+from zae.schedulers import CosineAnnealingScheduler
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,57 @@ def test_e3_add_ons_that_do_not_go_together():
 
 
 def test_e14_unknown_arguments_of_run():
-    """E14: Python's own TypeError names the method and the argument."""
+    """E14: each is refused with the call to write, before anything happens."""
     trainer = make()
     before = whole(trainer)
-    with pytest.raises(TypeError, match=r"Trainer.run\(\) got an unexpected keyword argument 'epochs'"):
+    with pytest.raises(OptionError, match=r"unknown argument 'epochs' for run\(\); write run\(1, loader\)"):
         trainer.run(1, loader(), epochs=3)
-    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'loader'"):
+    with pytest.raises(OptionError, match=r"run\(\) needs 'loader'; write run\(3, loader\)"):
         trainer.run(3)
     assert whole(trainer) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "call"),
+    [
+        ((), {}, "run(1, loader)"),
+        (("loader", 3, "valid"), {}, "run(3, loader, valid_loader)"),
+        ((), {"n_epoch": "loader", "loader": "loader"}, "run(1, loader)"),
+        ((), {"loader": "loader", "max_steps": 3}, "run(None, loader, max_steps=3)"),
+        ((), {"epochs": 3, "train_loader": "loader", "val_loader": "loader", "steps": 5},
+         "run(3, loader, valid_loader, max_steps=5)"),
+        ((3, "loader"), {"valid_loder": "loader"}, "run(3, loader, valid_loader)"),
+        ((3, "loader"), {"n_epoch": 3}, "run(3, loader)"),
+    ],
+)  # fmt: skip
+def test_the_call_of_run_to_write(args, kwargs, call):
+    """The arguments that were given stand in it, under the names that they have here."""
+    args = [loader() if value in ("loader", "valid") else value for value in args]
+    kwargs = {name: loader() if value == "loader" else value for name, value in kwargs.items()}
+    with pytest.raises(OptionError) as caught:
+        make().run(*args, **kwargs)
+    assert str(caught.value).endswith(f"; write {call}")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"optimizer": [torch.optim.SGD, {"lr": 0.1}]},
+         "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
+        ({"optimizer": lambda: None}, "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"),
+        ({"scheduler": torch.optim.lr_scheduler.OneCycleLR},
+         "scheduler=lambda optimizer, total_steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=..., "
+         "total_steps=total_steps)"),
+        ({"scheduler": CosineAnnealingScheduler},
+         "scheduler=lambda optimizer: CosineAnnealingScheduler(optimizer, total_iters=...)"),
+        ({"scheduler": lambda optimizer, length: None}, "scheduler=lambda optimizer: make(optimizer, length=...)"),
+    ],
+)  # fmt: skip
+def test_a_factory_that_cannot_be_called(options, line):
+    """It is refused when the trainer is made, not in the run."""
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    assert str(caught.value).endswith(line)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +203,14 @@ def other_parameters():
         ({"optimizer": None}, "optimizer is None, and mode='train' needs one; write optimizer=torch.optim.AdamW"),
         (
             {"optimizer": other_parameters()},
-            "holds 2 parameters, and none of them is one of the model's 2; build it from",
+            "has 2 parameters, but not one of the model's 2; make it from",
         ),
-        ({"optimizer": [other_parameters()]}, "holds 2 parameters, and none of them"),
-        ({"optimizer": "adam"}, "optimizer 0 is a str; give a torch.optim.Optimizer, or a function"),
-        ({"scheduler": "cosine"}, "scheduler 0 is a str; give a torch.optim.lr_scheduler.LRScheduler, or a function"),
+        ({"optimizer": [other_parameters()]}, "has 2 parameters, but not one of the model's 2"),
+        ({"optimizer": "adam"}, "optimizer is a str; give a torch.optim.Optimizer, or a function"),
+        ({"scheduler": "cosine"}, "scheduler is a str; give a torch.optim.lr_scheduler.LRScheduler, or a function"),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR(other_parameters(), 1)},
-            "drives another optimizer than the one g",
+            "was made for another optimizer than the one g",
         ),
     ],
 )

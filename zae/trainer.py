@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings, random_state
+from zae.common import argument_checks, optim, optimizer_checks, optimizer_modes, optimizer_settings, random_state
 from zae.common.contexts import NOTHING
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
-from zae.composition.calls import check_arguments
+from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
 from zae.loop import direct, evaluation, scheduling
@@ -149,7 +149,7 @@ class Trainer(metaclass=TrainerMeta):
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
         self.model: Any = argument_checks.check_model(model)
         self._module: nn.Module = self.model
-        optim.check_optimizers(optimizer, scheduler, self._module, self.mode)
+        optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
         self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
@@ -234,7 +234,7 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    @check_arguments
+    @user_call
     def run(
         self,
         n_epoch: int | None,

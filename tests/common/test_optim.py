@@ -29,29 +29,27 @@ def test_f_e10_optimizers_that_cannot_train_the_model() -> None:
     """F-E10: with the counts of parameters."""
     model, other = network(), network()
     held = len(list(model.parameters()))
-    with pytest.raises(ConfigError, match=rf"holds {held} parameters, and none of them is one of the model's {held}"):
+    with pytest.raises(ConfigError, match=rf"has {held} parameters, but not one of the model's {held}"):
         Task(model, "cpu", optimizer=SGD(other.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"optimizer is None.*AdamW\(model\.parameters\(\)\)"):
         Task(model, "cpu")
-    with pytest.raises(ConfigError, match="optimizer 0 is a str"):
+    with pytest.raises(ConfigError, match="optimizer is a str"):
         Task(model, "cpu", optimizer="adam")
-    with pytest.raises(ConfigError, match="optimizer c is a int"):
+    with pytest.raises(ConfigError, match=r"optimizer\['c'\] is a int"):
         Task(model, "cpu", optimizer={"g": SGD(model.parameters()), "c": 3})
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="drives another optimizer than the one given"):
+    with pytest.raises(ConfigError, match="was made for another optimizer than the one given"):
         Task(model, "cpu", optimizer=optimizer, scheduler=StepLR(SGD(model.parameters()), 1))
-    with pytest.raises(ConfigError, match="scheduler 0 is a str"):
+    with pytest.raises(ConfigError, match="scheduler is a str"):
         Task(model, "cpu", optimizer=optimizer, scheduler="cosine")
 
 
 def test_factories_that_return_something_else() -> None:
     model = network()
-    with pytest.raises(ConfigError, match="the factory of optimizer 0 returned a dict"):
+    with pytest.raises(ConfigError, match="the function given as optimizer returned a dict"):
         Task(model, "cpu", optimizer=lambda parameters: {}).run(1, loader())
-    trainer = Task(model, "cpu", optimizer=SGD, scheduler={"x": lambda o: StepLR(o, 1)})
-    for call in (trainer.run, trainer.plan):
-        with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
-            call(1, loader())
+    with pytest.raises(ConfigError, match="scheduler 'x' has no optimizer of that name"):
+        Task(model, "cpu", optimizer=SGD, scheduler={"x": lambda o: StepLR(o, 1)})
 
 
 def test_classes_are_factories_wherever_a_state_is_read_or_loaded() -> None:

@@ -167,6 +167,21 @@ def optimizer_factory_without_return():
 
 
 @mistake
+def optimizer_as_class_and_arguments():
+    trainer_of(optimizer=(torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}))
+
+
+@mistake
+def optimizer_settings_in_a_dict():
+    trainer_of(optimizer={"name": "AdamW", "lr": 1e-3})
+
+
+@mistake
+def scheduler_class_instead_of_factory():
+    trainer_of(scheduler=torch.optim.lr_scheduler.CosineAnnealingLR)
+
+
+@mistake
 def scheduler_of_another_optimizer():
     model = torch.nn.Linear(4, 2)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))

@@ -22,11 +22,11 @@ __all__ = [
     "build",
     "check_closures",
     "check_groups",
-    "check_optimizers",
     "driven_by",
     "fused_hints",
     "is_hooked",
     "is_stepped_by_class",
+    "label",
     "laid_out",
     "lay_out",
     "learning_rates",
@@ -74,6 +74,19 @@ def named(value: Any) -> dict[str, Any]:
     return {_SINGLE: value}
 
 
+def label(what: str, given: Any, name: str) -> str:
+    """Return how one of several objects is written in a script.
+
+    Examples
+    --------
+    >>> label("optimizer", {"d": 1}, "d"), label("optimizer", [1, 2], "1"), label("optimizer", 1, "0")
+    ("optimizer['d']", 'optimizer[1]', 'optimizer')
+    """
+    if isinstance(given, Mapping):
+        return f"{what}[{name!r}]"
+    return f"{what}[{name}]" if isinstance(given, (list, tuple)) else what
+
+
 def is_factory(each: Any) -> bool:
     """Whether what was given is yet to be called: a function, or the class itself."""
     return isinstance(each, type) or not hasattr(each, "state_dict")
@@ -93,60 +106,6 @@ def rebuild(value: Any, make: Callable[[str, Any], Any]) -> Any:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str) -> None:
-    """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer.
-
-    Parameters
-    ----------
-    optimizer, scheduler : object
-        What the user gave: one, several, or factories.
-    model : Module
-        The model.
-    mode : str
-        In "test" mode no optimizer is needed.
-
-    Raises
-    ------
-    ConfigError
-        With the counts of parameters.
-    """
-    if not named(optimizer):
-        if mode == "train":
-            raise ConfigError(
-                f"optimizer is {optimizer!r}, and mode='train' needs one; write "
-                "optimizer=torch.optim.AdamW(model.parameters()), or mode='test'"
-            )
-        return
-    own = {id(p) for p in model.parameters()}
-    for name, each in named(optimizer).items():
-        if isinstance(each, Optimizer):
-            held = parameters_of(each)
-            if own and not any(id(p) in own for p in held):
-                raise ConfigError(
-                    f"optimizer {name} ({type(each).__name__}) holds {len(held)} parameters, and none of them is one "
-                    f"of the model's {len(own)}; build it from the model that is given: "
-                    f"{type(each).__name__}(model.parameters(), ...)"
-                )
-        elif not callable(each):
-            raise ConfigError(
-                f"optimizer {name} is a {type(each).__name__}; give a torch.optim.Optimizer, or a function that makes "
-                "one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
-            )
-    known = [each for each in named(optimizer).values() if isinstance(each, Optimizer)]
-    for name, each in named(scheduler).items():
-        if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
-            if not callable(each):
-                raise ConfigError(
-                    f"scheduler {name} is a {type(each).__name__}; give a torch.optim.lr_scheduler.LRScheduler, or a "
-                    "function that makes one: scheduler=lambda optimizer: ..."
-                )
-        elif known and not any(each.optimizer is optimizer for optimizer in known):
-            raise ConfigError(
-                f"scheduler {name} ({type(each).__name__}) drives another optimizer than the one given; build it from "
-                f"the same object: {type(each).__name__}(optimizer, ...)"
-            )
 
 
 def are_lazy(parameters: Iterable[Tensor]) -> bool:
@@ -616,7 +575,8 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, cal
         made = call(each, argument(name))
         if not isinstance(made, (kind, ReduceLROnPlateau)):
             raise ConfigError(
-                f"the factory of {what} {name} returned a {type(made).__name__}; return a torch {kind.__name__}"
+                f"the function given as {label(what, value, name)} returned a {type(made).__name__}; return a torch "
+                f"{kind.__name__}"
             )
         return made
 

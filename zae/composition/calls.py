@@ -1,33 +1,39 @@
-"""Check the arguments of a call of ``run``, so that a wrong one is refused with the line to write."""
+"""Wrap ``run``: refuse wrong arguments with the line to write, and shorten the tracebacks of errors."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import pairwise
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from zae.composition.foreign_names import foreign_argument, foreign_option
 from zae.composition.options import options_of
-from zae.errors import OptionError, did_you_mean
+from zae.errors import OptionError, ZaeError, did_you_mean
 
-__all__ = ["check_arguments"]
+__all__ = ["shorten_traceback", "user_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_arguments(run: Callable[P, R]) -> Callable[P, R]:
-    """Make ``run`` refuse arguments that do not fit its signature, instead of Python's bare TypeError."""
+def user_call(run: Callable[P, R]) -> Callable[P, R]:
+    """Make ``run`` refuse arguments that do not fit its signature, and raise errors with short tracebacks."""
     signature = inspect.signature(run)
 
     @wraps(run)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _fits(signature, args, kwargs):
-            raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
-        return run(*args, **kwargs)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            if not _fits(signature, args, kwargs):
+                raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
+            return run(*args, **kwargs)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
 
-    return checked
+    return call
 
 
 def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -99,3 +105,31 @@ def _join(names: Any) -> str:
     """Join names by commas and a last "and"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def shorten_traceback(error: Exception) -> None:
+    """Remove zae's frames from a traceback, except those that call somebody else's code.
+
+    An error that zae raises on purpose ends in the user's frame: its text says what to do. The traceback of any other
+    error that was raised in zae stays whole, for it may be a bug.
+    """
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    if not entries or (_is_ours(entries[-1]) and not isinstance(error, ZaeError)):
+        return
+    kept = [this for this, called in pairwise(entries) if not (_is_ours(this) and _is_ours(called))]
+    while kept and _is_ours(kept[-1]) and _is_ours(entries[-1]):
+        kept.pop()
+    kept += [] if _is_ours(entries[-1]) else [entries[-1]]
+    for this, called in zip(kept, [*kept[1:], None], strict=False):
+        this.tb_next = called
+    error.__traceback__ = kept[0] if kept else None
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    """Whether a frame belongs to zae; the kit of `zae.testing` stands for the user."""
+    name = str(entry.tb_frame.f_globals.get("__name__"))
+    return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))

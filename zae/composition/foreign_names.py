@@ -113,23 +113,16 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
 }
 """Option names of other trainers, whose they are, and what to write here."""
 
-FOREIGN_ARGUMENTS: dict[str, str] = {
-    **dict.fromkeys(
-        "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs nb_epoch max_epoch epoch".split(), "n_epoch"
-    ),
-    **dict.fromkeys(
-        "train_loader train_dataloader train_dataloaders dataloader data_loader train_data data".split(), "loader"
-    ),
-    **dict.fromkeys(
-        "val_loader val_dataloader val_dataloaders valid_dataloader validation_loader validation_data eval_loader "
-        "eval_dataloader val_data valid_data test_loader test_dataloader".split(),
-        "valid_loader",
-    ),
-    **dict.fromkeys("steps num_steps total_steps max_num_steps max_iters".split(), "max_steps"),
-    **dict.fromkeys("val_every eval_every validate_every val_check_interval eval_interval".split(), "valid_every"),
-    **dict.fromkeys("epoch_length limit_train_batches".split(), "steps_per_epoch"),
+FOREIGN_ARGUMENTS = {
+    "n_epoch": "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs nb_epoch max_epoch epoch",
+    "loader": "train_loader train_dataloader train_dataloaders dataloader data_loader train_data data",
+    "valid_loader": "val_loader val_dataloader val_dataloaders valid_dataloader validation_loader validation_data "
+    "eval_loader eval_dataloader val_data valid_data test_loader test_dataloader",
+    "max_steps": "steps num_steps total_steps max_num_steps max_iters",
+    "valid_every": "val_every eval_every validate_every val_check_interval eval_interval",
+    "steps_per_epoch": "epoch_length limit_train_batches",
 }
-"""Names that other trainers have for the arguments of ``run``."""
+"""What other trainers call each argument of ``run``."""
 
 FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
     "training_step": ("Lightning", "train_step(batch)"),
@@ -187,7 +180,7 @@ FOREIGN_METHODS: dict[str, tuple[str, str]] = {
 
 def foreign_argument(name: str) -> str:
     """Return what another trainer's argument of ``run`` is called here; empty when the name is not known."""
-    return FOREIGN_ARGUMENTS.get(name, "")
+    return next((here for here, names in FOREIGN_ARGUMENTS.items() if name in names.split()), "")
 
 
 def foreign_option(name: str) -> str:
