@@ -28,9 +28,9 @@ os.register_at_fork(after_in_child=lambda: forkserver._forkserver.__init__())
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("distributed", "table", "resume", "mpu", "crash", "examples", "testing", "wandb_logger", "gather",
-           "composition", "compile", "loading", "package", "fault_signals", "fault_exceptions", "readme", "performance",
-           "neptune_logger")  # fmt: skip
+LONGEST = ("distributed", "table", "resume", "mpu", "mpu_resume", "mpu_spawned", "crash", "examples", "testing",
+           "wandb_logger", "gather", "composition", "compile", "loading", "package", "fault_signals",
+           "fault_exceptions", "readme", "performance", "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""
 
 

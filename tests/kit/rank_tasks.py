@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import traceback
@@ -15,7 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
+from zae.launch.spawn import spawn
 
+F64 = torch.float64
+WORLDS = (2, 3)
 WARNINGS = (UserWarning, FutureWarning, DeprecationWarning)
 
 
@@ -137,3 +141,15 @@ def run_checks(checks, world, folder):
         dist.all_gather_object(texts, text)
         outcome[check.__name__] = "\n".join(filter(None, texts))
     return outcome
+
+
+def outcomes_by_world(checks, folders):
+    """Return a function that calls the checks on so many ranks, once, and gives what went wrong in each."""
+
+    @functools.cache
+    def outcome_of(world):
+        sent = {"checks": checks, "world": world, "folder": str(folders.mktemp(f"ranks{world}"))}
+        with forks():
+            return spawn(run_checks, sent, [torch.device("cpu")] * world, timeout=30)
+
+    return outcome_of
