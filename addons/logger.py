@@ -250,24 +250,30 @@ class WebLoggerAddon(LoggerAddon):
 
     web_key: ClassVar[str] = ""
 
-    def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        line = ", ".join(f'"{key}": {{"project": "my-project"}}' for key in self._web_keys())
+        line = self._option_example("web_logger")
         if not isinstance(web_logger, Mapping):
-            found = "missing" if web_logger is None else f"a {type(web_logger).__name__}"
-            raise ConfigError(f"web_logger is {found}; write web_logger={{{line}}}")
+            raise ConfigError(f"web_logger is a {type(web_logger).__name__}; write web_logger={line}")
         for key in web_logger:
             self._check_key(key)
         for key in self._web_keys():
             if not isinstance(web_logger.get(key), Mapping):
                 found = f"a {type(web_logger[key]).__name__} for" if key in web_logger else "no entry"
-                raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={{{line}}}')
+                raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={line}')
         self.web_logger = _Entries({key: _Entries(entries) for key, entries in web_logger.items()})
 
-    def _web_keys(self) -> dict[str, str]:
-        """The keys that the web loggers of this class read, and their owners."""
-        owners = {c.__dict__.get("web_key"): c.__name__ for c in type(self).__mro__}
+    @classmethod
+    def _web_keys(cls) -> dict[str, str]:
+        """Map the keys that the web loggers of this class read to their owners."""
+        owners = {c.__dict__.get("web_key"): c.__name__ for c in cls.__mro__}
         return dict(sorted((key, name) for key, name in owners.items() if key))
+
+    @classmethod
+    def _option_example(cls, name: str) -> str:
+        """Return a value to write for an option that is missing."""
+        entries = ", ".join(f'"{key}": {{"project": "my-project"}}' for key in cls._web_keys())
+        return f"{{{entries}}}" if name == "web_logger" else "..."
 
     def _check_key(self, key: Any) -> None:
         """Refuse an entry that no web logger of this class reads."""

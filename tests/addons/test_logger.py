@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.loggers import ListLoggerAddon, ListSink, Task, bare, build, digest, lines, listing, loader, warned
-from zae import AddOnBase, AddOnConflict, CheckpointMismatch, ConfigError, LoggerError, Trainer, ZaeError
-from zae.addons import EMAAddon, StateManagerAddon
+from zae import AddOnBase, AddOnConflict, CheckpointMismatch, ConfigError, LoggerError, OptionError, Trainer, ZaeError
+from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon, TensorBoardLoggerAddon
 from zae.addons.logger import LoggerAddon, WebLoggerAddon
 from zae.addons.neptune_logger import NeptuneLoggerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
@@ -379,7 +379,7 @@ def web(*add_ons, **options):
 @pytest.mark.parametrize(
     ("add_on", "value", "text"),
     [
-        (WandBLoggerAddon, None, 'web_logger is missing; write web_logger={"wandb": {"project": "my-project"}}'),
+        (WandBLoggerAddon, None, 'web_logger is a NoneType; write web_logger={"wandb": {"project": "my-project"}}'),
         (WandBLoggerAddon, "canary", 'web_logger is a str; write web_logger={"wandb"'),
         (WandBLoggerAddon, {}, 'web_logger has no entry "wandb"; write web_logger={"wandb"'),
         (WandBLoggerAddon, {"wandb": "canary"}, 'web_logger has a str for "wandb"; write'),
@@ -396,6 +396,15 @@ def test_web_logger_that_cannot_be_meant(add_on, value, text):
         web(add_on, web_logger=value)
     assert text in str(caught.value)
     assert "canary" not in str(caught.value)
+
+
+def test_all_options_that_are_missing_are_named_at_once():
+    cls = Task.add_on(JSONLLoggerAddon, TensorBoardLoggerAddon, WandBLoggerAddon)
+    with pytest.raises(OptionError) as caught:
+        cls(torch.nn.Linear(1, 1), "cpu")
+    text = str(caught.value)
+    assert "needs 'web_logger' (WebLoggerAddon), 'log_dir' (TensorBoardLoggerAddon) and 'jsonl_path' (JSON" in text
+    assert text.endswith('(..., web_logger={"wandb": {"project": "my-project"}}, log_dir=..., jsonl_path=...)')
 
 
 def test_p31_both_web_loggers_are_one_class_in_either_order():

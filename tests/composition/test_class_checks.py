@@ -526,7 +526,7 @@ def test_tasks_with_an_init_of_their_own():
             keyword(device="cpu")
         with pytest.raises(OptionError, match=r"unknown argument 'device' for Closed"):
             closed(torch.nn.Linear(3, 1), device="cpu")
-        with pytest.raises(OptionError, match=r"needs 'model'; write|needs 'model', an option of"):
+        with pytest.raises(OptionError, match=r"needs 'model'(; write| \(\w+\); write)"):
             Task.add_on(*add_ons)(device="cpu")
 
 

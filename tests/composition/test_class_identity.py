@@ -238,9 +238,7 @@ def test_options_are_checked_before_any_init_runs(options, message):
 
 
 def test_a_missing_option_and_too_many_positions():
-    with pytest.raises(
-        OptionError, match=r"needs 'save_path', an option of StateManagerAddon; write Task\[StateManager"
-    ):
+    with pytest.raises(OptionError, match=r"needs 'save_path' \(StateManagerAddon\); write Task\[StateManager"):
         make(Task.add_on(StateManagerAddon))
     with pytest.raises(OptionError, match=r"takes 5 positional arguments \(model, device, mode, optimizer, scheduler\) "
                                           r"and got 6; name the others: log_bar"):  # fmt: skip

@@ -20,7 +20,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zae import AddOnBase, Every, Trainer, ZaeError
-from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    JSONLLoggerAddon,
+    StateManagerAddon,
+)
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "errors.txt"
 CATALOGUE: dict[str, Callable[[], object]] = {}
@@ -112,6 +119,11 @@ def logging_into_nothing():
 @mistake
 def missing_option():
     trainer_of(Task.add_on(StateManagerAddon))
+
+
+@mistake
+def several_missing_options():
+    trainer_of(Task.add_on(JSONLLoggerAddon, StateManagerAddon))
 
 
 @mistake

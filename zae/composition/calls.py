@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from zae.composition.foreign_names import foreign_argument, foreign_option
-from zae.composition.options import options_of
+from zae.composition.options import join, options_of
 from zae.errors import OptionError, ZaeError, did_you_mean
 
 __all__ = ["shorten_traceback", "user_call"]
@@ -63,18 +63,18 @@ def _explain(names: list[str], trainer: Any, args: list[Any], kwargs: Mapping[st
     if unknown:
         cures = [cure for name in unknown if not meant[name] and (cure := _cure(type(trainer), name))]
         return (
-            f"unknown argument{'s' * (len(unknown) > 1)} {_join(map(repr, unknown))} for run(){''.join(cures)}; {call}"
+            f"unknown argument{'s' * (len(unknown) > 1)} {join(map(repr, unknown))} for run(){''.join(cures)}; {call}"
         )
     if swapped or _is_loader(given.get("n_epoch")):
         found = type(args[1] if swapped else given["n_epoch"]).__name__
         return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({found}); {call}"
     twice = [name for name, _ in zip(names, args, strict=False) if name in kwargs]
     if twice:
-        return f"run() got {_join(map(repr, twice))} twice, by position and by name; {call}"
+        return f"run() got {join(map(repr, twice))} twice, by position and by name; {call}"
     if len(args) > 3:
         return f"run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got {len(args)}; {call}"
     absent = [name for name in names[len(args) : 2] if name not in given]
-    return f"run() needs {_join(map(repr, absent))}; {call}"
+    return f"run() needs {join(map(repr, absent))}; {call}"
 
 
 def _meant(name: str, names: list[str]) -> str:
@@ -99,12 +99,6 @@ def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
     texts = [repr(n_epoch), "loader", *(["valid_loader"] if "valid_loader" in values else [])]
     texts += [f"{name}={values[name]!r}" for name in names[3:] if name in values]
     return f"run({', '.join(texts)})"
-
-
-def _join(names: Any) -> str:
-    """Join names by commas and a last "and"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def shorten_traceback(error: Exception) -> None:

@@ -13,7 +13,7 @@ from zae.composition.foreign_names import foreign_method, foreign_option
 from zae.composition.introspect import function_of, is_add_on, is_trainer
 from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
 
-__all__ = ["BASES", "check_call", "check_owners", "missing_attribute", "options_of", "own_options"]
+__all__ = ["BASES", "check_call", "check_owners", "join", "missing_attribute", "options_of", "own_options"]
 
 BASES: list[Any] = []
 """AddOnBase, which registers itself here: this module is below it."""
@@ -138,10 +138,13 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
             raise OptionError(f"unknown argument {name!r} for {cls.__name__}{_cure(cls, name, named)}")
         if name in given:
             raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; keep one")
-    for name, (parameter, owner) in named.items():
-        if parameter.default is parameter.empty and name not in kwargs and name not in given:
-            whose = "" if owner is cls else f", an option of {owner.__name__}"
-            raise OptionError(f"{cls.__name__} needs {name!r}{whose}; write {cls.__name__}(..., {name}=...)")
+    required = {name: owner for name, (parameter, owner) in named.items() if parameter.default is parameter.empty}
+    missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in given}
+    if missing:
+        names = [f"{name!r}" + ("" if owner is cls else f" ({owner.__name__})") for name, owner in missing.items()]
+        example = getattr(cls, "_option_example", lambda name: "...")
+        written = ", ".join(f"{name}={example(name)}" for name in missing)
+        raise OptionError(f"{cls.__name__} needs {join(names)}; write {cls.__name__}(..., {written})")
 
 
 def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
@@ -198,6 +201,12 @@ def _explain_missing(trainer: Any, name: str) -> str:
         return f"{text}; {foreign}"
     near = did_you_mean(name, [n for n in dir(trainer) if not n.startswith("_")])
     return text + (near or "; set it in __init__, before it is used")
+
+
+def join(names: Iterable[str]) -> str:
+    """Join names by commas and a last "and"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _words(init: FunctionType) -> set[str]:
