@@ -24,7 +24,7 @@ from zae.common.device import copies_by_itself, leading_dimension, parse_device,
 from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
-from zae.loop import direct, evaluation, scheduling
+from zae.loop import binding, evaluation, scheduling
 from zae.loop import run as session
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.error_notes import explain_error, undisturbed
@@ -179,7 +179,7 @@ class Trainer(metaclass=TrainerMeta):
         # What asks for the end; the modules that were in training mode before `toggle`.
         self._signals, self._in_training = list[int](), cast("list[nn.Module] | None", None)
         self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
-        self._own, self._planned, self._noted = direct.Own(), scheduling.Planned(), dict[Any, Any]()
+        self._planned, self._noted = scheduling.Planned(), dict[Any, Any]()
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -346,10 +346,7 @@ class Trainer(metaclass=TrainerMeta):
         if not self._ready:
             session.begin_steps(self)
         if self.mode == "test":
-            evaluation.test(self, batch, record=True)
-            return
-        if self._own.step:  # Nobody has a hand in what follows: the same in fewer calls.
-            direct.run_batch(self, batch)
+            evaluation.test_batch(self, batch)
             return
         with self.batch_context():
             outputs = self.gradients(batch)
@@ -380,16 +377,15 @@ class Trainer(metaclass=TrainerMeta):
         list of (mapping, float)
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
-        if self._own.micro_batch:
-            return direct.gradients(self, batch)
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
-        outputs = []
+        outputs, num_targets = [], []
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self.sync_context(index == count):
-                micro_batch = self.to_device(micro_batch)
-                outputs.append(self.micro_step(micro_batch, count))
-        self.normalize([out.get("num_targets") for out, _ in outputs])
+                out, weight = self.micro_step(self.to_device(micro_batch), count)
+            outputs.append((out, weight))
+            num_targets.append(out.get("num_targets"))
+        self.normalize(num_targets)
         return outputs
 
     # ------------------------------------------------------------------------- the seams of a step, in its order
@@ -496,10 +492,10 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        if self._own.optimizer is not None:  # Nobody overrides step_one, which would only do this.
-            optim.step(self._own.optimizer)
-            return True
-        return not [each for each in self._optimizers.values() if not self.step_one(each)]
+        stepped = True
+        for optimizer in self._optimizers.values():
+            stepped = self.step_one(optimizer) and stepped
+        return stepped
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
@@ -526,7 +522,8 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
-        (self.log_train if self.mode == "train" else self.log_test).record(step_dict, weight)
+        history = self.history
+        (history.log_train if self.mode == "train" else history.log_test).record(step_dict, weight)
 
     # ---------------------------------------------------------------------------------- the seams around the step
 
@@ -554,7 +551,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
-        direct.release(self)
+        binding.release(self)
         self._bar.close()
         self._ready, self._valid = False, (None, Every(epochs=1))
         self.model = self._wrapped = self._module
@@ -907,7 +904,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up, and goes on where this one stands."""
-        return direct.unbound(self)
+        return binding.unbound(self)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
@@ -918,4 +915,4 @@ class Trainer(metaclass=TrainerMeta):
         if not self._ready:
             self.setup()
             self._ready = True
-            direct.bind(self)
+            binding.bind(self)

@@ -75,7 +75,7 @@ class ManyDicts(OneDict):
 
 
 class Unused(AddOnBase):
-    """Takes the step off its direct way."""
+    """Overrides a seam of the step, to no effect."""
 
     layer = "loop"
 

@@ -501,13 +501,16 @@ def test_the_steps_of_an_epoch_without_a_line_pass_the_ledger_by(tmp_path: Path)
     """P-33: nor does it cost a step what it does not write; which steps those are stays as it was."""
     ways: list[tuple[str, int, bool]] = []
 
+    def is_idle(trainer: Any) -> bool:
+        return trainer.gradients.__func__ is Trainer.gradients
+
     class Watched(Trainer):
         def train_step(self, batch: Any) -> dict[str, Any]:
-            ways.append(("train", self.progress_checker.epoch, self._own.step))
+            ways.append(("train", self.progress_checker.epoch, is_idle(self)))
             return {"loss": self.model(batch[0]).square().mean()}
 
         def test_step(self, batch: Any) -> dict[str, Any]:
-            ways.append(("test", self.progress_checker.epoch, self._own.batch))
+            ways.append(("test", self.progress_checker.epoch, is_idle(self)))
             return {"loss": self.model(batch[0]).square().mean()}
 
     path = tmp_path / "ledger.jsonl"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zae.common.device import leading_dimension, parse_device, samples_on_host, to_device
+from zae.common.device import leading_dimension, parse_device, to_device
 from zae.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -469,29 +469,8 @@ def test_leading_dimension(batch: Any, size: int | None) -> None:
     found = leading_dimension(batch)
     assert found == size
     assert found is None or type(found) is int
-    assert samples_on_host(batch) in (0, size)
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        ([torch.zeros(4, 2), torch.zeros(4)], 4),
-        ((torch.zeros(3),), 3),
-        ([], 0),
-        (torch.zeros(4), 0),
-        ([torch.zeros(4), "name"], 0),
-        ([torch.zeros(4), torch.zeros(4, device=META)], 0),
-        ([torch.zeros(4), [torch.zeros(4)]], 0),
-        ([torch.tensor(1.0), torch.zeros(4)], 0),
-        ([torch.nn.Parameter(torch.zeros(4))], 0),
-    ],
-)
-def test_samples_of_a_flat_batch_on_the_host(batch: Any, size: int) -> None:
-    assert samples_on_host(batch) == size
-    assert not size or to_device(batch, CPU) is batch
 
 
 def test_leading_dimension_of_a_nested_tensor() -> None:
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert leading_dimension((ragged,)) == 2
-    assert samples_on_host((ragged,)) == 0

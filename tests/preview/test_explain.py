@@ -19,8 +19,7 @@ from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
 from zae import AddOnBase, Trainer, replaces
 from zae.composition.introspect import function_of, seams_of
-from zae.loop import direct
-from zae.loop.epoch_log import EpochLog
+from zae.loop import binding
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}
@@ -51,8 +50,6 @@ class Trace:
                 self._codes[code] = (name, klass.__name__)
                 self._first.setdefault(name, code)
         self._begun: list[FrameType] = []
-        # An evaluation calls what the core's own seam would only hand its numbers on to.
-        self._behind = {EpochLog.record.__code__: "logging"}
 
     def __enter__(self) -> Trace:
         sys.setprofile(self._event)
@@ -62,9 +59,6 @@ class Trace:
         sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, _: Any) -> None:
-        caller = frame.f_back.f_code.co_name if frame.f_back else ""
-        if event == "call" and frame.f_code in self._behind and caller == "_record_all":
-            self.calls.append((self._behind[frame.f_code], ["Trainer"]))
         if event != "call" or frame.f_code not in self._codes or any(frame is known for known in self._begun):
             return
         if frame.f_code.co_flags & 0x20:  # A generator is entered often, and called once.
@@ -145,10 +139,9 @@ def test_explain_is_what_a_real_run_does(
 ) -> None:
     """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing.
 
-    What is passed by is called here too: that the direct way does the same is for tests/loop/test_direct.py to show.
+    Idle add-ons are called here too; tests/loop/test_binding.py is about passing them by.
     """
-    monkeypatch.setattr(direct, "_own", lambda trainer: direct.Own())
-    monkeypatch.setattr(direct, "idle_add_ons", lambda trainer: frozenset())
+    monkeypatch.setattr(binding, "idle_add_ons", lambda trainer: frozenset())
     options = matrix.without(CONFIGURATION_FOR_TRACES, set(matrix.PIECES) - set(chosen))
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)

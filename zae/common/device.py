@@ -21,19 +21,19 @@ __all__ = [
     "leading_dimension",
     "parse_device",
     "plain_tensors",
-    "samples_on_host",
     "to_device",
 ]
 
 DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
+
+HOST = torch.device("cpu")
+"""The CPU, always this object where `parse_device` returns it: to compare two devices takes longer."""
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 # Names that people write for a device and that no spelling distance leads from to the right one.
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
 _OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
 _MISSING = object()
-
-_HOST = torch.device("cpu")
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
@@ -117,7 +117,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         items = batch.values()
     else:
         return _move(batch, device, non_blocking)
-    on_host = device == _HOST
+    on_host = device is HOST or device == HOST
     for item in items:
         if type(item) is not Tensor or not (item.is_cpu if on_host else item.device == device):
             return _move(batch, device, non_blocking)
@@ -253,8 +253,13 @@ def leading_dimension(batch: Any) -> int | None:
     kind = type(batch)
     if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours
         first = batch[0]
-        if type(first) is Tensor and not first.is_nested and first.ndim:
-            return first.shape[0]  # size(0) is twice as slow.
+        if type(first) is Tensor:
+            try:
+                shape: Sequence[int] = first.shape
+            except RuntimeError:  # A nested tensor has none.
+                shape = ()
+            if shape:
+                return shape[0]  # size(0) is twice as slow.
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else None  # not shape[0]: a nested tensor has no shape
     if isinstance(batch, np.ndarray):
@@ -277,44 +282,13 @@ def _children(value: Any) -> Iterable[Any]:
     return _fields(value).values() if _is_dataclass(value) else ()
 
 
-def samples_on_host(batch: Any) -> int:
-    """Return the number of samples of a flat batch of tensors that are all on the host: both questions in one look.
-
-    Parameters
-    ----------
-    batch : Any
-        What a loader gave.
-
-    Returns
-    -------
-    int
-        What :func:`leading_dimension` returns; 0 for whatever needs a closer look.
-
-    Examples
-    --------
-    >>> samples_on_host([torch.zeros(8, 3), torch.zeros(8)]), samples_on_host({"x": torch.zeros(8, 3)})
-    (8, 0)
-    """
-    kind = type(batch)
-    if (kind is not tuple and kind is not list) or not batch:
-        return 0
-    for item in batch:
-        if type(item) is not Tensor or not item.is_cpu:
-            return 0
-    try:
-        samples: int = batch[0].shape[0]
-    except (IndexError, RuntimeError):  # It has no dimension, or, nested, no shape.
-        return 0
-    return samples
-
-
 def _best_device() -> torch.device:
     """Return the one device that "auto" stands for."""
     found = accelerator()
     for kind in ("cuda", "mps", *([] if found is None else [found.type])):
         if _count(kind):
             return torch.device(kind, 0)
-    return torch.device("cpu")
+    return HOST
 
 
 def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
@@ -358,7 +332,7 @@ def _meant(entry: object, where: str) -> torch.device:
             f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"
         )
     if device.type == "cpu":
-        return torch.device("cpu")  # an index means nothing here, and cpu:0 would not equal a tensor's device
+        return HOST  # an index means nothing here, and cpu:0 would not equal a tensor's device
     return torch.device(device.type, device.index or 0)
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.common.optim import is_hooked, is_stepped_by_class, parameters_of
-from zae.loop.direct import idle_add_ons
+from zae.loop.binding import idle_add_ons
 from zae.preview.explain import owners_of
 
 if TYPE_CHECKING:

@@ -82,9 +82,7 @@ def _note(trainer: Trainer, error: Exception, where: str) -> str:
         asked, loader = walked
         workers = getattr(loader, "num_workers", 0)
         return f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
-    tested = [
-        frame for frame in frames if any(_is(frame, name, "zae.loop.evaluation") for name in ("test", "_record_all"))
-    ]
+    tested = [f for f in frames if any(_is(f, name, "zae.loop.evaluation") for name in ("_test", "_record_all"))]
     if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
         batch = describe_batch(tested[0].f_locals["batch"])
         return (
@@ -157,6 +155,6 @@ def _is(frame: FrameType, function: str, module: str) -> bool:
 
 
 def _local(frames: list[FrameType], function: str, name: str, default: Any) -> Any:
-    """A local variable of the outermost frame of one of the trainer's own methods, or of its direct way."""
-    found = [f for f in frames if _is(f, function, "zae.trainer") or _is(f, function, "zae.loop.direct")]
+    """Return a local variable of the outermost frame of one of the trainer's methods."""
+    found = [f for f in frames if _is(f, function, "zae.trainer")]
     return next((f.f_locals[name] for f in found if name in f.f_locals), default)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zae.common import argument_checks, random_state
+from zae.common import random_state
 from zae.common.contexts import NOTHING
-from zae.common.device import samples_on_host
 from zae.data.gather import batches_of
 from zae.data.loader_state import undrawn
 from zae.data.loading import check_loader, describe, gives_pinned
 from zae.data.sharding import shares_of
 from zae.data.workers import part_from_workers
 from zae.errors import LoaderError
-from zae.loop import direct
+from zae.loop import binding
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.error_notes import explain_error, undisturbed
 from zae.loop.history import Metrics
+from zae.loop.step_output import call_step
 from zae.loop.stop_signals import Agreed, GivenUp
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def switch(trainer: Trainer, mode: str) -> None:
     elif not root.training:
         root.train()
     if trainer._ready:
-        direct.bind(trainer)
+        binding.bind(trainer)
 
 
 def _root_of(trainer: Trainer) -> nn.Module:
@@ -82,7 +82,7 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     try:
         trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
         position.is_evaluating = True
-        direct.bind(trainer)
+        binding.bind(trainer)
         root.eval()
         drawn = random_state.isolated(*random_state.generators_of(loader))
         with torch.no_grad(), drawn, undrawn(loader), trainer.evaluation_context():
@@ -91,7 +91,7 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
         for module in training:
             module.training = True
         trainer.mode, position.pinned, position.is_evaluating = mode, pinned, is_within
-        direct.bind(trainer)
+        binding.bind(trainer)
 
 
 @contextmanager
@@ -132,47 +132,31 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
     return metrics
 
 
-def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None) -> int | None:
-    """Test each batch and record what comes: `test` in a loop, with all that stays the same looked up before it.
-
-    It says how many there were, or None where it did not come to the end.
-    """
-    context = None if direct.is_plain(trainer, "forward_context") else trainer.forward_context
-    record = trainer.log_test.record if direct.is_plain(trainer, "logging") else trainer.logging
-    is_ours, test_step, count = trainer._own.batch, trainer.test_step, 0
+def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
+    """Test and record each batch; return how many there were, or None where a signal ended it early."""
+    to_device, test_step, weight_of, logging = trainer.to_device, trainer.test_step, trainer.weight_of, trainer.logging
+    count = 0
     for batch in batches:
         if signals:
             return None
         if batch is None:
             continue
-        samples = samples_on_host(batch) if is_ours else 0
-        if not samples:
-            batch = trainer.to_device(batch)
-        if context is None:
-            out: Any = test_step(batch)
-        else:
-            with context():
-                out = test_step(batch)
-        if type(out) is not dict:
-            out = argument_checks.as_mapping(trainer, out, batch)
-        targets = out.get("num_targets")
-        record(out, samples if samples and targets is None else trainer.weight_of(batch, targets))
+        batch = to_device(batch)
+        out = call_step(trainer, test_step, batch)
+        logging(out, weight_of(batch, out.get("num_targets")))
         count += 1
     return count
 
 
-def test(trainer: Trainer, batch: Any, *, record: bool) -> Mapping[str, Any]:
-    """Call ``test_step`` on one batch; record what it returns where that is asked for."""
-    if record and not trainer._position.is_evaluating:  # Called by itself, not by an evaluation.
-        with testing(trainer, None):
-            return test(trainer, batch, record=True)
-    batch = trainer.to_device(batch)
-    with torch.no_grad() if torch.is_grad_enabled() else NOTHING, trainer.forward_context():
-        out: Any = trainer.test_step(batch)
-    made: Mapping[str, Any] = out if type(out) is dict else argument_checks.as_mapping(trainer, out, batch)
-    if record:
-        trainer.logging(made, trainer.weight_of(batch, made.get("num_targets")))
-    return made
+def test_batch(trainer: Trainer, batch: Any) -> None:
+    """Evaluate and record one batch, in an evaluation or outside of one."""
+    with NOTHING if trainer._position.is_evaluating else testing(trainer, None):
+        _record_all(trainer, iter([batch]))
+
+
+def _test(trainer: Trainer, batch: Any) -> Mapping[str, Any]:
+    """Return what ``test_step`` returns for a batch."""
+    return call_step(trainer, trainer.test_step, trainer.to_device(batch))
 
 
 def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:
@@ -195,5 +179,5 @@ def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
     check_loader(loader)
     with session_of(trainer), testing(trainer, loader):
         batches = batches_of(trainer.wrap_loader(loader, False), trainer.fast_data)
-        outputs = [to_host(test(trainer, batch, record=False)) for batch in batches if batch is not None]
+        outputs = [to_host(_test(trainer, batch)) for batch in batches if batch is not None]
         return in_turn(trainer.gather(outputs))

@@ -14,7 +14,7 @@ from torch import nn
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
 from zae.data.loading import check_loader, describe, length_of
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import direct, scheduling
+from zae.loop import binding, scheduling
 from zae.loop.epoch_log import EpochLog, merge_sums
 from zae.loop.history import Metrics
 from zae.loop.progress import Every, warn_of_early_end
@@ -185,7 +185,7 @@ def open_epoch(trainer: Trainer, loader: Any) -> None:
         trainer.log_test.clear()
     trainer._due = ""
     optimizer_modes.begin_training(trainer)
-    direct.bind(trainer)
+    binding.bind(trainer)
     trainer.zero_grad()  # A step that an exception cut short has left its gradients.
     if isinstance(trainer.model, nn.Module) and not trainer.model.training:
         trainer.model.train()

@@ -23,9 +23,10 @@ from zae.composition.introspect import set_by
 from zae.data.loader_state import undrawn
 from zae.data.loading import describe
 from zae.errors import MonitorError
-from zae.loop import direct
+from zae.loop import binding
 from zae.loop.epoch_log import plain
 from zae.loop.history import split_prefix
+from zae.loop.step_output import call_step
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -152,12 +153,11 @@ def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
         with torch.set_grad_enabled(is_train):
             batch = to_device(batch, twin.device)
             try:
-                with twin.forward_context():
-                    out: Any = twin.train_step(batch) if is_train else twin.test_step(batch)
+                out = call_step(twin, twin.train_step if is_train else twin.test_step, batch)
             except Exception as error:
                 error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
                 raise
-            log.record(argument_checks.as_mapping(twin, out, batch))
+            log.record(out)
             names = list(log.means())
             try:
                 own = twin.history.further_metrics(split if is_train else "test", twin.metric_on_epoch_end)
@@ -245,7 +245,7 @@ def _fill(container: Any, entries: Any) -> None:
 
 def _copy_of(trainer: Any) -> Any:
     """Copy a trainer: the model, what its own classes have set, and its records; optimizers and loaders are shared."""
-    module, held = trainer.unwrap(), direct.unbound(trainer)
+    module, held = trainer.unwrap(), binding.unbound(trainer)
     if optim.are_lazy([*module.parameters(), *module.buffers()]):
         raise NotTried("the model is lazy: its first batch makes its weights")
     twin = object.__new__(type(trainer))

@@ -1,4 +1,4 @@
-"""The direct way through a step: idle add-ons are passed by, and the rest takes fewer calls; nothing else."""
+"""The seams of a step are bound past idle add-ons, once an epoch; and the step of an optimizer is cheap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zae import AddOnBase, StepError, Trainer
-from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, MultiGPUAddon
+from zae.addons import AMPAddon, GradientAccumulationAddon, MultiGPUAddon
 from zae.schedulers import WarmUpScheduler
 
 
@@ -114,12 +114,11 @@ def test_of_two_add_ons_of_one_base_the_busy_one_is_called():
 
 
 class CountedTask(Task):
-    """Notes in which steps the direct way was gone, and by whom a seam is called."""
+    """Notes which seams are the core's own while a step is made."""
 
     def train_step(self, batch):
-        self.seen = {"direct": self._own.micro_batch}
-        for name in ("clip", "gradients", "zero_grad", "weigh", "backward"):
-            self.seen[name] = getattr(self, name).__func__ is getattr(Trainer, name)
+        names = ("clip", "gradients", "zero_grad", "weigh", "backward")
+        self.seen = {name: getattr(self, name).__func__ is getattr(Trainer, name) for name in names}
         return super().train_step(batch)
 
 
@@ -129,25 +128,8 @@ def test_a_step_of_idle_add_ons_is_the_plain_one():
     assert set(trainer.seen.values()) == {True}
 
 
-@pytest.mark.parametrize(
-    ("add_ons", "options", "direct"),
-    [
-        ((), {}, True),
-        ((EMAAddon,), {}, True),
-        ((AMPAddon,), {"precision": "fp32"}, True),
-        ((AMPAddon,), {"precision": "bf16"}, False),
-        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 1}, True),
-        ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}, True),
-    ],
-)
-def test_the_direct_way_is_taken_where_nobody_encloses_a_micro_batch(add_ons, options, direct):
-    trainer = make(CountedTask.add_on(*add_ons), **options)
-    trainer.run(1, batches())
-    assert trainer.seen["direct"] is direct
-
-
 class WindowedTask(Task):
-    """Overrides what encloses a micro-batch, to no effect: the step takes the general way."""
+    """Overrides what encloses a micro-batch, to no effect."""
 
     def sync_context(self, last):
         return super().sync_context(last)
@@ -201,17 +183,15 @@ def decaying(optimizer):
         ((CountingTargets,), {"gradient_accumulation_steps": 3, "gradient_clip": 0.1}),
     ],
 )
-def test_both_ways_give_the_same_to_the_last_bit(mixins, options):
-    ways, shown, ends = [], [], []
+def test_an_override_without_effect_changes_no_bit(mixins, options):
+    shown, ends = [], []
     for base in (Task, WindowedTask):
         cls = type("Task", (*mixins, base), {})
         accumulates = "gradient_accumulation_steps" in options
         trainer = make(cls.add_on(GradientAccumulationAddon) if accumulates else cls, **options)
-        trainer.on_epoch_end = lambda trainer=trainer: ways.append((trainer._own.micro_batch, trainer._own.step))
         shown.append(repr(trainer.run(3, batches(), batches(2))))  # In text, for NaN is not equal to itself.
         ends.append({**trainer.state_dict()["optimizer"], **trainer.model.state_dict()})
         ends[-1]["log"] = repr(trainer.log_history)
-    assert ways == [(True, not accumulates)] * 3 + [(False, False)] * 3
     assert shown[0] == shown[1]
     torch.testing.assert_close(ends[0].pop("weight"), ends[1].pop("weight"), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(ends[0].pop("bias"), ends[1].pop("bias"), rtol=0, atol=0, equal_nan=True)
@@ -233,11 +213,11 @@ def test_an_add_on_is_asked_again_in_each_epoch_and_around_each_evaluation():
     assert trainer.called == ["setup"] + ["clip"] * 4
     modes = [*dict.fromkeys(trainer.asked)]
     assert modes == [("train", 0), ("test", 1), ("train", 1), ("test", 2), ("train", 2), ("test", 3), ("train", 3)]
-    assert not {"clip", "_ways", "_idle"} & set(vars(trainer))
+    assert not {"clip", "_bindings_by_idle", "_idle"} & set(vars(trainer))
 
 
 @pytest.mark.parametrize("out", [None, {}, {"los": 1.0}, {"loss": "low"}, {"loss": torch.ones(2)}, {"loss": 1.0}])
-def test_both_ways_refuse_the_same_in_the_same_words(out):
+def test_an_output_is_refused_in_the_same_words_whatever_is_overridden(out):
     said = []
     for base in (Task, WindowedTask):
         trainer = make(type("BadTask", (base,), {"train_step": lambda self, batch: out}))
@@ -278,7 +258,7 @@ def ranges(monkeypatch):
 
 
 class Clipping(AddOnBase):
-    """Keeps the step from the direct way."""
+    """Overrides a seam of the step, to no effect."""
 
     layer = "loop"
 
@@ -290,7 +270,7 @@ def warmed(optimizer):
     return WarmUpScheduler(optimizer, total_iters=4, eta_min=0.01)
 
 
-@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["direct", "by its seams"])
+@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
 @pytest.mark.parametrize("scheduler", [None, warmed], ids=["", "scheduler"])
 def test_p33_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ranges):
@@ -344,7 +324,7 @@ def test_p33_a_profiler_sees_the_steps_of_an_optimizer():
     assert counts["Optimizer.step#SGD.step"] == 4
 
 
-@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["direct", "by its seams"])
+@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
 def test_p33_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
     """P-33: those of one optimizer and those of all; one that comes in the midst of an epoch too."""
     called = []

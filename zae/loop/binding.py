@@ -1,0 +1,104 @@
+"""Bind the seams of a step past idle add-ons, so that an add-on with nothing to do costs a step nothing.
+
+An override that only calls ``super()`` costs as much as one that does something. At the start of each epoch and of each
+evaluation, each add-on is asked ``is_idle()``; a seam whose outermost overrides belong to idle add-ons is then bound on
+the trainer to the first override that has work to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zae.common import optim
+from zae.composition.introspect import add_ons_of, is_add_on
+from zae.loop.progress import Every
+from zae.loop.progress_bar import Bar
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["bind", "idle_add_ons", "release", "unbound"]
+
+_SEAMS = (
+    "batches", "batch_context", "gradients", "micro_batches", "sync_context", "to_device", "micro_step",
+    "forward_context", "weigh", "backward", "weight_of", "normalize", "unscale", "clip", "optimizer_step", "step_one",
+    "scheduler_step", "zero_grad", "logging", "checkpoint",
+)  # fmt: skip
+
+
+def idle_add_ons(trainer: Trainer) -> frozenset[Any]:
+    """Return the add-ons, with their bases, that have nothing to do in the steps that follow.
+
+    An answer holds for the class that gives it and for its bases. A class that derives from it without an ``is_idle``
+    counts as busy, and so does a base that a busy add-on shares.
+    """
+    idle: set[Any] = set()
+    busy: set[Any] = set()
+    for answering, covered, others in _answers(type(trainer)):
+        is_idle = answering is not None and answering.is_idle(trainer)
+        (idle if is_idle else busy).update(covered)
+        busy.update(others)
+    return frozenset(idle - busy)
+
+
+def _answers(cls: type[Any]) -> list[tuple[Any, list[Any], list[Any]]]:
+    """List, for each add-on, the class with its ``is_idle``, the classes that the answer covers, and the others."""
+    if "__answers__" in cls.__dict__:
+        known: list[tuple[Any, list[Any], list[Any]]] = cls.__dict__["__answers__"]
+        return known
+    found = []
+    for add_on in add_ons_of(cls):
+        kinds = [c for c in add_on.__mro__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+        answering = next((c for c in kinds if "is_idle" in c.__dict__), None)
+        covered = [c for c in kinds if answering is None or c in answering.__mro__]
+        found.append((answering, covered, [c for c in kinds if c not in covered]))
+    # Stored on the class, so that it is freed with it; a cache here would keep every class alive.
+    cls.__answers__ = found if any(answering is not None for answering, _, _ in found) else []
+    return _answers(cls)
+
+
+def bind(trainer: Trainer) -> None:
+    """Bind the seams of a step to the overrides that have work to do now."""
+    idle, known = idle_add_ons(trainer), vars(trainer).setdefault("_bindings_by_idle", {})
+    if vars(trainer).get("_idle") == idle:
+        return
+    _unbind(trainer)
+    if idle not in known:
+        known[idle] = _bindings(trainer, idle)
+    vars(trainer).update(known[idle], _idle=idle)
+
+
+def _bindings(trainer: Trainer, idle: frozenset[Any]) -> dict[str, Any]:
+    """Return the seams whose outermost override is idle, each bound to its first override that is not."""
+    bound, cls = {}, type(trainer)
+    for name in _SEAMS if idle else ():
+        owners = [c for c in cls.__mro__ if name in c.__dict__]
+        owner = next(c for c in owners if c not in idle)
+        if owner is not owners[0] and name not in vars(trainer):
+            bound[name] = owner.__dict__[name].__get__(trainer, cls)
+    return bound
+
+
+def _bound_names(trainer: Trainer) -> set[str]:
+    own = vars(trainer)
+    return set(own.get("_bindings_by_idle", {}).get(own.get("_idle"), ()))
+
+
+def _unbind(trainer: Trainer) -> None:
+    for name in _bound_names(trainer) | {"_idle"}:
+        vars(trainer).pop(name, None)
+
+
+def release(trainer: Trainer) -> None:
+    """Remove the bindings, and what follows the optimizers."""
+    optim.unlisted(trainer._optimizers)
+    _unbind(trainer)
+    vars(trainer).pop("_bindings_by_idle", None)
+
+
+def unbound(trainer: Trainer) -> dict[str, Any]:
+    """Return the attributes of a trainer without bindings and without what a run has created."""
+    made = {"_ready": False, "_bar": Bar(False), "_wrapped": None, "_valid": (None, Every(epochs=1))}
+    removed = {*_bound_names(trainer), "_bindings_by_idle", "_idle"}
+    kept = {key: value for key, value in vars(trainer).items() if key not in removed}
+    return kept | made | {"model": trainer._module}
