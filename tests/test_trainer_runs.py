@@ -177,13 +177,20 @@ def test_p49_nothing_of_the_run_is_validated_before_training() -> None:
 def test_p35_an_unknown_monitor_fails_at_the_first_validation() -> None:
     """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
     trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
-    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; there are loss, accuracy"):
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy"):
         trainer.run(5, loader(), valid())
     assert trainer.progress_checker.epoch == 1
-    for misspelt, meant in (("acuracy", "accuracy"), ("valid/acuracy", "valid/accuracy"), ("val_losss", "val_loss")):
+    for misspelt, meant in (
+        ("acuracy", "accuracy"),
+        ("valid/acuracy", "valid/accuracy"),
+        ("val_losss", "val_loss"),
+        ("los", "loss"),
+    ):
         with pytest.raises(ConfigError, match=f"^monitor='{misspelt}'; did you mean '{meant}'.*monitor_mode='min' or"):
             build(monitor=misspelt)
-    with pytest.raises(ConfigError, match=r"its name does not tell whether .*monitor_mode='min' or monitor_mode='max'"):
+    with pytest.raises(
+        ConfigError, match=r"whether smaller or larger is better: .*monitor_mode='min' or monitor_mode='max'"
+    ):
         build(monitor="wheel")
     assert build(monitor="valid/accuracy").run(1, loader(), valid())["best_valid"]["score"] >= 0
 
@@ -262,3 +269,22 @@ def test_p57_f_e17_the_abstract_trainer_shows_what_to_write() -> None:
     model = line()
     with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):
         Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")
+
+
+def test_a_model_that_a_function_makes_is_seeded():
+    """seed= cannot change the weights of a module that exists already; a function is called with the seed."""
+    options = {"optimizer": SGD, "log_bar": False}
+
+    def network():
+        return torch.nn.Linear(3, 2)
+
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = Task(network, "cpu", seed=5, **options)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(7)
+    second = Task(network, "cpu", seed=5, **options)
+    torch.manual_seed(5)
+    assert digest(first.model) == digest(second.model) == digest(network())
+    assert digest(Task(network, "cpu", seed=6, **options).model) != digest(first.model)
+    assert digest(Task(network, "cpu", **options).model) != digest(first.model)

@@ -85,7 +85,9 @@ class Trainer(metaclass=TrainerMeta):
     monitor_mode : {"auto", "min", "max"}
         Whether smaller or larger is better; "auto" infers it from the metric's name.
     seed : int, optional
-        Seeds Python, NumPy and torch when the trainer is set up.
+        Seeds Python, NumPy and torch when the trainer is set up, and before ``model`` is called where it is a
+        function. A module that exists already has its weights, which no seed changes: give a function instead,
+        ``Task(lambda: Net(), optimizer=torch.optim.AdamW, seed=0)``.
     log_every : Every or int, optional
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
     on_nonfinite : {"raise", "skip", "warn"}
@@ -147,7 +149,8 @@ class Trainer(metaclass=TrainerMeta):
     ) -> None:
         self.devices = argument_checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
-        self.model: Any = argument_checks.check_model(model)
+        self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
+        self.model: Any = argument_checks.check_model(model, self.seed)
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -161,7 +164,6 @@ class Trainer(metaclass=TrainerMeta):
             "keep_test_outputs": type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
         }
         self.history = History(monitor, monitor_mode, owner=type(self).__name__, **keeps)
-        self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite = NonFiniteGuard(on_nonfinite)
         self._begin_empty()

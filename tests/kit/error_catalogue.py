@@ -251,6 +251,11 @@ def clip_as_text():
 
 
 @mistake
+def monitor_of_three_letters():
+    trainer_of(monitor="valid/los")
+
+
+@mistake
 def monitor_without_direction():
     trainer_of(monitor="valid/height")
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from zae.common import random_state
 from zae.errors import ConfigError, StepError, did_you_mean
 
 __all__ = [
@@ -35,10 +36,15 @@ __all__ = [
 ]
 
 
-def check_model(model: Any) -> nn.Module:
-    """Take a module, or call the function that makes one."""
+def check_model(model: Any, seed: int | None = None) -> nn.Module:
+    """Return a module, or what a function made with the seed returns; the random streams stay as they are."""
     if not isinstance(model, nn.Module) and callable(model):
-        model = model()
+        if seed is None:
+            model = model()
+        else:
+            with random_state.isolated():
+                random_state.seed_everything(seed)
+                model = model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that returns one")
     return model

@@ -62,15 +62,15 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
         if word in _LARGER.split():
             return "max"
     near = difflib.get_close_matches(words[-1], [*_SMALLER.split(), *_LARGER.split()], n=1, cutoff=0.75)
-    if near and len(words[-1]) > 3:
+    if near:
         meant = monitor[: len(monitor) - len(words[-1])] + near[0]
         raise ConfigError(
-            f"monitor={monitor!r}; did you mean {meant!r}? If not, say which is better, as the name does not: "
+            f"monitor={monitor!r}; did you mean {meant!r}? If not, say whether smaller or larger is better: "
             "monitor_mode='min' or monitor_mode='max'"
         )
     raise ConfigError(
-        f"monitor={monitor!r}: its name does not tell whether smaller or larger is better; "
-        "give monitor_mode='min' or monitor_mode='max'"
+        f"monitor={monitor!r} is not a metric that is known by its name; if it is spelt as the step returns it, say "
+        "whether smaller or larger is better: monitor_mode='min' or monitor_mode='max'"
     )
 
 
@@ -331,10 +331,9 @@ class History:
                 return float(source[name])
         if self.monitor == "loss":
             return None
-        known = ", ".join(source) or "none"
         raise MonitorError(
-            f"monitor={self.monitor!r} is no metric{did_you_mean(bare, source)}; there are {known}: give one of these, "
-            "or return it from the step"
+            f"unknown metric {self.monitor!r} in monitor{did_you_mean(bare, source)}; available: "
+            f"{', '.join(source) or 'none'}; give one of these, or return it from the step"
         )
 
     def is_better(self, score: float | None) -> bool:

@@ -338,12 +338,13 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
     >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
     'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
     """
-    free = free_bytes(path.parent) if free is None else free
-    cure = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Let the system allow it"
-    return CheckpointError(
-        f"{path} was not saved: {reason(error)}; {needed} bytes are needed and {free} are free there. "
-        f"{cure} or choose another place; what was saved before is untouched."
-    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = free_bytes(path.parent) if free is None else free
+        cure = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"
+    else:
+        is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        cure = "Give another path" + ", or change its permissions" * is_refused
+    return CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
 
 
 def free_bytes(path: Path) -> int:
