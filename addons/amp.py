@@ -67,6 +67,7 @@ class AMPAddon(AddOnBase):
 
     layer = "precision"
     slot = "precision"
+    state_attributes = ("_scaler",)
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class AMPAddon(AddOnBase):
 
     def teardown(self) -> None:
         """Keep the loss scale for the next run."""
-        self._scaler_state = self._read_scaler()
+        self._scaler_state = self._scaler
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.scaler, self.nonfinite.scaled = [], None, False
@@ -188,25 +189,23 @@ class AMPAddon(AddOnBase):
                 "step %d overflowed at the smallest loss scale, %g", self.progress_checker.step, self.loss_scale[1]
             )
 
-    def _read_scaler(self) -> dict[str, Any]:
+    @property
+    def _scaler(self) -> dict[str, Any]:
+        """The loss scale and the steps since it last changed, also while there is no scaler."""
         return self._scaler_state if self.scaler is None else dict(self.scaler.state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Add the loss scale and the steps since it last changed."""
-        return {**super().state_dict(), "AMPAddon": {"scaler": self._read_scaler()}}
+    @_scaler.setter
+    def _scaler(self, state: Mapping[str, Any]) -> None:
+        self._scaler_state = dict(state)
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(self._scaler_state)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the loss scale over."""
-        own, rest = self.take(state, "AMPAddon", strict)
-        if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scaler"), Mapping)):
-            raise CheckpointMismatch("the state of AMPAddon holds no 'scaler'")
-        if own is not None and own["scaler"] and not _is_of_a_scaler(own["scaler"]):
-            raise CheckpointMismatch("the state of AMPAddon holds a 'scaler' that is not one of torch's GradScaler")
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            self._scaler_state = dict(own["scaler"])
-            if self.scaler is not None and self._scaler_state:
-                self.scaler.load_state_dict(self._scaler_state)
+    def adapt_state(self, entry: Any) -> Any:
+        """Refuse what is not the state of a GradScaler."""
+        saved = entry.get("scaler", {}) if isinstance(entry, Mapping) else {}
+        if not isinstance(saved, Mapping) or (saved and not _is_of_a_scaler(saved)):
+            raise CheckpointMismatch("the state of AMPAddon contains a 'scaler' that is not one of torch's GradScaler")
+        return entry
 
 
 def _is_number(value: Any) -> bool:

@@ -274,7 +274,8 @@ class DistributedAddon(ShardingAddon):
 
     def state_dict(self) -> dict[str, Any]:
         """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
-        if asks := self._world > 1 and not self._is_failing() and not self._loads_entries:
+        is_part = addon_state.is_loading(self, addon_state.ENTRIES)
+        if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.share(self)
         state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
         if world == 1:
@@ -286,7 +287,7 @@ class DistributedAddon(ShardingAddon):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over this rank's part; the state of another number of ranks only where its position allows it."""
         own, rest = self.take(state, self._name(), strict=False)
-        if self._loads_entries:
+        if addon_state.is_loading(self, addon_state.ENTRIES):
             return super().load_state_dict(rest, strict)
         own = {"world_size": 1, "ranks": []} if own is None else own
         if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_number
-from zae.errors import CheckpointMismatch, ConfigError, MonitorError
+from zae.errors import ConfigError, MonitorError
 
 __all__ = ["EarlyStoppingAddon"]
 
@@ -54,6 +54,7 @@ class EarlyStoppingAddon(AddOnBase):
     """
 
     layer = "control"
+    state_attributes = ("_best", "_waited", "_runs")
     slot = "early_stopping"
 
     def __init__(
@@ -115,18 +116,8 @@ class EarlyStoppingAddon(AddOnBase):
         note = f"may end earlier: after {self.patience} validations in a row without a better {self.monitor}"
         return [*super().plan_lines(plan), note]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Add the best score and how long it has stood."""
-        own = {"best": self._best, "waited": self._waited, "runs": self._runs}
-        return {**super().state_dict(), "EarlyStoppingAddon": own}
-
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the count over."""
-        own, rest = self.take(state, "EarlyStoppingAddon", strict)
-        if own is not None and not (isinstance(own, Mapping) and {"best", "waited", "runs"} <= set(own)):
-            raise CheckpointMismatch("the state of EarlyStoppingAddon holds no best, waited and runs")
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            self._best, self._waited, self._runs = own["best"], own["waited"], own["runs"]
-            if not self.history.has_criterion_of(rest["records"]):
-                self._best, self._waited = None, 0
+        """Count from the start where another metric is monitored than in the saved run."""
+        super().load_state_dict(state, strict)
+        if not self.history.has_criterion_of(state["records"]):
+            self._best, self._waited = None, 0

@@ -58,6 +58,7 @@ class EMAAddon(AddOnBase):
     """
 
     layer = "control"
+    state_attributes = ("average",)
 
     def __init__(self, *args: Any, decay: float = 0.999, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -147,7 +148,8 @@ class EMAAddon(AddOnBase):
         """Take the average that was evaluated, beside the weights."""
         super().load_evaluation_state(state)
         if "EMAAddon" in state:
-            self.average = _loaded(state["EMAAddon"]["average"], self.unwrap())
+            saved = _renamed(state["EMAAddon"]["average"], self.unwrap())
+            self.average = {name: value.clone() for name, value in saved.items()}
             self._pair()
 
     def save_average(self, path: str | Path) -> Path:
@@ -172,32 +174,29 @@ class EMAAddon(AddOnBase):
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         return super().plan_lines(plan)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Add the average."""
-        return {**super().state_dict(), "EMAAddon": {"average": dict(self.average)}}
+    def adapt_state(self, entry: Any) -> Any:
+        """Refuse an average of another model; use the present names, as an older zae saved those of wrappers."""
+        if entry is None:
+            return None
+        average: Any = entry.get("average") if isinstance(entry, Mapping) else None
+        if misfit := _misfit(average, self.unwrap()):
+            raise CheckpointMismatch(
+                f"the state of EMAAddon contains no average of this model's weights: {misfit}; build the model as it "
+                "was saved, or load the weights alone: apply_weights(path)"
+            )
+        return {**entry, "average": _renamed(average, self.unwrap())}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the average over."""
-        own, rest = self.take(state, "EMAAddon", strict)
-        if own is not None:
-            misfit = _misfit(own.get("average") if isinstance(own, Mapping) else None, self.unwrap())
-            if misfit:
-                raise CheckpointMismatch(
-                    f"the state of EMAAddon holds no average of this model's weights: {misfit}; build the model as it "
-                    "was saved, or load the weights alone: apply_weights(path)"
-                )
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            # Read from a file, the tensors belong to nobody else.
-            self.average = _loaded(own["average"], self.unwrap(), is_copied=not self._may_keep_state)
-            if self.average:
-                self._pair()
+        """Follow the weights with the average that was loaded."""
+        super().load_state_dict(state, strict)
+        if self.average:
+            self._pair()
 
 
-def _loaded(average: Mapping[str, Tensor], module: nn.Module, is_copied: bool = True) -> dict[str, Tensor]:
-    """Take an average that fits, under the present names: an older zae saved those of wrappers."""
-    known, values = own_names(module), {name: value.detach() for name, value in average.items()}
-    return {fit_name(name, known): value.clone() if is_copied else value for name, value in values.items()}
+def _renamed(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return a fitting average under the present names."""
+    known = own_names(module)
+    return {fit_name(name, known): value.detach() for name, value in average.items()}
 
 
 def _misfit(average: Any, module: nn.Module) -> str:

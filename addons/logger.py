@@ -79,6 +79,7 @@ class LoggerAddon(AddOnBase):
     """
 
     layer = "observe"
+    state_attributes = ("_run_id", "_records")
 
     def __init__(
         self,
@@ -137,18 +138,23 @@ class LoggerAddon(AddOnBase):
             super().teardown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Add the run's name and the number of its records, once the sinks have written them."""
+        """Wait until the sinks have written what the state counts."""
         self._settle(flush=True)
-        return {**super().state_dict(), "LoggerAddon": {"run_id": self._run_id, "records": self._records}}
+        return super().state_dict()
+
+    def adapt_state(self, entry: Any) -> Any:
+        """Accept the state of a run that was not logged; refuse a name that could lead to another folder."""
+        entry = {"run_id": None, "records": 0} if entry is None else entry
+        run_id, records = (entry.get("run_id"), entry.get("records")) if isinstance(entry, Mapping) else (None, None)
+        if isinstance(records, int) and (run_id is None or (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id))):
+            return entry
+        raise CheckpointMismatch("the state of LoggerAddon contains no valid run_id and records")
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on with the run that the state is of; the state of one that was not logged is welcome."""
-        own, rest = self.take(state, "LoggerAddon", strict=False)
-        run_id, records = _of_state({"run_id": None, "records": 0} if own is None else own)
-        super().load_state_dict(rest, strict)
+        """Continue the logged run of the state."""
+        super().load_state_dict(state, strict)
         self._close_sinks()
-        self._run_id, self._records = run_id, records
-        self._resumed_at = self.progress_checker.step if run_id is not None else None
+        self._resumed_at = self.progress_checker.step if self._run_id is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the open sinks behind: they belong to this process."""
@@ -319,15 +325,6 @@ def is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ValueError:  # sys.modules holds None in its place.
         return False
-
-
-def _of_state(state: Any) -> tuple[str | None, int]:
-    """The run's name and the number of its records, as `LoggerAddon.state_dict` has written them."""
-    run_id, records = (state.get("run_id"), state.get("records")) if isinstance(state, Mapping) else (None, None)
-    # The name becomes part of a path: a state from elsewhere must not choose the folder.
-    if isinstance(records, int) and (run_id is None or (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id))):
-        return run_id, records
-    raise CheckpointMismatch("the state of LoggerAddon holds no proper run_id and records")
 
 
 def _plain(value: Any) -> Any:

@@ -41,7 +41,8 @@ class AddOnBase(Trainer):
         Add-ons that must be there too.
     state_attributes : tuple of str
         Attributes that a checkpoint holds and a resume puts back; nothing else is to be written for them. They are the
-        same on every rank. Their values are tensors, numbers, text, and lists, tuples and dicts of them.
+        same on every rank. Their values are tensors, numbers, text, and lists, tuples and dicts of them. A private one
+        is saved without its leading underscore.
     rank_state_attributes : tuple of str
         The same of what each rank has of its own. A resume on another number of ranks gives all that of rank 0, and
         warns.
@@ -145,13 +146,13 @@ class AddOnBase(Trainer):
         ...         x, y = super().to_device(batch)
         ...         return x + 0.1 * torch.randn(x.shape, generator=self.generator("noise"), device=x.device), y
         """
-        return self._generators.get(name, per_rank, self)
+        generators: Generators = vars(self).setdefault("_add_on_generators", Generators())
+        return generators.get(name, per_rank, self)
 
     @property
     def _generators(self) -> Generators:
-        """The generators of all add-ons of this trainer."""
-        found: Generators = vars(self).setdefault("_add_on_generators", Generators())
-        return found
+        """The generators of all add-ons of this trainer; those of a trainer that nobody has asked for one are empty."""
+        return vars(self).get("_add_on_generators") or Generators()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -175,12 +176,38 @@ class AddOnBase(Trainer):
         Generators.check(generators)
         values: dict[str, Any] = {}
         for owner in declaring(type(self)):
-            own, state = self.take(state, owner, strict)
+            own, rest = self.take(state, owner.__name__, strict=False)
+            own = owner.adapt_state(self, own)
+            if own is None:
+                own, rest = self.take(state, owner.__name__, strict)
             values |= {} if own is None else check_declared(self, owner, own)
+            state = rest
         super().load_state_dict(state, strict)
         for name, value in values.items():
             setattr(self, name, value)
+        if generators:
+            vars(self).setdefault("_add_on_generators", Generators())
         self._generators.load_state_dict(generators or {})
+
+    def adapt_state(self, entry: Any) -> Any:
+        """Return the saved entry of this class as its attributes are to be set; override it where that differs.
+
+        It is called for each class that declares attributes, with the entry of that class, before anything is loaded:
+        the place to take the layout of an older version, and to refuse with `CheckpointMismatch` what cannot be right.
+        An override does not call ``super()``.
+
+        Parameters
+        ----------
+        entry : object
+            A dict with a value for each declared attribute, without leading underscores; None where the state has no
+            entry of this class, which is an error unless a dict is returned.
+
+        Returns
+        -------
+        object
+            The entry; not the same object where it is changed.
+        """
+        return entry
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:

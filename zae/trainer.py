@@ -174,8 +174,7 @@ class Trainer(metaclass=TrainerMeta):
         self.grad_norm = cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self._position, self._bar = Position(self.fast_data), Bar(False)
-        # The last two say how a state is loaded: see `zae.loop.addon_state`.
-        self._ready = self._seeded = self._tells_settings = self._loads_entries = self._may_keep_state = False
+        self._ready = self._seeded = self._tells_settings = False
         self._valid: tuple[Any, Every] = (None, Every(epochs=1))
         self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
         # What asks for the end; the modules that were in training mode before `toggle`.

@@ -232,5 +232,5 @@ def test_a_state_of_something_else_is_refused() -> None:
     trainer = build(precision="fp16")
     whole = torch.amp.GradScaler("cpu").state_dict()
     for own in ({}, 3, {"scaler": 4}, {"scaler": {"scale": 2.0}}, {"scaler": {**whole, "scale": "2"}}):
-        with pytest.raises(ValueError, match=r"AMPAddon holds (no|a) 'scaler'"):
+        with pytest.raises(ValueError, match=r"AMPAddon contains .*scaler"):
             trainer.load_state_dict({**trainer.state_dict(), "AMPAddon": own})

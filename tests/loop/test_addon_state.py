@@ -100,12 +100,12 @@ def test_declared_attributes_are_copied_where_a_state_is_loaded() -> None:
     ("entry", "match"),
     [
         (None, "holds nothing of SlowerAddon: it was saved without this add-on"),
-        ({"count": 1}, "the state of SlowerAddon holds count, and it declares count, drawn, far, notes"),
-        ({"more": 1}, "holds count, drawn, far, more, notes, and it declares count, drawn, far, notes"),
-        ({"count": "1"}, "does not fit: count was a str and is a int"),
+        ({"count": 1}, "the state of SlowerAddon contains count; expected count, drawn, far, notes. Load"),
+        ({"more": 1}, "contains count, drawn, far, more, notes; expected count, drawn, far, notes"),
+        ({"count": "1"}, "does not fit: count was a str and is a int here"),
         ({"far": torch.zeros(3)}, r"far was \(3,\) torch.float32 and is \(2,\) torch.float32"),
         ({"far": torch.zeros(2, dtype=torch.float64)}, "far was .* torch.float64 and is"),
-        ([1, 2], "holds a list, and it declares"),
+        ([1, 2], "contains a list; expected"),
     ],
 )
 def test_a_declared_state_that_does_not_fit_is_refused(entry: Any, match: str) -> None:

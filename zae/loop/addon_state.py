@@ -7,7 +7,9 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +27,16 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = [
+    "ENTRIES",
+    "FROM_FILE",
     "GENERATORS",
     "Generators",
     "check_declared",
     "declaring",
     "digest",
     "gather_entries",
+    "is_loading",
+    "key_of",
     "load_entries",
     "load_for_rank",
     "read_declared",
@@ -44,54 +50,80 @@ GENERATORS = "generators"
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
 
+FROM_FILE, ENTRIES = "from a file", "entries alone"
+_loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""))
+
+
+def is_loading(trainer: Trainer, how: str) -> bool:
+    """Whether a trainer loads a state from a file, whose tensors nobody else holds, or the entries of add-ons alone."""
+    return _loading.get()[0] is trainer and _loading.get()[1] == how
+
+
+@contextmanager
+def _loading_as(trainer: Trainer, how: str) -> Iterator[None]:
+    token = _loading.set((trainer, how))
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
 # -------------------------------------------------------------------------------------------- declared attributes
 
 
-def declaring(cls: type) -> dict[str, tuple[str, ...]]:
-    """Map the name of each add-on that declares attributes to these, outermost first."""
+def declaring(cls: type) -> dict[Any, dict[str, str]]:
+    """Map each add-on that declares attributes to these, by their keys in its entry, outermost add-on first."""
     found = {}
     for each in cls.__mro__:
         names = (*each.__dict__.get("state_attributes", ()), *each.__dict__.get("rank_state_attributes", ()))
         if names and is_add_on(each):
-            found[each.__name__] = names
+            found[each] = {key_of(name): name for name in names}
     return found
+
+
+def key_of(name: str) -> str:
+    """Return the key of an attribute in an entry: its name without leading underscores."""
+    return name.lstrip("_")
 
 
 def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return the entries of the add-ons that declare what they keep."""
     entries = {}
     for owner, names in declaring(type(trainer)).items():
-        missing = [name for name in names if not hasattr(trainer, name)]
+        missing = [name for name in names.values() if not hasattr(trainer, name)]
         if missing:
             raise AddOnError(
-                f"{owner} declares the state attribute {missing[0]!r}, which it has not set; set self.{missing[0]} in "
-                "__init__"
+                f"{owner.__name__} declares the state attribute {missing[0]!r}, which it has not set; set "
+                f"self.{missing[0]} in __init__"
             )
-        entry = {name: getattr(trainer, name) for name in names}
+        entry = {key: getattr(trainer, name) for key, name in names.items()}
         if trainer.device.type != "cpu":
-            on_host = [name for name, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
+            on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}
-        entries[owner] = entry
+        entries[owner.__name__] = entry
     return entries
 
 
-def check_declared(trainer: Trainer, owner: str, entry: Any) -> dict[str, Any]:
+def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
     """Return the values of a saved entry by attribute, on this device; refuse one that does not fit."""
     names = declaring(type(trainer))[owner]
     found = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
     if not isinstance(entry, Mapping) or found != set(names):
-        holds = ", ".join(sorted(map(str, found))) or f"a {type(entry).__name__}"
+        kind = "nothing" if isinstance(entry, Mapping) else f"a {type(entry).__name__}"
+        contains = ", ".join(sorted(map(str, found))) or kind
         raise CheckpointMismatch(
-            f"the state of {owner} holds {holds}, and it declares {', '.join(sorted(names))}; load it with the version "
-            "of the add-on that saved it"
+            f"the state of {owner.__name__} contains {contains}; expected {', '.join(sorted(names))}. Load it with the "
+            "version of the add-on that saved it"
         )
-    for name in names:
-        if misfit := _misfit(getattr(trainer, name, None), entry[name]):
-            raise CheckpointMismatch(f"the state of {owner} does not fit: {name} {misfit}; build it as it was saved")
+    for key, name in names.items():
+        if misfit := _misfit(getattr(trainer, name, None), entry[key]):
+            raise CheckpointMismatch(
+                f"the state of {owner.__name__} does not fit: {key} {misfit}; build the trainer as it was saved"
+            )
     on_host = entry.get(_ON_HOST, ())
-    if trainer._may_keep_state and trainer.device.type == "cpu":
-        return {name: entry[name] for name in names}
-    return {name: _placed(entry[name], None if name in on_host else trainer.device) for name in names}
+    if is_loading(trainer, FROM_FILE) and trainer.device.type == "cpu":
+        return {name: entry[key] for key, name in names.items()}
+    return {name: _placed(entry[key], None if key in on_host else trainer.device) for key, name in names.items()}
 
 
 def _misfit(present: Any, saved: Any) -> str:
@@ -100,11 +132,11 @@ def _misfit(present: Any, saved: Any) -> str:
         return ""
     if isinstance(present, Tensor) and isinstance(saved, Tensor):
         if present.numel() and (present.shape, present.dtype) != (saved.shape, saved.dtype):
-            return f"was {tuple(saved.shape)} {saved.dtype} and is {tuple(present.shape)} {present.dtype}"
+            return f"was {tuple(saved.shape)} {saved.dtype} and is {tuple(present.shape)} {present.dtype} here"
         return ""
     kinds = (Tensor, Mapping, (list, tuple), str, (bool, int, float, complex, np.number))
     if any(isinstance(present, kind) != isinstance(saved, kind) for kind in kinds):
-        return f"was a {type(saved).__name__} and is a {type(present).__name__}"
+        return f"was a {type(saved).__name__} and is a {type(present).__name__} here"
     return ""
 
 
@@ -210,8 +242,8 @@ def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
         if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
             continue
         if names := tuple(each.__dict__.get("rank_state_attributes", ())):
-            found[each.__name__] = names
-        elif "state_dict" in each.__dict__ and each.__name__ not in declaring(cls):
+            found[each.__name__] = tuple(map(key_of, names))
+        elif "state_dict" in each.__dict__ and each not in declaring(cls):
             found[each.__name__] = None
     return found
 
@@ -274,15 +306,9 @@ def digest(value: Any) -> str:
 
 
 def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own.
-
-    Nobody else holds such a state: its tensors may be kept, where those of a state in memory are copied.
-    """
-    trainer._may_keep_state = True
-    try:
+    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
+    with _loading_as(trainer, FROM_FILE):
         trainer.load_state_dict(state_of_rank(trainer, state), strict)
-    finally:
-        trainer._may_keep_state = False
 
 
 def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,12 +339,9 @@ def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
     """Load this rank's entries of add-ons into a trainer that came with those of rank 0, and nothing else."""
     if not entries or trainer.rank == 0:
         return
-    trainer._loads_entries = True
-    try:
+    with _loading_as(trainer, ENTRIES):
         state = trainer.state_dict()
         trainer.load_state_dict({**state, **_merged(state, entries)})
-    finally:
-        trainer._loads_entries = False
 
 
 def warn_of_other_ranks(trainer: Trainer, engine: Mapping[str, Any], world: int) -> None:

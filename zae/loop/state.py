@@ -19,6 +19,7 @@ from zae.common.optimizer_state import load_optimizer_state
 from zae.common.sanity import check_rates
 from zae.data.loading import Position
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
+from zae.loop import addon_state
 from zae.loop.history import History
 from zae.loop.progress import ProgressChecker
 from zae.schedulers import is_plateau
@@ -74,7 +75,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
 
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Check the whole state first, and only then take it over."""
-    if trainer._loads_entries:
+    if addon_state.is_loading(trainer, addon_state.ENTRIES):
         return
     _check_keys(state, strict)
     _build_factories(trainer)
@@ -117,7 +118,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
 
 def _kept_or_copied(trainer: Trainer, state: Any) -> Any:
     """Return a state that the trainer may keep, because it was read from a file, or else a copy."""
-    return state if trainer._may_keep_state else copy.deepcopy(state)
+    return state if addon_state.is_loading(trainer, addon_state.FROM_FILE) else copy.deepcopy(state)
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
