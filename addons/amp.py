@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zae.addon import AddOnBase, replaces
 from zae.common import optim
 from zae.common.device import cpu_computes_in_bf16
+from zae.common.torch_private import found_overflow
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
 __all__ = ["AMPAddon"]
@@ -153,8 +154,9 @@ class AMPAddon(AddOnBase):
             return super().step_one(optimizer)  # One of several whose turn it is not: the scaler would refuse it.
         # torch would call a fused optimizer all the same, which then makes its state without writing it: a momentum
         # that begins with an overflow is whatever was in that memory.
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if is_fused and any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values()):
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        is_fused = is_fused or getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and found_overflow(self.scaler, optimizer):
             return False
         self._stepped = False
         self.scaler.step(optimizer)

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from zae.addon import AddOnBase, replaces
-from zae.common import argument_checks, optim
+from zae.common import argument_checks, optim, torch_private
+from zae.common.walk import tensors_in
 from zae.compiling import fused, graphs
 from zae.compiling.trial import Trial
 from zae.errors import ConfigError, did_you_mean
@@ -203,7 +203,7 @@ class CompileAddon(AddOnBase):
         if not self._is_due(batch, count):
             return super().micro_step(batch, count)
         if self.compile_mode == "model":
-            with graphs.called_by(self._module, partial(self._timed, "model")):
+            with torch_private.called_by(self._module, partial(self._timed, "model")):
                 return super().micro_step(batch, count)
         held = self._clipped[0] if self._way == "fused" else self.parameters
         parameters = [p for p in held if p.requires_grad]
@@ -252,7 +252,7 @@ class CompileAddon(AddOnBase):
     def _in_graph(self, batch: Any, count: int, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Compute a micro-batch by a compiled graph; None where it has to be eager."""
         whole = self._way == "fused"
-        if any(map(graphs.has_hooks, parameters)) or (whole and (count > 1 or self._is_awaited())):
+        if any(map(torch_private.has_gradient_hooks, parameters)) or (whole and (count > 1 or self._is_awaited())):
             self._pass_over()
             return None
         before = self.compile_report["graphs"]
@@ -265,13 +265,13 @@ class CompileAddon(AddOnBase):
             self._give_up(graphs.reason_of(error))
             return None
         if self.compile_report["graphs"] != before:
-            self._to_copy |= graphs.to_copy(parameters, gradients, tree_leaves((batch, out)))
+            self._to_copy |= graphs.to_copy(parameters, gradients, list(tensors_in((batch, out))))
         graphs.add_gradients(parameters, gradients, self._to_copy)
         return cast("dict[str, Any]", out)
 
     def _is_awaited(self) -> bool:
         """Whether somebody waits for the optimizer's step."""
-        return any(map(optim.is_hooked, self._optimizers.values()))
+        return any(map(torch_private.has_step_hooks, self._optimizers.values()))
 
     def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Make the whole step in one graph; None where the optimizer has yet to make its state."""
@@ -307,14 +307,14 @@ class CompileAddon(AddOnBase):
 
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         """What is compiled of a model alone; its own call would only lead back to here."""
-        return self._module._call_impl(*args, **kwargs)
+        return torch_private.call_of(self._module)(*args, **kwargs)
 
     def _timed(self, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is compiled, and note the graphs that were made for it."""
         compiled = self._compiled.get(what) or self._compile(what)
-        before, start = graphs.graphs_made(), time.perf_counter()
+        before, start = torch_private.compiled_graphs(), time.perf_counter()
         result = compiled(*args, **kwargs)
-        made = graphs.graphs_made() - before
+        made = torch_private.compiled_graphs() - before
         if made > 0:
             self.compile_report["graphs"] += made
             self.compile_report["compile_seconds"] += time.perf_counter() - start

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_flags
 from zae.common.optim import are_lazy, laid_out
+from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.ddp import Replica, alike, broadcast, sparse_in
 
@@ -234,7 +235,7 @@ class MultiGPUAddon(DistributedAddon):
         held = engine._held
         if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in held.values()):
             raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
-        engine._check_reducer_finalized()  # It raises.
+        check_reducer(engine)
 
     def _left_out(self, names: list[str]) -> DistributedError:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

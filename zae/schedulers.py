@@ -393,7 +393,7 @@ def planned_length(scheduler: object) -> int | None:
     if isinstance(scheduler, (CosineAnnealingScheduler, SchedulerChain)):
         return scheduler.total_iters
     if isinstance(scheduler, ChainedScheduler):
-        lengths = map(planned_length, scheduler._schedulers)
+        lengths = map(planned_length, parts_of(scheduler))
         return min((length for length in lengths if length is not None), default=None)
     if isinstance(scheduler, SequentialLR):
         return _sequential_length(scheduler)
@@ -426,10 +426,10 @@ def own_length(scheduler: object) -> int | None:
     True
     """
     if isinstance(scheduler, ChainedScheduler):
-        return max((length for length in map(own_length, scheduler._schedulers) if length is not None), default=None)
+        return max((length for length in map(own_length, parts_of(scheduler)) if length is not None), default=None)
     if isinstance(scheduler, SequentialLR):
-        last = own_length(scheduler._schedulers[-1])
-        return None if last is None else scheduler._milestones[-1] + last
+        milestones, last = milestones_of(scheduler), own_length(parts_of(scheduler)[-1])
+        return None if last is None or not milestones else milestones[-1] + last
     found = [getattr(scheduler, name, None) for name in ("total_steps", "total_iters", "T_max")]
     return next((int(value) for value in found if isinstance(value, (int, float)) and 1 <= value < math.inf), None)
 
@@ -463,7 +463,7 @@ def steps_taken(scheduler: object) -> int:
     1
     """
     if isinstance(scheduler, ChainedScheduler):
-        return steps_taken(scheduler._schedulers[0])
+        return steps_taken(parts_of(scheduler)[0])
     taken = getattr(scheduler, "last_epoch", None)
     if not isinstance(taken, int):
         raise ConfigError(
@@ -498,12 +498,24 @@ def is_plateau(scheduler: object) -> bool:
     return isinstance(scheduler, ReduceLROnPlateau)
 
 
+def parts_of(scheduler: object) -> list[Any]:
+    """Return the schedulers that a scheduler is made of, whatever attribute it has them in."""
+    held = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
+    kinds = (LRScheduler, ReduceLROnPlateau)
+    return [each for several in held for each in several if isinstance(each, kinds) and each is not scheduler]
+
+
+def milestones_of(scheduler: object) -> list[int] | None:
+    """Return where the second and the later parts of a SequentialLR begin; None where torch does not tell."""
+    return getattr(scheduler, "_milestones", None)
+
+
 def _sequential_length(scheduler: SequentialLR) -> int | None:
     """Return where a SequentialLR ends; a part's step 0 is at its milestone."""
-    starts = [0, *scheduler._milestones]
-    stops = [*scheduler._milestones, None]
-    limits = []
-    for part, start, stop in zip(scheduler._schedulers, starts, stops, strict=True):
+    milestones, limits = milestones_of(scheduler), []
+    if not milestones:
+        return None
+    for part, start, stop in zip(parts_of(scheduler), [0, *milestones], [*milestones, None], strict=True):
         length = planned_length(part)
         # Before the last milestone only OneCycleLR is an end: the others wait at their last rate for the next part.
         if length is not None and (stop is None or (isinstance(part, OneCycleLR) and stop - 1 - start > length)):

@@ -191,7 +191,8 @@ def foreign_private_names(source: Source, own: set[str]) -> tuple[int, int]:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """Whether a name is private: the documented ones of Python that begin with an underscore are not."""
+    return name.startswith("_") and not name.startswith("__") and name not in ("_replace", "_asdict", "_exit")
 
 
 def bytes_read_by_resume() -> float:

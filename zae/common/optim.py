@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.common.optimizer_state import load_optimizer_state
+from zae.common.torch_private import has_step_hooks, is_profiling
 from zae.errors import CheckpointMismatch, ConfigError, StepError
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "check_groups",
     "driven_by",
     "fused_hints",
-    "is_hooked",
     "is_stepped_by_class",
     "label",
     "laid_out",
@@ -45,8 +44,7 @@ __all__ = [
 ]
 
 _SINGLE = "0"  # The name of an only optimizer, in states and messages.
-_TORCH: Any = sys.modules[Optimizer.__module__]
-_AROUND = Optimizer.profile_hook_step(Optimizer.step).__code__
+_AROUND = getattr(Optimizer, "profile_hook_step", lambda function: function)(Optimizer.step).__code__
 """Of the function that torch puts around the ``step`` of every class of optimizers."""
 _KNOWN_NAMES = {
     "Optimizer", "RuntimeError", "__class__", "__name__", "_global_optimizer_post_hooks", "_global_optimizer_pre_hooks",
@@ -54,7 +52,7 @@ _KNOWN_NAMES = {
     "isinstance", "len", "profiler", "record_function", "torch", "tuple", "values",
 }  # fmt: skip
 # It is so from torch 2.6 to 2.13; one that does anything else is called.
-_IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES and hasattr(torch._C._autograd, "_profiler_enabled")
+_IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES
 
 
 def named(value: Any) -> dict[str, Any]:
@@ -359,8 +357,8 @@ def step(optimizer: Optimizer) -> None:
         not _IS_KNOWN
         or getattr(around, "__code__", None) is not _AROUND
         or not (own is None or _only_notes(own, around))
-        or is_hooked(optimizer)
-        or torch._C._autograd._profiler_enabled()
+        or has_step_hooks(optimizer)
+        or is_profiling()
     ):
         optimizer.step()
         return
@@ -430,28 +428,6 @@ def mark_copied(schedulers: Any) -> None:
 
 # Where the functions are from that note a step.
 _NOTING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
-
-
-def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody waits for an optimizer's step.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Any.
-
-    Returns
-    -------
-    bool
-        Hooks of all optimizers count.
-
-    Examples
-    --------
-    >>> is_hooked(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-    False
-    """
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _TORCH._global_optimizer_pre_hooks or _TORCH._global_optimizer_post_hooks)
 
 
 def _is_block(value: Tensor) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.errors import CheckpointMismatch, printable
+from zae.schedulers import milestones_of, parts_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -27,7 +27,6 @@ _PLAIN = (bool, int, float, str, type(None))
 _NO_VALUE = object()
 # What moves with every step, or follows from the settings of the optimizer.
 _MOVING = {"last_epoch", "base_lrs", "best", "mode", "mode_worse", "num_bad_epochs", "cooldown_counter", "T_cur"}
-_PARTS = (LRScheduler, ReduceLROnPlateau)
 _SHOWN = 10
 
 
@@ -66,8 +65,8 @@ def describe(each: Any) -> dict[str, Any]:
         found, parts = dict(_of_groups(each)), []
     else:
         found = {key: value for key, value in vars(each).items() if key[0] != "_" and key not in _MOVING}
-        found |= {"milestones": each._milestones} if hasattr(each, "_milestones") else {}
-        parts = [describe(part) for part in _parts_of(each)]
+        found |= {"milestones": milestones} if (milestones := milestones_of(each)) is not None else {}
+        parts = [describe(part) for part in parts_of(each)]
     plain = {key: _plain(value) for key, value in found.items()}
     settings = {key: value for key, value in plain.items() if value is not _NO_VALUE}
     return {"class": type(each).__name__, "settings": settings, "parts": parts}
@@ -82,12 +81,6 @@ def _of_groups(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
                 yield f"lr{where}", group.get("initial_lr", value)
             elif key not in ("params", "param_names", "initial_lr"):
                 yield f"{key}{where}", value
-
-
-def _parts_of(scheduler: Any) -> list[Any]:
-    """List the schedulers that a scheduler is made of."""
-    held = [(value if isinstance(value, (list, tuple)) else [value]) for value in vars(scheduler).values()]
-    return [each for several in held for each in several if isinstance(each, _PARTS) and each is not scheduler]
 
 
 def _plain(value: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from zae.common.optim import is_hooked, is_stepped_by_class, parameters_of
+from zae.common.optim import is_stepped_by_class, parameters_of
+from zae.common.torch_private import add_to_all, has_step_hooks
 from zae.loop.binding import idle_add_ons
 from zae.preview.explain import owners_of
 
@@ -71,8 +71,8 @@ def why_not(trainer: Trainer) -> str | None:
     """
     name, optimizer = next(iter(trainer._optimizers.items()))
     kind = type(optimizer)
-    layers = {n: m for n, m in trainer._module.named_modules() if isinstance(m, _NormBase)}
-    moving = [n or "the model itself" for n, m in layers.items() if m.track_running_stats]
+    layers = trainer._module.named_modules()
+    moving = [n or "the model itself" for n, m in layers if getattr(m, "track_running_stats", False)]
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
     seams = [f"{seam}() of {owner.__name__}" for seam, owner in _acting(trainer)]
     reasons: dict[str, Any] = {
@@ -83,7 +83,7 @@ def why_not(trainer: Trainer) -> str | None:
             group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups
         ),
         f"a step() of your own in optimizer {name}": not is_stepped_by_class(optimizer),
-        f"hooks of the step of optimizer {name}": is_hooked(optimizer),
+        f"hooks of the step of optimizer {name}": has_step_hooks(optimizer),
         f"parameters of {', '.join(sorted(dtypes))}": dtypes,
         "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1,
         f"running statistics of BatchNorm or the like ({', '.join(moving)})": moving,
@@ -195,7 +195,7 @@ class Update:
         """
         counters = [each for each, took_part in zip(self._counters, stepped) if took_part and each is not None]
         if counters:
-            torch._foreach_add_(counters, 1)
+            add_to_all(counters, 1)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.common.device import leading_dimension
 from zae.common.optim import laid_out, leaves_kernel_open, parameters_of
+from zae.common.torch_private import compiler, has_gradient_hooks
 from zae.composition.introspect import slots_of
 from zae.data.loading import length_of
 from zae.errors import ConfigError, did_you_mean
@@ -30,13 +31,10 @@ __all__ = [
     "WITH_KERNEL",
     "add_gradients",
     "by_kernel",
-    "called_by",
     "check_compiler",
     "detached",
     "fits_kernel",
     "full_of",
-    "graphs_made",
-    "has_hooks",
     "hold",
     "is_full",
     "is_fusible",
@@ -85,7 +83,7 @@ def check_compiler(mode: str, backend: Any) -> None:
     --------
     >>> check_compiler("graph", "inductor")
     """
-    backends = torch._dynamo.list_backends(())
+    backends = torch.compiler.list_backends(())
     if not isinstance(backend, str) and not callable(backend):
         raise ConfigError(
             f"compile_backend={backend!r}; it must be the name of a backend of torch.compile, or a function"
@@ -95,31 +93,11 @@ def check_compiler(mode: str, backend: Any) -> None:
             f"compile_backend={backend!r} is no backend of torch.compile{did_you_mean(backend, backends)}; there are "
             f"{', '.join(backends)}"
         )
-    if mode != "model" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+    if mode != "model" and not hasattr(compiler("config"), "trace_autograd_ops"):
         raise ConfigError(
             f"compile_mode={mode!r} needs a torch that traces torch.autograd.grad, and torch {torch.__version__} does "
             "not; update torch, or write compile_mode='model'"
         )
-
-
-@contextmanager
-def called_by(module: nn.Module, function: Any) -> Iterator[None]:
-    """Have a module's calls go to a function, so that wrappers around it and its type stay what they are.
-
-    Examples
-    --------
-    >>> layer = nn.Identity()
-    >>> with called_by(layer, lambda value: value + 1):
-    ...     layer(1)
-    2
-    """
-    state = module.__dict__
-    before = state.get("_compiled_call_impl")
-    state["_compiled_call_impl"] = function
-    try:
-        yield
-    finally:
-        state["_compiled_call_impl"] = before
 
 
 def shapes_of(batch: Any) -> Any:
@@ -247,7 +225,7 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
     ...     test_step = train_step
-    >>> model = nn.Linear(2, 1)
+    >>> model = torch.nn.Linear(2, 1)
     >>> _ = model.bias.register_hook(lambda gradient: 2 * gradient)
     >>> trainer = Task.add_on(CompileAddon)(model, "cpu", optimizer=SGD, compile_mode="model")
     >>> trainer.setup()
@@ -255,7 +233,7 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     'hooks of the gradient of bias'
     """
     cls = type(trainer)
-    hooked = [name for name, p in trainer.unwrap().named_parameters() if has_hooks(p)]
+    hooked = [name for name, p in trainer.unwrap().named_parameters() if has_gradient_hooks(p)]
     inside = cls.__mro__[cls.__mro__.index(add_on) + 1 :]
     owners = [("backward", owner) for owner in owners_of(cls, "backward")]
     owners += [("micro_step", owner) for owner in owners_of(cls, "micro_step") if owner in inside]
@@ -269,17 +247,6 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
         " and ".join(own): own,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody waits for a parameter's gradient: a graph calls nobody.
-
-    Examples
-    --------
-    >>> has_hooks(torch.nn.Parameter(torch.ones(1)))
-    False
-    """
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def to_copy(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], others: Sequence[Any]) -> set[int]:
@@ -416,28 +383,17 @@ def by_kernel(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             group["fused"], group["foreach"] = kept
 
 
-def graphs_made() -> int:
-    """Count the graphs that this process has compiled.
-
-    Examples
-    --------
-    >>> graphs_made() >= 0
-    True
-    """
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def refusals() -> tuple[type[Exception], ...]:
     """List what the compiler raises instead of a graph; nothing has been computed then.
 
     Examples
     --------
-    >>> issubclass(torch._dynamo.exc.Unsupported, refusals())
+    >>> issubclass(compiler("exc.Unsupported"), refusals())
     True
     """
-    errors = torch._dynamo.exc
-    limit = getattr(errors, "FailOnRecompileLimitHit", None)  # No TorchDynamoException, for all its name.
-    return (errors.TorchDynamoException, *([] if limit is None else [limit]))
+    # The second is not derived from the first.
+    kinds = (compiler("exc.TorchDynamoException"), compiler("exc.FailOnRecompileLimitHit"))
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 def reason_of(refusal: Exception) -> str:
@@ -450,7 +406,7 @@ def reason_of(refusal: Exception) -> str:
 
     Examples
     --------
-    >>> reason_of(torch._dynamo.exc.Unsupported("cannot follow print"))
+    >>> reason_of(compiler("exc.Unsupported")("cannot follow print"))
     'torch.compile refuses it: cannot follow print'
     """
     if type(refusal).__name__ == "FailOnRecompileLimitHit":
@@ -494,9 +450,8 @@ def is_off() -> bool:
     ...     is_off()
     True
     """
-    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
     by_name = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    return by_name or bool(torch._dynamo.config.disable) or getattr(stance, "stance", "") == "force_eager"
+    return by_name or bool(compiler("config.disable")) or compiler("eval_frame._stance.stance") == "force_eager"
 
 
 def hold(change: int, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -516,18 +471,16 @@ def hold(change: int, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Examples
     --------
-    >>> before = torch._dynamo.config.trace_autograd_ops
+    >>> before = compiler("config.trace_autograd_ops")
     >>> held = hold(1, TRACES)
     >>> hold(-1, held)
     {}
-    >>> torch._dynamo.config.trace_autograd_ops == before
+    >>> compiler("config.trace_autograd_ops") == before
     True
     """
     for place, value in settings.items():
-        owner: Any = torch._dynamo
-        *path, name = place.split(".")
-        for each in path:
-            owner = getattr(owner, each, None)
+        path, _, name = place.rpartition(".")
+        owner = compiler(path)
         if not hasattr(owner, name):  # Another torch's compiler.
             continue
         count, before = _holders.get(place, (0, None))

@@ -26,9 +26,10 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
-from torch.utils.data._utils import collate
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from zae.common.torch_private import find
 
 __all__ = ["batches_of", "why_not"]
 
@@ -36,11 +37,12 @@ _CUT = 256  # Pieces that are cut at once: their views are all alive.
 # Types that index_select and stack treat alike: both copy the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _COPIED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
-# What this path does in the place of: where somebody has put something else there, that is what is called.
-_COLLATE, _STACK = collate.default_collate, collate.collate_tensor_fn
-_NAMES: dict[type, tuple[str, ...]] = {
+# This path takes the place of these functions. Where one was replaced, or does not exist, they are called instead.
+_COLLATE = "torch.utils.data._utils.collate"
+_STACK = find(_COLLATE, "collate_tensor_fn")
+_NAMES: dict[Any, tuple[str, ...]] = {
     DataLoader: ("__iter__", "_get_iterator"),
-    _BaseDataLoaderIter: ("__next__",),
+    find("torch.utils.data.dataloader", "_BaseDataLoaderIter"): ("__next__",),
     BatchSampler: ("__iter__",),
     SequentialSampler: ("__iter__",),
     RandomSampler: ("__iter__",),
@@ -48,7 +50,8 @@ _NAMES: dict[type, tuple[str, ...]] = {
     TensorDataset: ("__getitem__", "__len__"),
     Subset: ("__getitem__", "__getitems__", "__len__"),
 }
-_METHODS = {(kind, name): getattr(kind, name) for kind, names in _NAMES.items() for name in names}
+_METHODS = {(kind, name): getattr(kind, name, None) for kind, names in _NAMES.items() for name in names}
+_IS_KNOWN = None not in (_STACK, *_METHODS.values())
 
 
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
@@ -114,13 +117,15 @@ def why_not(loader: Any) -> str | None:
     """
     if type(loader) is not DataLoader:
         return f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader itself"
+    if not _IS_KNOWN:
+        return f"torch {torch.__version__} fetches its batches in another way"
     reasons = {
         f"it has num_workers={loader.num_workers}": loader.num_workers,
         "it has pin_memory=True": loader.pin_memory,
         "it has a worker_init_fn": loader.worker_init_fn,
         f"it has timeout={loader.timeout}": loader.timeout,
         "it has batch_size=None": loader.batch_sampler is None,
-        "it has a collate_fn of its own": loader.collate_fn is not _COLLATE,
+        "it has a collate_fn of its own": loader.collate_fn is not default_collate,
         "the default collate was given other functions": not _collates_as_usual(),
         "its _get_iterator was replaced": "_get_iterator" in vars(loader),
         f"torch's default device is {torch.get_default_device()}": torch.get_default_device().type != "cpu",
@@ -168,9 +173,8 @@ def _why_not_tensor(tensor: Any) -> str | None:
 
 def _collates_as_usual() -> bool:
     """Whether tuples of tensors are stacked: ``default_collate_fn_map`` is open to everybody."""
-    functions = collate.default_collate_fn_map
-    stacks = functions.get(Tensor) is _STACK
-    return stacks and not any(isinstance((), kind) for kind in functions)
+    functions = find(_COLLATE, "default_collate_fn_map") or {}
+    return functions.get(Tensor) is _STACK and not any(isinstance((), kind) for kind in functions)
 
 
 def _innermost(dataset: Any) -> Any:

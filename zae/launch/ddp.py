@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets
+
 __all__ = ["Replica", "alike", "broadcast", "sparse_in"]
 
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -30,8 +32,11 @@ class Replica(DistributedDataParallel):
 
     _used = False
     _made = False
+    _step = -1
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
+        if not can_arrange_buckets():  # torch would arrange them after the first step, unless it looks for unused ones.
+            options |= {"find_unused_parameters": True, "static_graph": False}
         # The last parameters come first, where buckets are arranged at once: their gradients are there first.
         vars(self)["_step"] = 1 if options["find_unused_parameters"] and not options["static_graph"] else -1
         options[_SYNC_BUFFERS] = False
@@ -39,11 +44,10 @@ class Replica(DistributedDataParallel):
         if hasattr(module, "dim"):
             del self.dim  # Of several devices for one process. A model may well have one of its own.
         self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
-        # The buckets of gradients are arranged now, by the order of the parameters. That is otherwise done after the
-        # first step, by the order in which its gradients came. The order of a sum over three or more ranks hangs on
-        # it: the first step after a resume would differ in its last bits.
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        # torch arranges the buckets of gradients after the first step, in the order in which its gradients came. The
+        # order of a sum over three or more ranks depends on it: the first step after a resume would differ in its
+        # last bits.
+        arrange_buckets(self.reducer)
         self._made = True
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:

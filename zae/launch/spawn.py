@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -195,13 +196,13 @@ def spawn(
 
 def _runs_unguarded() -> bool:
     """Return whether the main script certainly begins this run again wherever it is imported: under no condition."""
-    frame, main = sys._getframe(), sys.modules.get("__main__")
+    frame, main = inspect.currentframe(), sys.modules.get("__main__")
     if getattr(main, "__file__", None) is None:  # A notebook, say, which no process imports.
         return False
-    while frame.f_code.co_name != "<module>" or frame.f_globals is not vars(main):
-        if frame.f_back is None:
-            return False
+    while frame is not None and (frame.f_code.co_name != "<module>" or frame.f_globals is not vars(main)):
         frame = frame.f_back
+    if frame is None:
+        return False
     try:
         tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
     except (OSError, SyntaxError, ValueError):

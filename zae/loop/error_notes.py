@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import describe_batch
+from zae.common.torch_private import shut_down_workers
 from zae.data.loading import describe
 from zae.data.workers import mute_workers, part_from_workers, unmute_workers
 
@@ -120,7 +121,7 @@ def _dead(frames: list[FrameType]) -> str:
             if getattr_static(iterator, "_shutdown_workers", None) is not None:
                 part_from_workers(iterator)
                 with suppress(Exception):
-                    iterator._shutdown_workers()
+                    shut_down_workers(iterator)
     return "".join(dead)
 
 

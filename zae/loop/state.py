@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zae.common import optim, optimizer_modes, optimizer_settings
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.sanity import check_rates
+from zae.common.torch_private import has_own_loading, has_own_shapes
 from zae.data.loading import Position
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loop import addon_state
@@ -322,7 +323,7 @@ def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) ->
 
 def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
     """Load weights that fit; where a module's own code takes part and fails, put back what was there."""
-    own = module.state_dict() if any(map(_takes_part, module.modules())) else {}
+    own = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
     before = {key: copy.deepcopy(value) for key, value in own.items() if not nn.parameter.is_lazy(value)}
     try:
         return module.load_state_dict(weights, strict=strict)
@@ -331,14 +332,6 @@ def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any
             with contextlib.suppress(Exception):  # Its code may fail once more; then the rest is as it was.
                 module.load_state_dict(before, strict=False)
         raise
-
-
-def _takes_part(module: nn.Module) -> bool:
-    """Whether code that is not torch's has a hand in the loading of a module."""
-    kind = type(module)
-    methods = (kind.set_extra_state, kind._load_from_state_dict, kind.load_state_dict)
-    is_own = any(not getattr(each, "__module__", "").startswith("torch.") for each in methods)
-    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
 
 def load_weights_of(trainer: Trainer, path: Path) -> None:
@@ -393,7 +386,7 @@ def _takes(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     try:
         owner = module.get_submodule(path)
-        if type(owner)._load_from_state_dict is nn.Module._load_from_state_dict:
+        if not has_own_shapes(owner):
             return False
         copy.deepcopy(owner).load_state_dict(own, strict=False)
     except (AttributeError, RuntimeError):

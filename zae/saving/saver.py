@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -169,7 +168,7 @@ def _check_moment(trainer: Trainer, target: Path) -> None:
             f"{target} was not saved: an evaluation is under way, whose weights and random numbers are not those of "
             "training; call save_state() in on_epoch_end(), which comes after the validation"
         )
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "run_batch" and frame.f_locals.get("self", frame.f_locals.get("trainer")) is trainer:
             _log.warning(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae.common import optim
+from zae.common.torch_private import unsaved_buffers
 from zae.composition.introspect import set_by
 from zae.data.loader_state import STREAMS, read_stream
 
@@ -126,8 +127,8 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module).items():
             if isinstance(value, kinds) and name != "training" and not name.startswith("_"):
                 yield f"{place}.{name}", value
-        for name in module._non_persistent_buffers_set:
-            yield f"{place}.{name}", module._buffers.get(name)
+        for name in unsaved_buffers(module):
+            yield f"{place}.{name}", getattr(module, name)
 
 
 class _Look:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common.torch_private import sparse_parts
+
 __all__ = ["fingerprint"]
 
 _WORDS = 1 << 16  # 64-bit words that are hashed at once: half a megabyte, which stays in the cache.
@@ -43,7 +45,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     sums: dict[torch.device, list[Tensor]] = {}
     small: dict[torch.device, list[Tensor]] = {}
     shapes = []
-    for tensor in (part for each in tensors for part in _parts(getattr(each, "_local_tensor", each).detach())):
+    for tensor in (part for each in tensors for part in _parts(_local(each).detach())):
         shapes.append((str(tensor.dtype), tuple(tensor.shape)))
         if not tensor.numel():
             continue
@@ -58,12 +60,17 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a distributed tensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """The dense tensors that one is made of: it is one itself, or nested, or sparse."""
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return sparse_parts(tensor)
     return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
 
 

@@ -32,7 +32,7 @@ def _inner_name(module: nn.Module) -> str:
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return "module"
     # The class that torch.compile returns is private; no other module has this child alone.
-    return _COMPILED if list(module._modules) == [_COMPILED] else ""
+    return _COMPILED if [name for name, _ in module.named_children()] == [_COMPILED] else ""
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
@@ -44,8 +44,8 @@ def without_wrappers(module: nn.Module) -> nn.Module:
     >>> without_wrappers(DataParallel(layer)) is layer, without_wrappers(layer) is layer
     (True, True)
     """
-    while (name := _inner_name(module)) and isinstance(module._modules[name], nn.Module):
-        module = module._modules[name]  # type: ignore[assignment]
+    while (name := _inner_name(module)) and isinstance(inner := getattr(module, name), nn.Module):
+        module = inner
     return module
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zae.common import random_state
+from zae.common import random_state, torch_private
 from zae.trainer import Trainer
 
 __all__ = ["LASTING", "Settings", "kept"]
@@ -34,11 +34,6 @@ Write = Callable[[Any], object]
 
 def _nothing(value: Any) -> None:
     """Leave alone what cannot be put back from outside."""
-
-
-def _private(owner: Any, name: str, default: Any) -> Any:
-    """Call a private function of torch, where there is one of this name."""
-    return getattr(owner, name, lambda: default)()
 
 
 def _set_autocast(value: tuple[Any, ...]) -> None:
@@ -123,9 +118,9 @@ SETTINGS: dict[str, tuple[Read, Write]] = {
         ),
         _set_backends,
     ),
-    "profiler": (lambda: _private(torch.autograd, "_profiler_enabled", False), _nothing),
-    "dispatch modes": (lambda: _private(torch._C, "_len_torch_dispatch_stack", 0), _nothing),
-    "function modes": (lambda: _private(torch._C, "_len_torch_function_stack", 0), _nothing),
+    "profiler": (torch_private.is_profiling, _nothing),
+    "dispatch modes": (torch_private.dispatch_modes, _nothing),
+    "function modes": (torch_private.function_modes, _nothing),
     "threads of torch": (torch.get_num_threads, torch.set_num_threads),
     "process group": (dist.is_initialized, _set_group),
     "global hooks of torch": (_global_hooks, _nothing),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import io
 import os
 import random
@@ -289,7 +290,7 @@ class Transfers(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in _READS:
-            frame = sys._getframe(1)
+            frame = cast(FrameType, cast(FrameType, inspect.currentframe()).f_back)
             if frame.f_code in self._codes:
                 self.found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}")
         return function(*args, **(kwargs or {}))

@@ -1,0 +1,84 @@
+"""Without the private names of torch that zae looks up, it imports and trains as with them, bit by bit."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+from kit import house, other_torch
+from zae.common import torch_private
+
+# Names in C that torch itself reads, or of the compiler: see the tests of single functions.
+ELSEWHERE = {
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_foreach_add_", "_dynamo"),
+    "_rebuild_buckets",
+}
+
+
+def test_the_weights_are_the_same_without_the_names():
+    """A later torch may have none of them; a name that it lacks cannot stop `import zae` either."""
+    kit = house.ROOT / "tests"
+    command = [sys.executable, str(kit / "kit" / "other_torch.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(kit), str(house.ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    assert done.stdout.strip() == other_torch.train()
+
+
+def test_only_one_module_reads_private_names():
+    sources = house.read_sources()
+    own = house.own_private_names(sources)
+    found = {each.name for each in sources if house.foreign_private_names(each, own)[0]}
+    assert found == {"zae.common.torch_private"}
+
+
+def test_every_name_is_taken_away():
+    tree = ast.parse((house.ROOT / "zae" / "common" / "torch_private.py").read_text())
+    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | {t for t in texts if t.isidentifier()}
+    taken = {*other_torch.IN_PYTHON, *(name for names in other_torch.IN_C.values() for name in names)}
+    owners = {"_C", "_autograd"}
+    assert {name for name in read if house.is_private(name)} <= taken | ELSEWHERE | owners
+
+
+def test_the_same_numbers_are_added(monkeypatch):
+    monkeypatch.delattr(torch, "_foreach_add_")
+    counters = [torch.tensor(1.0), torch.tensor([2.0])]
+    torch_private.add_to_all(counters, 1)
+    assert counters == [torch.tensor(2.0), torch.tensor([3.0])]
+
+
+def test_hooks_are_expected_where_torch_does_not_tell():
+    assert torch_private.has_gradient_hooks(object())
+    parameter = nn.Parameter(torch.ones(1))
+    assert not torch_private.has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda each: None)
+    assert torch_private.has_gradient_hooks(parameter)
+
+
+def test_an_overflow_is_found_by_the_gradients():
+    class Scaler:
+        """One of another torch."""
+
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    weights[0].grad = torch.ones(2)
+    weights[1].grad = torch.ones(2).to_sparse()
+    optimizer = torch.optim.SGD(weights)
+    assert not torch_private.found_overflow(Scaler(), optimizer)
+    weights[1].grad = torch.tensor([1.0, torch.inf]).to_sparse()
+    assert torch_private.found_overflow(Scaler(), optimizer)
+
+
+def test_every_call_may_have_made_a_graph_where_torch_does_not_count(monkeypatch):
+    from torch._dynamo import utils
+
+    first = torch_private.compiled_graphs()
+    assert torch_private.compiled_graphs() == first
+    monkeypatch.delattr(utils, "counters")
+    assert torch_private.compiled_graphs() < torch_private.compiled_graphs()

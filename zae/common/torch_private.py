@@ -1,0 +1,269 @@
+"""Private names of torch, each with what is done where a release of torch no longer has it: slower, never wrong.
+
+No other module reads them. A name is looked up when it is needed, so that one that is gone cannot fail an import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "add_to_all",
+    "arrange_buckets",
+    "call_of",
+    "called_by",
+    "can_arrange_buckets",
+    "check_reducer",
+    "compiled_graphs",
+    "compiler",
+    "dispatch_modes",
+    "find",
+    "found_overflow",
+    "function_modes",
+    "has_gradient_hooks",
+    "has_own_loading",
+    "has_own_shapes",
+    "has_step_hooks",
+    "is_profiling",
+    "shut_down_workers",
+    "sparse_parts",
+    "unsaved_buffers",
+]
+
+_calls = itertools.count()
+
+
+def find(module: str, name: str) -> Any:
+    """Return a name of a module of torch, dotted if need be, or None where this torch does not have it.
+
+    Examples
+    --------
+    >>> find("torch.utils.data", "default_collate") is torch.utils.data.default_collate
+    True
+    >>> find("torch._no_such_module", "name") is None
+    True
+    """
+    try:
+        return operator.attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ modules and tensors
+
+
+@contextmanager
+def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module go to a function, which may go on to `call_of` it; where torch cannot, they do not.
+
+    Wrappers around the module, and its type, stay what they are.
+
+    Examples
+    --------
+    >>> layer = nn.Identity()
+    >>> with called_by(layer, lambda value: value + 1):
+    ...     layer(1)
+    2
+    """
+    state, name = vars(module), "_compiled_call_impl"
+    if not (hasattr(nn.Module, name) and hasattr(nn.Module, "_call_impl")):
+        yield
+        return
+    before, state[name] = state.get(name), function
+    try:
+        yield
+    finally:
+        state[name] = before
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what a module does when it is called, hooks included, without the function of `called_by`."""
+    return module._call_impl
+
+
+def has_own_loading(module: nn.Module) -> bool:
+    """Whether code that is not torch's takes part when weights are loaded into a module itself."""
+    kind = type(module)
+    try:
+        methods = (kind.set_extra_state, kind.load_state_dict, kind._load_from_state_dict)
+        hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    except AttributeError:
+        return True
+    return any(hooks) or any(not getattr(each, "__module__", "").startswith("torch.") for each in methods)
+
+
+def has_own_shapes(module: nn.Module) -> bool:
+    """Whether the class of a module may accept weights of other shapes than its own."""
+    try:
+        return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    except AttributeError:
+        return True
+
+
+def unsaved_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of a module itself that its ``state_dict`` leaves out.
+
+    Examples
+    --------
+    >>> layer = nn.Identity()
+    >>> layer.register_buffer("kept", torch.ones(1))
+    >>> layer.register_buffer("cache", torch.ones(1), persistent=False)
+    >>> unsaved_buffers(layer)
+    ['cache']
+    """
+    names = getattr(module, "_non_persistent_buffers_set", None)
+    if names is not None:
+        return list(names)
+    saved = module.state_dict()
+    return [name for name, _ in module.named_buffers(recurse=False) if name not in saved]
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether something is called when the gradient of a parameter has been computed.
+
+    Examples
+    --------
+    >>> has_gradient_hooks(nn.Parameter(torch.ones(1)))
+    False
+    """
+    try:
+        return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    except AttributeError:
+        return True
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and the values of a sparse tensor, without adding up entries of the same place."""
+    try:
+        return tensor._indices(), tensor._values()
+    except AttributeError:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+
+
+def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
+    """Add a number to each of several tensors, in place.
+
+    Examples
+    --------
+    >>> counters = [torch.tensor(1.0), torch.tensor(2.0)]
+    >>> add_to_all(counters, 1)
+    >>> counters
+    [tensor(2.), tensor(3.)]
+    """
+    together = getattr(torch, "_foreach_add_", None)
+    if together is not None:
+        together(tensors, number)
+        return
+    for each in tensors:
+        each.add_(number)
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something is called around the step of an optimizer, hooks of all optimizers included.
+
+    Examples
+    --------
+    >>> has_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    False
+    """
+    module: Any = sys.modules[Optimizer.__module__]
+    try:
+        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(own or module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
+    except AttributeError:
+        return True
+
+
+def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Whether a scaler found a gradient of an optimizer that is not finite as it unscaled them."""
+    if (found := getattr(scaler, "_found_inf_per_device", None)) is not None:
+        return any(each.item() for each in found(optimizer).values())
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not all(bool((g.coalesce().values() if g.is_sparse else g).isfinite().all()) for g in gradients)
+
+
+# ------------------------------------------------------------------------------------------------ state of the process
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records what torch does."""
+    try:
+        return torch._C._autograd._profiler_enabled()
+    except AttributeError:
+        return True
+
+
+def dispatch_modes() -> int:
+    """Return how many modes ``__torch_dispatch__`` goes through; 0 where torch does not tell."""
+    return int(getattr(torch._C, "_len_torch_dispatch_stack", int)())
+
+
+def function_modes() -> int:
+    """Return how many modes ``__torch_function__`` goes through; 0 where torch does not tell."""
+    return int(getattr(torch._C, "_len_torch_function_stack", int)())
+
+
+# ------------------------------------------------------------------------------------------------ the compiler
+
+
+def compiler(name: str) -> Any:
+    """Return what has a name in torch's compiler, or None.
+
+    Examples
+    --------
+    >>> compiler("config.disable"), compiler("no.such.name") is None
+    (False, True)
+    """
+    return find("torch._dynamo", name)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled.
+
+    Where torch does not count them, each call returns a larger number: graphs are then taken for new ones.
+    """
+    counters = compiler("utils.counters")
+    return next(_calls) if counters is None else int(counters["stats"]["unique_graphs"])
+
+
+# ------------------------------------------------------------------------------------------------ gradients of ranks
+
+
+def can_arrange_buckets() -> bool:
+    """Whether `arrange_buckets` has an effect."""
+    reducer = find("torch.distributed", "Reducer")
+    return hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")
+
+
+def arrange_buckets(reducer: Any) -> None:
+    """Arrange the buckets of gradients by the order of the parameters, before the first step, where torch can."""
+    if can_arrange_buckets():
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
+
+
+def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
+    """Raise the error of torch for a step whose gradients were not all averaged; its next forward raises it too."""
+    getattr(wrapper, "_check_reducer_finalized", lambda: None)()
+
+
+# ------------------------------------------------------------------------------------------------ workers of a loader
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the workers of an iterator of a DataLoader; without the name, torch ends them as it frees the iterator."""
+    getattr(iterator, "_shutdown_workers", lambda: None)()
