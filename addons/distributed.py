@@ -318,7 +318,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
-    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "_calls", "_seeded", "_planned")}
+    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "_seeded")}
     return result, addon_state.gather_entries(trainer, trainer.state_dict()), rest
 
 

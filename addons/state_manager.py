@@ -204,11 +204,11 @@ class StateManagerAddon(AddOnBase):
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite, self.run_id, step)
         self._resumed.put_back(self, partial(load_from, self, resuming=True))
         if self.save_on_signal:
-            self._signals = self._stop_signals.install()
+            self.current_run.signals = self._stop_signals.install()
 
     def checkpoint(self) -> None:
         """Save when it is due, or when the validation of this moment was the best; end after a signal."""
-        if self._signals and self.progress_checker.stop_reason is None:
+        if self.current_run.signals and self.progress_checker.stop_reason is None:
             self.stop(_SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
         progress = self.progress_checker
@@ -230,7 +230,7 @@ class StateManagerAddon(AddOnBase):
         progress = self.progress_checker
         signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
         self._share_save()
-        if self._saved_at != (progress.epoch, progress.step, self._due):
+        if self._saved_at != (progress.epoch, progress.step, progress.pending_validation):
             self.save_state()
         if signal is not None:
             self._settle_save()
@@ -308,7 +308,7 @@ class StateManagerAddon(AddOnBase):
         try:
             self._hand_over(target, replaces if path is None else [])
             if path is None:
-                self._saved_at, self._to_replace = (progress.epoch, progress.step, self._due), []
+                self._saved_at, self._to_replace = (progress.epoch, progress.step, progress.pending_validation), []
                 for name in doomed:
                     del self._retention.scores[name]
         except BaseException as error:

@@ -207,7 +207,7 @@ def check_resume(entries: Any, folder: Any, stops: Any) -> None:
         fresh = build(entries, "biting", folder / f"{stop}", log_every=2)
         torch.manual_seed(stop)
         fresh.load_state_dict(states[stop])
-        fresh._calls = 0  # It is the first call of a script that was started again.
+        fresh.progress_checker.run_calls.made = 0  # It is the first call of a script that was started again.
         fresh.run(2, hand.loader(), hand.loader(seed=9, shuffle=False), valid_every=4)
         found = core_of(fresh)
         for part, value in end.items():

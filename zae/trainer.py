@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,13 +25,12 @@ from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
 from zae.loop import binding, evaluation, scheduling
-from zae.loop import run as session
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.error_notes import explain_error, undisturbed
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.progress import Every, ProgressChecker
-from zae.loop.progress_bar import Bar
+from zae.loop.run import Run, RunLimits
 from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
 from zae.preview import explain, plan
 from zae.schedulers import is_plateau
@@ -173,14 +172,10 @@ class Trainer(metaclass=TrainerMeta):
         self.progress_checker = ProgressChecker()
         self.grad_norm = cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
-        self._position, self._bar = Position(self.fast_data), Bar(False)
-        self._ready = self._seeded = self._tells_settings = False
-        self._valid: tuple[Any, Every] = (None, Every(epochs=1))
-        self._due = ""  # The moment, "step" or "epoch", whose validation has begun and is not made yet.
-        # What asks for the end; the modules that were in training mode before `toggle`.
-        self._signals, self._in_training = list[int](), cast("list[nn.Module] | None", None)
-        self._calls, self._max_step, self._epoch_steps = 0, sys.maxsize, 0  # Calls of run, in this process.
-        self._planned, self._noted = scheduling.Planned(), dict[Any, Any]()
+        self._position, self.current_run = Position(self.fast_data), Run()
+        self._seeded = self._tells_settings = False
+        self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
+        self._noted = dict[Any, Any]()
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -276,35 +271,66 @@ class Trainer(metaclass=TrainerMeta):
         ConfigError, LoaderError
             Before the first batch.
         """
-        plan = session.check_run(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
-        return cast("MetricsDict", self.launch(self._run, loader, valid_loader, plan))
+        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+        return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
-    def _run(self, loader: Any, valid_loader: Any, plan: session.Plan) -> MetricsDict:
+    def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
         """Run in the process that trains."""
-        try:
-            with self._planned.within(loader, plan):
-                self._set_up()
+        run = self.current_run = self.current_run.new_call(self, loader, valid_loader, limits)
+        with self.ready():
             if self.mode == "test":
-                for _ in range(plan.n_epoch or 1):
-                    session.note_validation(self, self.run_epoch(loader))
+                for _ in range(limits.n_epoch or 1):
+                    run.record_validation(self.run_epoch(loader))
                 return self.metrics
-            self._valid = (valid_loader, plan.valid_every)
-            last_epoch = session.begin_run(self, loader, plan)
+            run.begin()
             self.on_run_begin()
-            session.make_up(self)
-            while session.goes_on(self, loader, last_epoch):
+            run.resume_pending_validation()
+            while run.has_more_epochs():
                 self.on_epoch_begin()
                 self.run_epoch(loader)
-                if not self.progress_checker.epoch_batch:  # Else the run ends in the middle of the epoch.
-                    session.end_epoch(self)
+                if not self.progress_checker.epoch_batch:  # Else the run ends within the epoch.
+                    run.end_epoch()
             self.on_run_end()
+        return self.metrics
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Set the trainer up for the block, and tear it down afterwards; an error gets a note of where it happened.
+
+        ``run``, ``evaluate`` and ``inference`` enter it themselves. Enter it around calls of ``run_epoch`` and
+        ``run_batch`` of your own, in a search for a learning rate for instance: without it the trainer stays set up
+        until ``teardown`` is called. Where the trainer is set up already it does nothing.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> class Task(Trainer):
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     test_step = train_step
+        >>> model = torch.nn.Linear(2, 1)
+        >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with trainer.ready():
+        ...     for batch in [torch.ones(4, 2)] * 3:
+        ...         trainer.run_batch(batch)
+        >>> trainer.progress_checker.step
+        3
+        """
+        run = self.current_run
+        if run.is_ready and not run.is_new:
+            yield
+            return
+        try:
+            self._set_up()
+            yield
         except BaseException as error:
             with undisturbed():
-                self.on_exception(error)
+                self.on_exception(error) if run.is_call else explain_error(self, error)
             raise
         finally:
-            self.teardown()
-        return self.metrics
+            if self.current_run is run:  # Else a call of ``run`` in the block has torn down.
+                self.teardown()
 
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:
         """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
@@ -324,17 +350,17 @@ class Trainer(metaclass=TrainerMeta):
             return evaluation.test_epoch(self, loader, None)
         # Anew, for the model may have grown.
         self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
-        loader = self.wrap_loader(loader, True)
-        session.open_epoch(self, loader)
-        complete = True
+        run, loader = self.current_run, self.wrap_loader(loader, True)
+        run.open_epoch(loader)
+        is_complete = True
         with self.epoch_context():
-            batches = session.batches_left(self, loader)
+            batches = run.batches(loader)
             for batch in batches:
                 self.run_batch(batch)
-                if session.after_step(self):
-                    complete = session.is_complete(self, loader, batches)
+                if run.after_step():
+                    is_complete = run.ends_epoch(loader, batches)
                     break
-        return session.close_epoch(self, loader, complete)
+        return run.close_epoch(loader, is_complete)
 
     def run_batch(self, batch: Any) -> None:
         """Make one optimizer step of what ``batches`` gave (in mode "test": evaluate one batch).
@@ -344,8 +370,10 @@ class Trainer(metaclass=TrainerMeta):
         batch : object
             One batch, or the batches of one accumulation window.
         """
-        if not self._ready:
-            session.begin_steps(self)
+        if not self.current_run.is_ready:
+            self._set_up()
+            if self.mode == "train":
+                optimizer_modes.begin_training(self)
         if self.mode == "test":
             evaluation.test_batch(self, batch)
             return
@@ -547,14 +575,13 @@ class Trainer(metaclass=TrainerMeta):
         self._schedulers = optim.named(self.scheduler)
         optimizer_settings.note(self, self._optimizers, self._schedulers)
         self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
-        self._bar = Bar(self.log_bar and self.is_main)
 
     @seam
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         binding.release(self)
-        self._bar.close()
-        self._ready, self._valid = False, (None, Every(epochs=1))
+        self.current_run.close()
+        self.current_run = Run()
         self.model = self._wrapped = self._module
 
     @seam
@@ -707,7 +734,7 @@ class Trainer(metaclass=TrainerMeta):
         dict of str to float
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
-        with evaluation.session_of(self):
+        with self.ready():
             return evaluation.evaluate(self, loader)
 
     def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
@@ -727,8 +754,7 @@ class Trainer(metaclass=TrainerMeta):
 
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the present run and note the result."""
-        metrics = evaluation.evaluate(self, self._valid[0], self._signals if self._due else None)
-        return session.take_validation(self, metrics)
+        return self.current_run.validate(self)
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.
@@ -899,7 +925,9 @@ class Trainer(metaclass=TrainerMeta):
     explain, plan, plan_lines = explain.explain, plan.plan, plan.plan_lines
 
     def __repr__(self) -> str:
-        return session.describe_trainer(self)
+        name, progress = type(self.unwrap()).__name__, self.progress_checker
+        place = f"mode={self.mode}, epoch={progress.epoch}, step={progress.step}"
+        return f"{type(self).__name__}(model={name}, device={self.device}, {place})"
 
     # ------------------------------------------------------------------------------------------------ the rest
 
@@ -913,7 +941,9 @@ class Trainer(metaclass=TrainerMeta):
         optim.mark_copied(self.scheduler)
 
     def _set_up(self) -> None:
-        if not self._ready:
+        run = self.current_run
+        run.trainer, run.is_new = self, False
+        if not run.is_ready:
             self.setup()
-            self._ready = True
+            run.is_ready = True
             binding.bind(self)

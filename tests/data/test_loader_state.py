@@ -247,7 +247,7 @@ def goes_on(trainer: Any, state: Any, loader: Any, n_epoch: int = 3) -> dict[str
     torch.manual_seed(99)
     trainer._seeded = True
     trainer.load_state_dict(state)
-    trainer._calls = 0
+    trainer.progress_checker.run_calls.made = 0
     trainer.run(n_epoch, loader)
     return core_of(trainer)
 
@@ -332,7 +332,7 @@ def test_p12_p55_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
         again = build()
         again._seeded = True
         again.load_state_dict(state)
-        again._calls = 0
+        again.progress_checker.run_calls.made = 0
         assert differing(end, train(again, make(), 3, 5)) == [], state["progress"]
 
 
@@ -383,7 +383,7 @@ def test_p12_fb4_an_iterator_over_several_epochs_is_read_again_from_its_beginnin
     resumed = build()
     torch.manual_seed(99)
     resumed.load_state_dict(next(state for step, state in states if step == at))
-    resumed._calls, resumed._seeded = 0, True
+    resumed.progress_checker.run_calls.made, resumed._seeded = 0, True
     resumed.run(None, loader(), **lengths)
     assert resumed.progress_checker.step == 10
     assert hand.digest(resumed.unwrap()) == hand.digest(straight.unwrap())
@@ -404,7 +404,7 @@ def test_p48_a_validation_draws_no_number_from_what_it_shares_with_training() ->
     assert hand.digest(with_it.unwrap()) == hand.digest(without.unwrap())
     resumed = build()
     resumed.load_state_dict(states[5])
-    resumed._calls, resumed._seeded = 0, True
+    resumed.progress_checker.run_calls.made, resumed._seeded = 0, True
     resumed.run(3, *loaders())
     assert resumed.progress_checker.epoch == 3
     assert differing(core_of(with_it), core_of(resumed)) == []
@@ -492,6 +492,6 @@ def test_fb4_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCapture
     run(trainer)
     again = build()
     again.load_state_dict(states[8])
-    again._calls = 0
+    again.progress_checker.run_calls.made = 0
     run(again)
     assert "the loader generator draws from the global random streams as it goes" in caplog.text

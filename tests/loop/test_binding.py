@@ -234,11 +234,11 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
     cls = Task.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon)
     trainer, copies = make(cls, precision="fp32", gradient_accumulation_steps=2), []
     trainer.run_epoch(batches())
-    trainer._bar._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
+    trainer.current_run.bar._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
     copies.append(copied(trainer))
     assert "sync_context" in vars(trainer)
     assert "sync_context" not in vars(copies[0])
-    assert not copies[0]._ready
+    assert not copies[0].current_run.is_ready
     ends = [each.run(1, batches()) for each in (trainer, *copies)]
     assert ends[0] == ends[1]
     assert torch.equal(trainer.model.weight, copies[0].model.weight)

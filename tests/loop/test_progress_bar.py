@@ -148,7 +148,7 @@ class Quick(Trainer):
     master = -1
 
     def train_step(self, batch: torch.Tensor) -> dict[str, Any]:
-        self._bar._next = 0.0  # Each step redraws.
+        self.current_run.bar._next = 0.0  # Each step redraws.
         if self.progress_checker.step == self.leaves:
             os.close(self.master)
         return {"loss": self.model(batch).square().mean()}

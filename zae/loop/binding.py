@@ -7,12 +7,11 @@ the trainer to the first override that has work to do.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from zae.common import optim
 from zae.composition.introspect import add_ons_of, is_add_on
-from zae.loop.progress import Every
-from zae.loop.progress_bar import Bar
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -98,7 +97,7 @@ def release(trainer: Trainer) -> None:
 
 def unbound(trainer: Trainer) -> dict[str, Any]:
     """Return the attributes of a trainer without bindings and without what a run has created."""
-    made = {"_ready": False, "_bar": Bar(False), "_wrapped": None, "_valid": (None, Every(epochs=1))}
+    made = {"current_run": copy.copy(trainer.current_run), "_wrapped": None}
     removed = {*_bound_names(trainer), "_bindings_by_idle", "_idle"}
     kept = {key: value for key, value in vars(trainer).items() if key not in removed}
     return kept | made | {"model": trainer._module}

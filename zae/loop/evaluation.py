@@ -19,30 +19,12 @@ from zae.data.workers import part_from_workers
 from zae.errors import LoaderError
 from zae.loop import binding
 from zae.loop.epoch_log import in_turn, to_host
-from zae.loop.error_notes import explain_error, undisturbed
 from zae.loop.history import Metrics
 from zae.loop.step_output import call_step
-from zae.loop.stop_signals import Agreed, GivenUp
+from zae.loop.stop_signals import DistributedStopFlag, EvaluationAborted
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
-
-
-@contextmanager
-def session_of(trainer: Trainer) -> Iterator[None]:
-    """Set up for what is called outside of a run, and tear down after it."""
-    if trainer._ready:
-        yield
-        return
-    try:
-        trainer._set_up()
-        yield
-    except BaseException as error:
-        with undisturbed():
-            explain_error(trainer, error)
-        raise
-    finally:
-        trainer.teardown()
 
 
 def switch(trainer: Trainer, mode: str) -> None:
@@ -59,7 +41,7 @@ def switch(trainer: Trainer, mode: str) -> None:
         trainer._in_training = None
     elif not root.training:
         root.train()
-    if trainer._ready:
+    if trainer.current_run.is_ready:
         binding.bind(trainer)
 
 
@@ -112,7 +94,7 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
         if signals is None or trainer.world_size == 1:
             count = _record_all(trainer, batches, signals)
         else:
-            agreed = Agreed(trainer, signals, len(shares_of(own) or ()))
+            agreed = DistributedStopFlag(trainer, signals, len(shares_of(own) or ()))
             count = _record_all(trainer, agreed.walk(batches), agreed.signals)
             count = None if agreed.signals else count
         if count is not None:
@@ -121,7 +103,7 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
     if count is None:  # Raised here, where every context has been left as after any evaluation.
         trainer.log_test.clear()
         part_from_workers(batches, own)
-        raise GivenUp
+        raise EvaluationAborted
     # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
     if not len(trainer.log_test) and not any(trainer.gather(count)):
         once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
@@ -177,7 +159,7 @@ def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None
 def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
     """List what ``test_step`` returns for each batch, on the host; those of all ranks in turn."""
     check_loader(loader)
-    with session_of(trainer), testing(trainer, loader):
+    with trainer.ready(), testing(trainer, loader):
         batches = batches_of(trainer.wrap_loader(loader, False), trainer.fast_data)
         outputs = [to_host(_test(trainer, batch)) for batch in batches if batch is not None]
         return in_turn(trainer.gather(outputs))

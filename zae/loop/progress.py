@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from zae.common.sanity import check_counters
 from zae.errors import CheckpointMismatch, ConfigError
 
-__all__ = ["Every", "ProgressChecker", "warn_of_early_end"]
+__all__ = ["Every", "ProgressChecker", "RunCalls"]
 
 _log = logging.getLogger("zae")
 
@@ -117,8 +117,70 @@ class Every:
 
 
 @dataclass
+class RunCalls:
+    """The calls of `Trainer.run` in a state, and those that this process has made.
+
+    A script that is started again makes its calls of ``run`` again: those that are over train nothing, and the last
+    one in the state continues where it was interrupted.
+
+    Attributes
+    ----------
+    starts : list of [int, int]
+        Epoch and step at which each call began; saved in checkpoints.
+    made : int
+        Calls made by this process, counted as each begins.
+    planned_steps : int, None or Ellipsis
+        Optimizer steps that the last call was planned to take, where a scheduler's factory asked for them: None for a
+        loader without a length, Ellipsis before the first such call.
+
+    Examples
+    --------
+    >>> calls = RunCalls(starts=[[0, 0], [2, 20]])
+    >>> calls.is_new, calls.is_over, calls.is_behind
+    (False, True, True)
+    """
+
+    starts: list[list[int]] = field(default_factory=list)
+    made: int = 0
+    planned_steps: Any = ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the state is of a call that this process has not made yet."""
+        return self.made < len(self.starts)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next call is not in the state."""
+        return self.made == len(self.starts)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next call is in the state, with another one after it."""
+        return self.made + 1 < len(self.starts)
+
+    def warn_of_early_end(self, n_epoch: int | None, max_steps: int | None) -> None:
+        """Warn that the next call, which is over, trains nothing although it asks for more epochs than it made.
+
+        Parameters
+        ----------
+        n_epoch, max_steps : int or None
+            The limits of the call.
+        """
+        epochs, steps = (end - start for start, end in zip(self.starts[self.made], self.starts[self.made + 1]))
+        if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
+            _log.warning(
+                "call %d of run() trains nothing: it ended early in the state, after %d of %d epochs, before call %d "
+                "began", self.made + 1, epochs, n_epoch, self.made + 2,
+            )  # fmt: skip
+
+
+_COUNTERS = ("epoch", "step", "batch", "epoch_step", "epoch_batch", "skipped_steps", "nonfinite_steps")
+
+
+@dataclass
 class ProgressChecker:
-    """The counters of a run; what a checkpoint keeps of "where we are".
+    """The position of training: the counters that a checkpoint keeps.
 
     Attributes
     ----------
@@ -130,15 +192,17 @@ class ProgressChecker:
     batch : int
         Loader batches used since the first run.
     epoch_step, epoch_batch : int
-        The same two, within the epoch that is open; both 0 between epochs.
+        The same two, within the open epoch; both 0 between epochs.
     skipped_steps : int
         Steps that did not change the weights.
     nonfinite_steps : int
-        Steps with a loss or a gradient norm that was NaN or infinite, left out or taken as ``on_nonfinite`` says.
-    run_starts : list of [int, int]
-        Epoch and step at which each call of ``run`` began: a resumed script's calls find their goal again.
+        Steps with a loss or a gradient norm that was NaN or infinite.
     stop_reason : str or None
         Why the present run was told to stop.
+    pending_validation : {"", "step", "epoch"}
+        The moment whose validation has begun and is not complete; a resumed run repeats it first.
+    run_calls : RunCalls
+        The calls of ``run``.
 
     Examples
     --------
@@ -158,12 +222,18 @@ class ProgressChecker:
     epoch_batch: int = 0
     skipped_steps: int = 0
     nonfinite_steps: int = 0
-    run_starts: list[list[int]] = field(default_factory=list)
     stop_reason: str | None = None
+    pending_validation: str = ""
+    run_calls: RunCalls = field(default_factory=RunCalls)
+
+    @property
+    def run_starts(self) -> list[list[int]]:
+        """Epoch and step at which each call of ``run`` began."""
+        return self.run_calls.starts
 
     @property
     def place(self) -> dict[str, int]:
-        """The epoch that is open, or was just closed, and the step: what a row of the history begins with."""
+        """The epoch that is open, or was just closed, and the step: the beginning of a row of the history."""
         return {"epoch": self.epoch + bool(self.epoch_batch), "step": self.step}
 
     def advance(self, batches: int = 1, skipped: bool = False) -> None:
@@ -172,7 +242,7 @@ class ProgressChecker:
         Parameters
         ----------
         batches : int
-            Loader batches it was made of.
+            Loader batches in it.
         skipped : bool
             Whether it left the weights as they were.
         """
@@ -189,11 +259,13 @@ class ProgressChecker:
         self.epoch_step = self.epoch_batch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
-        return asdict(self)
+        """Return the counters and the beginnings of the calls of ``run`` as plain values."""
+        starts = [list(start) for start in self.run_starts]
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return {**counters, "run_starts": starts, "stop_reason": self.stop_reason}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take counters over.
+        """Load a state; the next call of ``run`` is a new one.
 
         Parameters
         ----------
@@ -203,33 +275,13 @@ class ProgressChecker:
         Raises
         ------
         CheckpointMismatch
-            A counter is missing, not a number, or cannot be; nothing is changed then.
+            An entry is missing, or not a valid counter; nothing is changed then.
         """
-        for each in fields(self):
-            value = state.get(each.name, self)
-            if value is self or (each.type == "int" and not isinstance(value, int)):
-                raise CheckpointMismatch(f"the progress in the state has no proper {each.name!r}: {dict(state)!r:.200}")
-        check_counters({each.name: state[each.name] for each in fields(self)})
-        for each in fields(self):
-            setattr(self, each.name, state[each.name])
-        self.run_starts = [list(start) for start in self.run_starts]
-
-
-def warn_of_early_end(progress: ProgressChecker, call: int, n_epoch: int | None, max_steps: int | None) -> None:
-    """Say of a call of ``run`` that is over in a state, and asks for more epochs than it made, that it trains nothing.
-
-    Parameters
-    ----------
-    progress : ProgressChecker
-        The counters of the state.
-    call : int
-        The number of the call, from 0; another one follows it in the state.
-    n_epoch, max_steps : int or None
-        What the call asks for.
-    """
-    epochs, steps = (end - start for start, end in zip(progress.run_starts[call], progress.run_starts[call + 1]))
-    if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
-        said = (
-            "call %d of run() trains nothing: it ended early in the state, after %d of %d epochs, before call %d began"
-        )
-        _log.warning(said, call + 1, epochs, n_epoch, call + 2)
+        for name in (*_COUNTERS, "run_starts", "stop_reason"):
+            if name not in state or (name in _COUNTERS and not isinstance(state[name], int)):
+                raise CheckpointMismatch(f"the progress in the state has no proper {name!r}: {dict(state)!r:.200}")
+        check_counters({name: state[name] for name in (*_COUNTERS, "run_starts", "stop_reason")})
+        for name in (*_COUNTERS, "stop_reason"):
+            setattr(self, name, state[name])
+        starts = [list(start) for start in state["run_starts"]]
+        self.run_calls = RunCalls(starts, len(starts), self.run_calls.planned_steps)

@@ -1,4 +1,4 @@
-"""What `Trainer.run` and `Trainer.run_epoch` do between the steps: plan, log, validate, judge and count."""
+"""One call of `Trainer.run`: its limits, its validation, and what happens between the steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -14,186 +15,437 @@ from torch import nn
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
 from zae.data.loading import check_loader, describe, length_of
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import binding, scheduling
-from zae.loop.epoch_log import EpochLog, merge_sums
+from zae.loop import binding, evaluation, scheduling
+from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
-from zae.loop.progress import Every, warn_of_early_end
-from zae.loop.stop_signals import GivenUp
+from zae.loop.progress import Every
+from zae.loop.progress_bar import Bar
+from zae.loop.stop_signals import EvaluationAborted
+from zae.loop.trial import try_validation
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
+__all__ = ["Run", "RunLimits", "check_optimizer"]
+
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
+_NO_LIMIT = sys.maxsize
 
 
-def bounds(trainer: Trainer, plan: Plan) -> tuple[int, int]:
-    """Return the epoch and the step at which this call of ``run`` ends at the latest; ``sys.maxsize`` is no limit."""
-    progress, starts, call = trainer.progress_checker, trainer.progress_checker.run_starts, trainer._calls
-    if call + 1 < len(starts):
-        epoch, step = starts[call + 1]  # It is over, as the state has it, and may have ended early.
-        return epoch, step
-    epoch, step = starts[call] if call < len(starts) else (progress.epoch, progress.step)
-    last_epoch = sys.maxsize if plan.n_epoch is None else epoch + plan.n_epoch
-    return last_epoch, sys.maxsize if plan.max_steps is None else step + plan.max_steps
+class RunLimits(NamedTuple):
+    """How long a call of ``run`` trains, and when it validates."""
+
+    n_epoch: int | None = None
+    max_steps: int | None = None
+    valid_every: Every = Every(epochs=1)
+    steps_per_epoch: int | None = None
+
+    @classmethod
+    def parse(
+        cls, n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
+    ) -> RunLimits:
+        """Return the limits of a call of ``run``; refuse invalid arguments."""
+        if n_epoch is None and max_steps is None:
+            raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
+        argument_checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)
+        argument_checks.check_count("max_steps", max_steps, optional=True)
+        argument_checks.check_count("steps_per_epoch", steps_per_epoch, optional=True)
+        check_loader(loader)
+        if isinstance(valid_loader, Mapping) and not valid_loader:
+            raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
+        for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
+            if each is not None:
+                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
+        return cls(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
+
+    def total_steps(self, in_epoch: int | None) -> int | None:
+        """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
+        whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
+        return min((count for count in (whole, self.max_steps) if count is not None), default=None)
 
 
-def left_of(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None) -> tuple[int | None, int | None]:
-    """How many epochs and optimizer steps are left to a run, of epochs of so many steps; None is not known."""
-    epochs = None if last_epoch == sys.maxsize else max(0, last_epoch - progress.epoch)
-    steps = None if last_step == sys.maxsize else max(0, last_step - progress.step)
+class Run:
+    """One call of `Trainer.run`, or the steps between ``setup`` and ``teardown`` that no call of ``run`` makes.
+
+    A copy of one, pickled or not, is a new run without a trainer: what it holds belongs to the run of one process.
+
+    Parameters
+    ----------
+    trainer : Trainer, optional
+        The trainer; None before it is set up.
+    loader, valid_loader : object, optional
+        What ``run`` was given.
+    limits : RunLimits, optional
+        The limits of the call; None outside of ``run``.
+    is_ready : bool
+        Whether the trainer is set up already.
+
+    Attributes
+    ----------
+    signals : list of int
+        Signals that ask for the end, as `StopSignals` notes them.
+    last_epoch, last_step : int
+        Where the call ends at the latest.
+    is_call, is_new : bool
+        Whether it is a call of ``run``, and whether that is still to be set up.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer | None = None,
+        loader: Any = None,
+        valid_loader: Any = None,
+        limits: RunLimits | None = None,
+        *,
+        is_ready: bool = False,
+    ) -> None:
+        self.trainer: Any = trainer
+        self.loader, self.valid_loader = loader, valid_loader
+        self.is_call, self.limits = limits is not None, limits or RunLimits()
+        self.is_ready, self.is_new = is_ready, self.is_call
+        self.last_epoch = self.last_step = _NO_LIMIT
+        self.epoch_steps = self.limits.steps_per_epoch or 0
+        self.signals: list[int] = []
+
+    def __reduce__(self) -> Any:
+        return Run, ()
+
+    @cached_property
+    def bar(self) -> Bar:
+        """The progress bar."""
+        return Bar(self.trainer.log_bar and self.trainer.is_main)
+
+    def new_call(self, trainer: Trainer, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
+        """Return a call of ``run``; the trainer may be set up already."""
+        self.close()
+        return Run(trainer, loader, valid_loader, limits, is_ready=self.is_ready)
+
+    def close(self) -> None:
+        """Close the progress bar."""
+        if "bar" in vars(self):
+            self.bar.close()
+
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` is no limit."""
+        progress, limits = self.trainer.progress_checker, self.limits
+        starts, call = progress.run_starts, progress.run_calls.made
+        if progress.run_calls.is_over:  # It may have ended early.
+            epoch, step = starts[call + 1]
+            return epoch, step
+        epoch, step = starts[call] if progress.run_calls.is_behind else (progress.epoch, progress.step)
+        last_epoch = _NO_LIMIT if limits.n_epoch is None else epoch + limits.n_epoch
+        return last_epoch, _NO_LIMIT if limits.max_steps is None else step + limits.max_steps
+
+    def steps_per_epoch(self, wrapped: Any) -> int | None:
+        """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
+        known = [count for count in (self.limits.steps_per_epoch, self.trainer.steps_in(wrapped)) if count is not None]
+        return min(known, default=None)
+
+    def total_steps(self, trainer: Trainer) -> int | None:
+        """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
+        calls = trainer.progress_checker.run_calls
+        if self.is_call and trainer.mode == "train":
+            in_epoch = self.steps_per_epoch(trainer.wrap_loader(self.loader, True))
+            calls.planned_steps = self.limits.total_steps(in_epoch)
+        if calls.planned_steps is ...:
+            raise ConfigError(
+                "the scheduler's factory takes total_steps, the optimizer steps that a run is planned to take, which "
+                "are only known within run() in mode 'train'; call run(n_epoch, loader) first (resume=... takes a "
+                "state up within it), or give a factory of the optimizer alone: scheduler=lambda optimizer: ..."
+            )
+        found: int | None = calls.planned_steps
+        return found
+
+    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[scheduling.Span, scheduling.Span]:
+        """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
+        progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
+        if leaves:
+            progress, last_epoch = replace(progress), min(last_epoch + 1, _NO_LIMIT)
+            progress.close_epoch()
+        present, calls = (progress.epoch, progress.step), progress.run_calls
+        start = present if calls.is_new else calls.starts[calls.made]
+        left = _remaining(progress, last_epoch, last_step, in_epoch)
+        epochs, steps = map(scheduling.Span, start, present, left)
+        return epochs, steps
+
+    def leaves_epoch(self, wrapped: Any) -> bool:
+        """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
+        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer._position.is_of(wrapped)
+
+    # ---------------------------------------------------------------------------------------- beginning and end
+
+    def begin(self) -> None:
+        """Find where this call began and ends, and refuse a loader or a schedule that does not fit."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        calls, is_new = progress.run_calls, progress.run_calls.is_new
+        self.last_epoch, self.last_step = self.bounds()
+        wrapped = self._fit_loader()
+        leaves = is_new and self.leaves_epoch(wrapped)
+        optim.check_closures(trainer._optimizers, type(trainer))
+        has_metric = self.valid_loader is not None or trainer.history.watches_training
+        in_epoch = self.steps_per_epoch(wrapped)
+        if not calls.is_over:
+            scheduling.check_run(trainer, *self.spans(in_epoch, leaves), in_epoch, has_metric)
+        elif trainer.is_main:  # It was checked as it began.
+            calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
+        if is_new:
+            try_validation(trainer, self.valid_loader)
+        if leaves:  # That epoch does not count among those of this call.
+            self._leave_epoch(wrapped)
+            self.last_epoch = min(self.last_epoch + 1, _NO_LIMIT)
+        if is_new:
+            calls.starts.append([progress.epoch, progress.step])
+            progress.stop_reason = None
+        calls.made += 1
+        trainer._position.restore_random()
+
+    def _fit_loader(self) -> Any:
+        """Wrap the loader, and refuse one that cannot continue the epoch of a loaded state."""
+        progress, position = self.trainer.progress_checker, self.trainer._position
+        calls, is_new = progress.run_calls, progress.run_calls.is_new
+        has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
+        if has_more and not is_new:
+            position.deal_anew(self.trainer, self.loader)
+        wrapped = self.trainer.wrap_loader(self.loader, True)
+        if has_more:
+            position.check(wrapped, is_new)
+        if calls.is_behind and not calls.is_over:
+            position.note_loader(wrapped)
+        return wrapped
+
+    def _leave_epoch(self, wrapped: Any) -> None:
+        """Close the open epoch where another loader follows."""
+        if self.leaves_epoch(wrapped):
+            progress = self.trainer.progress_checker
+            _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
+            progress.close_epoch()
+
+    def has_more_epochs(self) -> bool:
+        """Whether an epoch is to begin, or to continue."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if progress.epoch >= self.last_epoch or progress.pending_validation:
+            return False
+        if progress.step < self.last_step and not trainer.should_stop:
+            return True
+        # A state of the run's last step, if that was an epoch's last too: the epoch is still to be closed.
+        return trainer._position.is_restored and self._is_full(trainer.wrap_loader(self.loader, True))
+
+    def _is_full(self, wrapped: Any) -> bool:
+        """Whether the open epoch has all of its steps, or batches."""
+        progress = self.trainer.progress_checker
+        return progress.epoch_batch > 0 and (
+            progress.epoch_step == self.epoch_steps or progress.epoch_batch == length_of(wrapped)
+        )
+
+    # -------------------------------------------------------------------------------------------------- an epoch
+
+    def open_epoch(self, wrapped: Any) -> None:
+        """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        check_optimizer(trainer)
+        _warn_of_unheld(trainer)
+        for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
+            if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
+                raise ConfigError(
+                    f"trainer.{name} was replaced within a run, which goes on with the one it has; replace it between "
+                    "two calls of run, or change what is in its param_groups"
+                )
+        self._leave_epoch(wrapped)
+        if not progress.epoch_batch:
+            trainer.log_train.begin_epoch()
+            trainer.log_test.clear()
+        progress.pending_validation = ""
+        optimizer_modes.begin_training(trainer)
+        binding.bind(trainer)
+        trainer.zero_grad()  # An exception may have left the gradients of a step.
+        if isinstance(trainer.model, nn.Module) and not trainer.model.training:
+            trainer.model.train()
+        self.bar.open(f"epoch {progress.epoch + 1}", length_of(wrapped), progress.epoch_batch)
+
+    def batches(self, wrapped: Any) -> Iterator[Any]:
+        """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if progress.epoch_batch and progress.epoch_step == self.epoch_steps:
+            trainer._position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
+            return iter(())
+        batches: Iterator[Any] = trainer.batches(wrapped)
+        return batches
+
+    def after_step(self) -> bool:
+        """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
+        trainer = self.trainer
+        progress, every = trainer.progress_checker, trainer.log_every
+        step = progress.step
+        if every.steps and every.due_at_step(step):
+            self.log_training()
+        every = self.limits.valid_every
+        if every.steps and self.valid_loader is not None and every.due_at_step(step):
+            self._validate("step")
+        trainer.checkpoint()
+        if self.bar.shown and self.bar.due():
+            self.bar.update(progress.epoch_batch, self.shown)
+        return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
+
+    def ends_epoch(self, wrapped: Any, batches: Iterator[Any]) -> bool:
+        """Whether the step that ends the loop over the batches is the last of the epoch."""
+        progress = self.trainer.progress_checker
+        if progress.pending_validation:  # A resumed run repeats its validation before the epoch ends.
+            return False
+        if progress.epoch_step == self.epoch_steps:
+            return True
+        # A sampler may draw as it ends: ask for the end, so that a complete epoch ends like any other.
+        return progress.epoch_batch == length_of(wrapped) and next(batches, None) is None
+
+    def close_epoch(self, wrapped: Any, is_complete: bool) -> Metrics:
+        """Compute the means of an epoch, step its schedulers, and count it."""
+        trainer, progress, history = self.trainer, self.trainer.progress_checker, self.trainer.history
+        self.bar.close()
+        if not progress.epoch_batch:
+            used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
+            raise LoaderError(
+                f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(wrapped)})"
+                + (used_up if progress.epoch else "; give it data")
+            )
+        trainer.nonfinite.share(trainer)
+        if not is_complete:
+            sums = merge_sums(trainer.gather(trainer.log_train.sums()))
+            return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
+        trainer.log_test.clear()
+        metrics = history.summarize("train", trainer.gather, trainer.world_size, trainer.metric_on_epoch_end)
+        history.record("train", metrics, progress.place, optim.learning_rates(trainer._optimizers))
+        if trainer.log_every.due_at_epoch(progress.epoch + 1):
+            self.log_training(trainer.train_metrics)
+        trainer.scheduler_step("epoch")
+        progress.close_epoch()
+        trainer._position.forget()
+        made: Metrics = history.train_metrics
+        return made
+
+    def end_epoch(self) -> None:
+        """Validate the epoch that was just closed, update the best, call ``on_epoch_end``, and save."""
+        trainer, progress, every = self.trainer, self.trainer.progress_checker, self.limits.valid_every
+        try:
+            if progress.pending_validation or (self.valid_loader is not None and every.due_at_epoch(progress.epoch)):
+                self._validate("epoch")
+            if not progress.pending_validation:
+                self._judge_epoch()
+                trainer.on_epoch_end()
+        finally:
+            if not progress.pending_validation:  # Else its repetition may read it.
+                trainer.log_train.free()
+        trainer.checkpoint()
+
+    def _judge_epoch(self) -> None:
+        """Update the best from the training metrics where nothing is validated, and show the epoch."""
+        history = self.trainer.history
+        if self.valid_loader is None or history.watches_training:
+            self.update_best("train", history.train_metrics)
+        step, shown = self.trainer.progress_checker.step, dict(history.train[-1])
+        if history.valid and history.valid[-1]["step"] == step:
+            shown.update(history.valid[-1])
+        self.bar.line(shown, "best" if history.best.get("step") == step else "")
+
+    # ------------------------------------------------------------------------------------------------ validation
+
+    def resume_pending_validation(self) -> None:
+        """Repeat the validation that the loaded state was saved in, and what follows it."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if progress.run_calls.is_behind:  # The state is of a later call.
+            return
+        optimizer_settings.warn(trainer)
+        if progress.pending_validation == "epoch":
+            self.end_epoch()
+        elif progress.pending_validation:
+            self._validate("step")
+            trainer.checkpoint()
+
+    def _validate(self, moment: str) -> None:
+        """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
+        progress = self.trainer.progress_checker
+        progress.pending_validation = moment if self.valid_loader is not None else ""
+        if progress.pending_validation:
+            with suppress(EvaluationAborted):
+                self.trainer.validate()
+                progress.pending_validation = ""
+
+    def validate(self, trainer: Trainer) -> dict[str, float]:
+        """Evaluate the ``valid_loader``, record its metrics and update the best."""
+        signals = self.signals if trainer.progress_checker.pending_validation else None
+        metrics = evaluation.evaluate(trainer, self.valid_loader, signals)
+        self.record_validation(metrics)
+        self.update_best("valid", metrics)
+        return metrics
+
+    def record_validation(self, metrics: Mapping[str, float]) -> None:
+        """Record and log the metrics of a validation."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        progress.pending_validation = ""
+        trainer.history.record("valid", metrics, progress.place)
+        trainer.log({f"valid/{key}": value for key, value in metrics.items()}, progress.step)
+
+    def update_best(self, split: str, metrics: Mapping[str, float]) -> None:
+        """Keep the best metrics, and step the schedulers that wait for a metric."""
+        trainer, history = self.trainer, self.trainer.history
+        if split == "valid" and history.watches_training and history.monitor not in metrics:
+            return
+        history.check_split(split, metrics)
+        score = trainer.score_of(metrics)
+        if trainer.check_better(metrics):
+            history.update_best(split, metrics, score, trainer.progress_checker.place)
+        for name, scheduler in trainer._schedulers.items():
+            if is_plateau(scheduler):
+                if score is None:
+                    raise MonitorError(
+                        f"scheduler {name} needs monitor={history.monitor!r}; there are {', '.join(metrics)}"
+                    )
+                scheduler.step(score)
+
+    # --------------------------------------------------------------------------------------------------- logging
+
+    def log_training(self, means: Mapping[str, float] | None = None) -> None:
+        """Log the means of an epoch, or those since the last record, with learning rates and gradient norm."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if means is None:
+            trainer.nonfinite.share(trainer)
+        sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
+        since = means or {key: total / weight for key, (total, weight) in sums.items()}
+        record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
+        if trainer.grad_norm is not None:
+            record["grad_norm"] = float(trainer.grad_norm)
+        for name in ("skipped_steps", "nonfinite_steps"):
+            if getattr(progress, name):
+                record[name] = float(getattr(progress, name))
+        trainer.log(record, progress.step)
+
+    def shown(self) -> dict[str, float]:
+        """Return what the progress bar shows."""
+        return {**self.trainer.log_train.means(), **optim.learning_rates(self.trainer._optimizers)}
+
+
+def _remaining(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None) -> tuple[int | None, int | None]:
+    """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
+    epochs = None if last_epoch == _NO_LIMIT else max(0, last_epoch - progress.epoch)
+    steps = None if last_step == _NO_LIMIT else max(0, last_step - progress.step)
     if not in_epoch:
         return epochs, steps
     if epochs is not None:
-        steps = min(max(0, in_epoch * epochs - progress.epoch_step), sys.maxsize if steps is None else steps)
-    assert steps is not None  # `check_run` has refused a run without any end.
+        steps = min(max(0, in_epoch * epochs - progress.epoch_step), _NO_LIMIT if steps is None else steps)
+    assert steps is not None  # `RunLimits.parse` refuses a run without an end.
     return (steps + progress.epoch_step) // in_epoch, steps
 
 
-def spans(
-    trainer: Trainer, plan: Plan, in_epoch: int | None, leaves: bool = False
-) -> tuple[scheduling.Span, scheduling.Span]:
-    """Return the epochs and the optimizer steps that this call of ``run`` covers; it may leave an open epoch first."""
-    progress = trainer.progress_checker
-    last_epoch, last_step = bounds(trainer, plan)
-    if leaves:
-        progress, last_epoch = replace(progress), min(last_epoch + 1, sys.maxsize)
-        progress.close_epoch()
-    present = (progress.epoch, progress.step)
-    start = present if trainer._calls == len(progress.run_starts) else progress.run_starts[trainer._calls]
-    left = left_of(progress, last_epoch, last_step, in_epoch)
-    epochs, steps = map(scheduling.Span, start, present, left)
-    return epochs, steps
-
-
-def steps_per_epoch(plan: Plan, trainer: Trainer, wrapped: Any) -> int | None:
-    """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
-    known = [count for count in (plan.steps_per_epoch, trainer.steps_in(wrapped)) if count is not None]
-    return min(known, default=None)
-
-
-def total_of(plan: Plan, in_epoch: int | None) -> int | None:
-    """Return the optimizer steps that a call of ``run`` is planned to take from its beginning; None is unknown."""
-    whole = None if plan.n_epoch is None or in_epoch is None else plan.n_epoch * in_epoch
-    return min((count for count in (whole, plan.max_steps) if count is not None), default=None)
-
-
-def begin_run(trainer: Trainer, loader: Any, plan: Plan) -> int:
-    """Find where this call of ``run`` began and is to end, and refuse a schedule that does not fit."""
-    progress = trainer.progress_checker
-    is_new = trainer._calls == len(progress.run_starts)
-    last_epoch, last_step = bounds(trainer, plan)
-    wrapped = _fit_loader(trainer, loader, progress.epoch < last_epoch and progress.step < last_step)
-    leaves = is_new and is_left(trainer, wrapped)
-    optim.check_closures(trainer._optimizers, type(trainer))
-    has_metric = trainer._valid[0] is not None or trainer.history.watches_training
-    in_epoch = steps_per_epoch(plan, trainer, wrapped)
-    if trainer._calls + 1 >= len(progress.run_starts):
-        scheduling.check_run(trainer, *spans(trainer, plan, in_epoch, leaves), in_epoch, has_metric)
-    elif trainer.is_main:  # This call is over, and was checked as it began.
-        warn_of_early_end(progress, trainer._calls, plan.n_epoch, plan.max_steps)
-    if is_new:
-        from zae.loop.trial import try_validation  # It imports this module.
-
-        try_validation(trainer)
-    if leaves:  # That epoch is not one of this call.
-        leave_epoch(trainer, wrapped)
-        last_epoch = min(last_epoch + 1, sys.maxsize)
-    if is_new:
-        progress.run_starts.append([progress.epoch, progress.step])
-        progress.stop_reason = None
-    trainer._calls += 1
-    trainer._max_step, trainer._epoch_steps = last_step, plan.steps_per_epoch or 0
-    trainer._position.restore_random()
-    return last_epoch
-
-
-def _fit_loader(trainer: Trainer, loader: Any, has_more: bool) -> Any:
-    """Wrap the loader of a call of ``run``, and refuse one that cannot continue the epoch that a state is in."""
-    call, starts, position = trainer._calls, trainer.progress_checker.run_starts, trainer._position
-    is_new = call == len(starts)
-    if has_more and not is_new:
-        position.deal_anew(trainer, loader)
-    wrapped = trainer.wrap_loader(loader, True)
-    if has_more:
-        position.check(wrapped, is_new)
-    if call == len(starts) - 1:
-        position.note_loader(wrapped)
-    return wrapped
-
-
-def is_left(trainer: Trainer, loader: Any) -> bool:
-    """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
-    return trainer.progress_checker.epoch_batch > 0 and not trainer._position.is_of(loader)
-
-
-def leave_epoch(trainer: Trainer, loader: Any) -> None:
-    """Close the epoch that is open where another loader comes."""
-    if is_left(trainer, loader):
-        progress = trainer.progress_checker
-        _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
-        progress.close_epoch()
-
-
-def goes_on(trainer: Trainer, loader: Any, last_epoch: int) -> bool:
-    """Whether there is an epoch to begin, or to go on with."""
-    progress = trainer.progress_checker
-    if progress.epoch >= last_epoch or trainer._due:
-        return False
-    if progress.step < trainer._max_step and not trainer.should_stop:
-        return True
-    # A state of the run's last step, if that was an epoch's last too: the epoch is still to be closed.
-    return trainer._position.is_restored and _is_full(trainer, trainer.wrap_loader(loader, True))
-
-
-def _is_full(trainer: Trainer, loader: Any) -> bool:
-    """Whether the open epoch has all of its steps, or batches."""
-    progress = trainer.progress_checker
-    return progress.epoch_batch > 0 and (
-        progress.epoch_step == trainer._epoch_steps or progress.epoch_batch == length_of(loader)
-    )
-
-
 def check_optimizer(trainer: Trainer) -> None:
-    """Refuse to train a trainer that was made to evaluate, and toggled."""
+    """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
     if trainer.optimizer is None:
         raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
 
 
-def begin_steps(trainer: Trainer) -> None:
-    """Set a trainer up for a step that no run makes."""
-    trainer._set_up()
-    if trainer.mode == "train":
-        optimizer_modes.begin_training(trainer)
-
-
-def open_epoch(trainer: Trainer, loader: Any) -> None:
-    """Begin an epoch, or go on with the one that a stop, a kill or ``max_steps`` left open."""
-    progress = trainer.progress_checker
-    check_optimizer(trainer)
-    _warn_of_unheld(trainer)
-    for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
-        if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
-            raise ConfigError(
-                f"trainer.{name} was replaced within a run, which goes on with the one it has; replace it between two "
-                "calls of run, or change what is in its param_groups"
-            )
-    leave_epoch(trainer, loader)
-    if not progress.epoch_batch:
-        trainer.log_train.begin_epoch()
-        trainer.log_test.clear()
-    trainer._due = ""
-    optimizer_modes.begin_training(trainer)
-    binding.bind(trainer)
-    trainer.zero_grad()  # A step that an exception cut short has left its gradients.
-    if isinstance(trainer.model, nn.Module) and not trainer.model.training:
-        trainer.model.train()
-    trainer._bar.open(f"epoch {progress.epoch + 1}", length_of(loader), progress.epoch_batch)
-
-
 def _warn_of_unheld(trainer: Trainer) -> None:
-    """Warn of parameters that want a gradient and that no optimizer holds, of each of them once."""
+    """Warn once of each parameter that requires a gradient and that no optimizer holds."""
     known = vars(trainer).setdefault("_unheld", set())
     names = [name for name in optim.unheld(trainer.unwrap(), trainer._optimizers) if name not in known]
     known.update(names)
@@ -204,203 +456,3 @@ def _warn_of_unheld(trainer: Trainer) -> None:
             "to one, optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
             ", ".join(names[:_SHOWN]), more, len(names),
         )  # fmt: skip
-
-
-def batches_left(trainer: Trainer, loader: Any) -> Iterator[Any]:
-    """Begin to walk what the open epoch has left: nothing, after the last of its so many steps."""
-    progress = trainer.progress_checker
-    if progress.epoch_batch and progress.epoch_step == trainer._epoch_steps:
-        trainer._position.batches(loader, progress.epoch_batch, progress.batch)  # The next one follows from there.
-        return iter(())
-    return trainer.batches(loader)
-
-
-def after_step(trainer: Trainer) -> bool:
-    """Log, validate and save where it is due, in this order; say whether the epoch, or the run, ends here."""
-    progress, every = trainer.progress_checker, trainer.log_every
-    step = progress.step
-    if every.steps and every.due_at_step(step):
-        log_training(trainer)
-    loader, every = trainer._valid
-    if every.steps and loader is not None and every.due_at_step(step):
-        _validate(trainer, "step")
-    trainer.checkpoint()
-    if trainer._bar.shown and trainer._bar.due():
-        trainer._bar.update(progress.epoch_batch, lambda: shown(trainer))
-    return step >= trainer._max_step or progress.epoch_step == trainer._epoch_steps or trainer.should_stop
-
-
-def is_complete(trainer: Trainer, loader: Any, batches: Iterator[Any]) -> bool:
-    """Whether the step that ends the loop over the batches is the last of the epoch."""
-    progress = trainer.progress_checker
-    if trainer._due:  # First of all comes its validation, when it is resumed.
-        return False
-    if progress.epoch_step == trainer._epoch_steps:
-        return True
-    # Asked for its end, a sampler may draw once more: an epoch that is complete ends like any other.
-    return progress.epoch_batch == length_of(loader) and next(batches, None) is None
-
-
-def close_epoch(trainer: Trainer, loader: Any, complete: bool) -> Metrics:
-    """Take the means of an epoch, step its schedulers, and count it."""
-    progress = trainer.progress_checker
-    trainer._bar.close()
-    if not progress.epoch_batch:
-        used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
-        raise LoaderError(
-            f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(loader)})"
-            + (used_up if progress.epoch else "; give it data")
-        )
-    trainer.nonfinite.share(trainer)
-    if not complete:
-        return Metrics(means(trainer, trainer.log_train))
-    trainer.log_test.clear()
-    history = trainer.history
-    metrics = history.summarize("train", trainer.gather, trainer.world_size, trainer.metric_on_epoch_end)
-    history.record("train", metrics, progress.place, optim.learning_rates(trainer._optimizers))
-    if trainer.log_every.due_at_epoch(progress.epoch + 1):
-        log_training(trainer, trainer.train_metrics)
-    trainer.scheduler_step("epoch")
-    progress.close_epoch()
-    trainer._position.forget()
-    return trainer.train_metrics
-
-
-def make_up(trainer: Trainer) -> None:
-    """Make the validation that the state of this run has begun, and what comes after it."""
-    if trainer._calls != len(trainer.progress_checker.run_starts):
-        return  # It is of a later call of ``run``.
-    optimizer_settings.warn(trainer)
-    if trainer._due == "epoch":
-        end_epoch(trainer)
-    elif trainer._due:
-        _validate(trainer, "step")
-        trainer.checkpoint()
-
-
-def end_epoch(trainer: Trainer) -> None:
-    """Judge the epoch that has just been closed, tell of its end, and save."""
-    loader, every = trainer._valid
-    try:
-        if trainer._due or (loader is not None and every.due_at_epoch(trainer.progress_checker.epoch)):
-            _validate(trainer, "epoch")
-        if not trainer._due:
-            _judge_epoch(trainer, loader)
-            trainer.on_epoch_end()
-    finally:
-        if not trainer._due:  # Else the validation that is to be repeated may read it.
-            trainer.log_train.free()
-    trainer.checkpoint()
-
-
-def _validate(trainer: Trainer, moment: str) -> None:
-    """Validate; where a signal asks for the end meanwhile, it stays due: the state is as before it."""
-    trainer._due = moment if trainer._valid[0] is not None else ""
-    if trainer._due:
-        with suppress(GivenUp):
-            trainer.validate()
-            trainer._due = ""
-
-
-def _judge_epoch(trainer: Trainer, loader: Any) -> None:
-    """Judge the epoch by its training metrics where nothing is validated, and show it."""
-    if loader is None or trainer.history.watches_training:
-        update_best(trainer, "train", trainer.train_metrics)
-    step, shown = trainer.progress_checker.step, dict(trainer.train_history[-1])
-    if trainer.valid_history and trainer.valid_history[-1]["step"] == step:
-        shown.update(trainer.valid_history[-1])
-    trainer._bar.line(shown, "best" if trainer.best.get("step") == step else "")
-
-
-def update_best(trainer: Trainer, split: str, metrics: Mapping[str, float]) -> None:
-    """Keep the best so far, and step the schedulers that wait for a metric."""
-    history = trainer.history
-    if split == "valid" and history.watches_training and trainer.monitor not in metrics:
-        return
-    history.check_split(split, metrics)
-    score = trainer.score_of(metrics)
-    if trainer.check_better(metrics):
-        history.update_best(split, metrics, score, trainer.progress_checker.place)
-    for name, scheduler in trainer._schedulers.items():
-        if is_plateau(scheduler):
-            if score is None:
-                raise MonitorError(
-                    f"scheduler {name} needs monitor={trainer.monitor!r}; there are {', '.join(metrics)}"
-                )
-            scheduler.step(score)
-
-
-def note_validation(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Record the metrics of a validation."""
-    trainer._due = ""
-    trainer.history.record("valid", metrics, trainer.progress_checker.place)
-    trainer.log({f"valid/{key}": value for key, value in metrics.items()}, trainer.progress_checker.step)
-
-
-def take_validation(trainer: Trainer, metrics: dict[str, float]) -> dict[str, float]:
-    """Add the metrics of a validation to the history, and update the best."""
-    note_validation(trainer, metrics)
-    update_best(trainer, "valid", metrics)
-    return metrics
-
-
-def log_training(trainer: Trainer, means: Mapping[str, float] | None = None) -> None:
-    """Log the means since the last record (or those given), the learning rates and the gradient norm."""
-    if means is None:  # Else the epoch has just been closed.
-        trainer.nonfinite.share(trainer)
-    sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
-    since = means or {key: total / weight for key, (total, weight) in sums.items()}
-    record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
-    if trainer.grad_norm is not None:
-        record["grad_norm"] = float(trainer.grad_norm)
-    for name in ("skipped_steps", "nonfinite_steps"):
-        if getattr(trainer.progress_checker, name):
-            record[name] = float(getattr(trainer.progress_checker, name))
-    trainer.log(record, trainer.progress_checker.step)
-
-
-def shown(trainer: Trainer) -> dict[str, float]:
-    """What the bar shows."""
-    return {**trainer.log_train.means(), **optim.learning_rates(trainer._optimizers)}
-
-
-def means(trainer: Trainer, log: EpochLog) -> dict[str, float]:
-    """The means over all ranks."""
-    sums = merge_sums(trainer.gather(log.sums()))
-    return {key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()}
-
-
-class Plan(NamedTuple):
-    """How long a run is to be, and when it validates."""
-
-    n_epoch: int | None
-    max_steps: int | None
-    valid_every: Every
-    steps_per_epoch: int | None
-
-
-def check_run(
-    n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
-) -> Plan:
-    """Refuse the arguments of ``run`` that cannot be meant."""
-    if n_epoch is None and max_steps is None:
-        raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
-    argument_checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)
-    argument_checks.check_count("max_steps", max_steps, optional=True)
-    argument_checks.check_count("steps_per_epoch", steps_per_epoch, optional=True)
-    check_loader(loader)
-    if isinstance(valid_loader, Mapping) and not valid_loader:
-        raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
-    for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
-        if each is not None:
-            check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
-    return Plan(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
-
-
-def describe_trainer(trainer: Trainer) -> str:
-    """One line that says what and where a trainer is; nothing of its options, which may be secret."""
-    progress = trainer.progress_checker
-    return (
-        f"{type(trainer).__name__}(model={type(trainer.unwrap()).__name__}, device={trainer.device}, "
-        f"mode={trainer.mode}, epoch={progress.epoch}, step={progress.step})"
-    )

@@ -6,8 +6,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Planned", "Span", "call_factory", "check_run", "check_schedules", "for_build", "parse_flag", "simulated"]
+__all__ = ["Span", "call_factory", "check_run", "check_schedules", "for_build", "parse_flag", "simulated"]
 
 _log = logging.getLogger("zae")
 _LOW = 0.1  # Of the base rate: a first epoch below it teaches next to nothing.
@@ -52,7 +51,7 @@ def parse_flag(value: Any) -> tuple[bool, bool]:
 
 def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
     """Return the arguments of `optim.build` that make a trainer's schedulers."""
-    call = partial(call_factory, total=partial(trainer._planned.total, trainer))
+    call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
     return partial(optim.driven_by, trainer._optimizers), LRScheduler, "scheduler", call
 
 
@@ -94,46 +93,6 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
             # A partial that has set it leaves it behind as keyword-only, with a default.
             return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
     return False
-
-
-class Planned:
-    """The number of optimizer steps that a run is planned to take, for the factories of schedulers.
-
-    It is counted when a factory asks: within ``setup``, where the ranks know how many they are.
-    """
-
-    def __init__(self) -> None:
-        self._asked: tuple[Any, Any] | None = None  # The loader and the plan of the call of run that is set up.
-        self._total: Any = ...
-
-    @contextmanager
-    def within(self, loader: Any, plan: Any) -> Iterator[None]:
-        """Know the arguments of ``run`` while the trainer is set up for it."""
-        self._asked = (loader, plan)
-        try:
-            yield
-        finally:
-            self._asked = None
-
-    def total(self, trainer: Trainer) -> int | None:
-        """Return the steps of the call of ``run`` that has built the schedule; None for a stream without a length."""
-        if self._asked is not None and trainer.mode == "train":
-            from zae.loop import run as session  # It imports this module.
-
-            loader, plan = self._asked
-            in_epoch = session.steps_per_epoch(plan, trainer, trainer.wrap_loader(loader, True))
-            self._total = session.total_of(plan, in_epoch)
-        if self._total is ...:
-            raise ConfigError(
-                "the scheduler's factory takes total_steps, the optimizer steps that a run is planned to take, which "
-                "are only known within run() in mode 'train'; call run(n_epoch, loader) first (resume=... takes a "
-                "state up within it), or give a factory of the optimizer alone: scheduler=lambda optimizer: ..."
-            )
-        found: int | None = self._total
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_asked": None, "_total": self._total}
 
 
 # ------------------------------------------------------------------------------------------------ checks of a run

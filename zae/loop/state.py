@@ -53,6 +53,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
     optimizer_settings.note(trainer, _optimizers(trainer), _schedulers(trainer))
     trainer.nonfinite.settle(trainer)
     weights, training_weights = optimizer_modes.both_weights(trainer)
+    pending = trainer.progress_checker.pending_validation
     return {
         "model": weights,
         "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},
@@ -63,12 +64,12 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         "progress": trainer.progress_checker.state_dict(),
         "records": {
             # A pending validation may read a metric of what was trained in the epoch that has just been closed.
-            **trainer.history.state_dict(bool(trainer.progress_checker.epoch_batch or trainer._due)),
+            **trainer.history.state_dict(bool(trainer.progress_checker.epoch_batch or pending)),
             "settings": optimizer_settings.read(trainer),
             "grad_norm": trainer.grad_norm,
         },
         "position": trainer._position.state_dict(),
-        **({"validation": trainer._due} if trainer._due else {}),
+        **({"validation": pending} if pending else {}),
         # Of an optimizer that trains with other weights than it evaluates with.
         **({"training_weights": training_weights} if training_weights else {}),
     }
@@ -88,9 +89,10 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         optimizer_settings.refuse_other_classes(trainer, state)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
-        progress, due, history = ProgressChecker(), _due_of(state), trainer.history.loaded(state["records"])
+        progress, history = ProgressChecker(), trainer.history.loaded(state["records"])
         grad_norm = state["records"]["grad_norm"]
         progress.load_state_dict(state["progress"])
+        progress.pending_validation = _pending_validation(state)
 
     with _taken_back(trainer, optimizers, schedulers):
         with _in_words("nothing was loaded"):
@@ -100,8 +102,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
                 load_optimizer_state(optimizer, _kept_or_copied(trainer, states[name]))
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
-            trainer.progress_checker, trainer._due, trainer._calls = progress, due, len(progress.run_starts)
-            trainer.history, trainer.grad_norm = history, grad_norm
+            trainer.progress_checker, trainer.history, trainer.grad_norm = progress, history, grad_norm
             optimizer_settings.take_over(trainer, state["records"].get("settings"))
             if not history.has_criterion_of(state["records"]):
                 _recompute_best(history, state["records"]["monitor"])
@@ -260,8 +261,8 @@ def _in_order(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, A
     )
 
 
-def _due_of(state: Mapping[str, Any]) -> str:
-    """The moment whose validation is due; a state names it only where there is one, and an older zae refuses that."""
+def _pending_validation(state: Mapping[str, Any]) -> str:
+    """Return the moment whose validation is pending; only such a state has the key, which an older zae refuses."""
     due = state.get("validation", "")
     if due not in ("", "step", "epoch"):
         raise CheckpointMismatch(f"the state says of its validation {due!r:.80}, which is not 'step' or 'epoch'")
@@ -282,9 +283,9 @@ def _outside(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, An
 
 def _build_factories(trainer: Trainer) -> None:
     """Make what is still a factory: its state is to be loaded, and a later setup takes what is made already."""
-    if not trainer._ready and len(_optimizers(trainer)) < len(optim.named(trainer.optimizer)):
+    if not trainer.current_run.is_ready and len(_optimizers(trainer)) < len(optim.named(trainer.optimizer)):
         trainer.optimizer = trainer.build_optimizer()
-    if not trainer._ready and len(_schedulers(trainer)) < len(optim.named(trainer.scheduler)):
+    if not trainer.current_run.is_ready and len(_schedulers(trainer)) < len(optim.named(trainer.scheduler)):
         trainer._optimizers = optim.named(trainer.optimizer)
         trainer.scheduler = trainer.build_scheduler()
 

@@ -18,7 +18,7 @@ from zae.data.workers import mute_workers, unmute_workers
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Agreed", "GivenUp", "StopSignals", "status_of"]
+__all__ = ["DistributedStopFlag", "EvaluationAborted", "StopSignals", "status_of"]
 
 _log = logging.getLogger("zae")
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
@@ -26,7 +26,7 @@ _HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none.
 _SECONDS = 2.0  # How often several ranks ask one another in a validation, about.
 
 
-class GivenUp(BaseException):
+class EvaluationAborted(BaseException):
     """A validation that was left between two batches, for a signal asks for the end; only the session meets it."""
 
 
@@ -182,7 +182,7 @@ def _beneath(handler: Any, number: int) -> Any:
     return handler
 
 
-class Agreed:
+class DistributedStopFlag:
     """What several ranks agree on while each walks its share of a validation: whether a signal has come to any of them.
 
     They ask one another before the first batch, and then about every two seconds: before batches whose numbers follow

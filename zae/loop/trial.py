@@ -52,13 +52,15 @@ class Tried(NamedTuple):
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
 
-def try_validation(trainer: Trainer) -> None:
+def try_validation(trainer: Trainer, loader: Any) -> None:
     """Try one batch of the validation before the first batch of training, and refuse what would fail there.
 
     Parameters
     ----------
     trainer : Trainer
         It is set up for a run, and has made no step yet.
+    loader : iterable or dict of them
+        The ``valid_loader``; None leaves the trial out.
 
     Raises
     ------
@@ -67,7 +69,6 @@ def try_validation(trainer: Trainer) -> None:
     Exception
         What ``test_step`` raised, with a note.
     """
-    loader = trainer._valid[0]
     if loader is None or not trainer.try_validation or trainer.progress_checker.step:
         return
     try:

@@ -20,10 +20,10 @@ from zae.composition.introspect import seam, slots_of
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loading import describe, length_of, own_batch_sampler
-from zae.loop import run as session
 from zae.loop import scheduling, trial
 from zae.loop.history import split_prefix
 from zae.loop.progress import Every
+from zae.loop.run import Run, RunLimits, check_optimizer
 from zae.loop.scheduling import simulated
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.preview.dry_run import states_after_a_step
@@ -244,18 +244,19 @@ def plan(
       logs       at steps 5, 10
       monitor    loss; there are loss, accuracy
     """
-    asked = session.check_run(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+    limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+    run = Run(self, loader, valid_loader, limits)
     made = RunPlan(type(self).__name__, monitor=self.monitor)
     made.world_size = max(self.world_size, len(self.devices))
     if self.mode == "test":
         return _of_evaluation(self, made, loader)
-    session.check_optimizer(self)
-    _count_steps(self, made, loader, asked)
+    check_optimizer(self)
+    _count_steps(self, made, run)
     made.batch_size = _batch_size(loader)
     has_metric = valid_loader is not None or split_prefix(self.monitor)[0] == "train"
-    _simulate(self, made, asked, has_metric)
+    _simulate(self, made, run, has_metric)
     made.logs_at = made.due(self.log_every)
-    made.validates_at = [] if valid_loader is None else made.due(asked.valid_every)
+    made.validates_at = [] if valid_loader is None else made.due(limits.valid_every)
     _try_metrics(self, made, loader, valid_loader)
     _measure_checkpoint(self, made)
     made.notes += self.plan_lines(made)
@@ -295,24 +296,25 @@ def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
     return made
 
 
-def _count_steps(trainer: Trainer, made: RunPlan, loader: Any, asked: session.Plan) -> None:
-    """Count as `session.begin_run` and the loop do."""
-    progress, (last_epoch, last_step), wrapped = trainer.progress_checker, session.bounds(trainer, asked), loader
-    if trainer._ready or "parallel" not in slots_of(type(trainer)):
+def _count_steps(trainer: Trainer, made: RunPlan, run: Run) -> None:
+    """Count as `Run.begin` and the loop do."""
+    progress, (last_epoch, last_step), loader = trainer.progress_checker, run.bounds(), run.loader
+    wrapped = loader
+    if trainer.current_run.is_ready or "parallel" not in slots_of(type(trainer)):
         wrapped = trainer.wrap_loader(loader, True)
     else:
         made.notes.append("the loader is shared among the processes when they begin; the steps here are of one alone")
     made.batches_per_epoch, in_loader = length_of(wrapped), trainer.steps_in(wrapped)
-    made.steps_per_epoch = in_epoch = session.steps_per_epoch(asked, trainer, wrapped)
+    made.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
     made.first_step = progress.step + 1
     if in_epoch is None:
         made.last_step = None if last_step == sys.maxsize else max(last_step, progress.step)
         made.notes.append(f"the loader has no length ({describe(loader)}): where an epoch ends is not known")
         return
-    if asked.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
+    if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
         made.batches_per_epoch = None if in_loader is None else made.batches_per_epoch
     at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
-    if session.is_left(trainer, wrapped):
+    if run.leaves_epoch(wrapped):
         at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
     while at_epoch < last_epoch and at_step < last_step:
         left = in_epoch - in_open
@@ -336,10 +338,10 @@ def _batch_size(loader: Any) -> int | None:
     return leading_dimension(loader[0]) if isinstance(loader, (list, tuple)) and loader else None
 
 
-def _simulate(trainer: Trainer, made: RunPlan, asked: session.Plan, has_metric: bool) -> None:
+def _simulate(trainer: Trainer, made: RunPlan, run: Run, has_metric: bool) -> None:
     """Step copies of the schedulers as the run will."""
-    optimizers, schedulers = simulated(trainer, session.total_of(asked, made.steps_per_epoch))
-    steps, (in_epochs, in_steps) = made.steps, session.spans(trainer, asked, made.steps_per_epoch)
+    optimizers, schedulers = simulated(trainer, run.limits.total_steps(made.steps_per_epoch))
+    steps, (in_epochs, in_steps) = made.steps, run.spans(made.steps_per_epoch)
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer._is_step_set
     made.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
     made.kernels = optim.fused_hints(optimizers)

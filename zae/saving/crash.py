@@ -81,7 +81,7 @@ def was_in_step(trainer: Trainer, error: BaseException, began_at: int, rested_at
     ...     was_in_step(trainer, error, 0, -1), was_in_step(trainer, ValueError("of another place"), 0, -1)
     (True, None)
     """
-    if trainer._due and trainer._signals:
+    if trainer.progress_checker.pending_validation and trainer.current_run.signals:
         return False  # The validation would have been given up: the state is that of before it.
     last = began_at if rested_at < 0 else rested_at
     in_step = trainer.progress_checker.batch != last or _is_of_a_step(trainer, error)

@@ -70,17 +70,18 @@ class Resumed:
     def is_due(self, trainer: Trainer) -> bool:
         """Whether to look for a checkpoint: as a trainer is set up for the first time; asked before that."""
         # The calls that ranks have made, which have ended since, count; what they resumed from is not known here.
-        is_begun = self._is_done or (trainer._seeded and trainer._calls > 0 and not _is_ahead(trainer))
+        calls = trainer.progress_checker.run_calls
+        is_begun = self._is_done or (trainer._seeded and calls.made > 0 and not calls.is_behind)
         self._is_done = True
         return not is_begun
 
     @contextlib.contextmanager
     def strictly(self, trainer: Trainer) -> Iterator[None]:
         """Say of a state that is refused for its add-ons how to load it: a resume is always strict."""
-        calls = trainer._calls
+        made = trainer.progress_checker.run_calls.made
         try:
             yield
-            trainer._calls = calls  # The calls of run that this script has made, not those that were saved.
+            trainer.progress_checker.run_calls.made = made  # By this script, not by the one that saved.
         except CheckpointMismatch as error:
             if "strict=False" in str(error):
                 error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
@@ -93,7 +94,7 @@ class Resumed:
 
     def is_ahead(self, trainer: Trainer) -> bool:
         """Whether the state is of a call of ``run`` that the script has yet to make."""
-        return self.path is not None and _is_ahead(trainer)
+        return self.path is not None and trainer.progress_checker.run_calls.is_behind
 
     def keep(self) -> Path:
         """Return the checkpoint that a save between two calls of ``run`` would overwrite with an earlier state."""
@@ -107,19 +108,15 @@ class Resumed:
         Where the run stands, and its place in the data, stay as the beginning of this call has checked them.
         """
         self.unsaved.begin(trainer)
-        if self.path is None or not self._is_left or _is_ahead(trainer):
+        if self.path is None or not self._is_left or trainer.progress_checker.run_calls.is_behind:
             return
         self._is_left = False
         progress, position = trainer.progress_checker, dict(vars(trainer._position))
         with self.strictly(trainer):
             load(self.path)
+        progress.pending_validation = trainer.progress_checker.pending_validation
         trainer.progress_checker = progress
         vars(trainer._position).update(position)
-
-
-def _is_ahead(trainer: Trainer) -> bool:
-    """Whether a state is of a call of ``run`` that the script has not come to yet."""
-    return trainer._calls < len(trainer.progress_checker.run_starts)
 
 
 def load_from(
@@ -155,7 +152,8 @@ def load_from(
     addon_state.load_for_rank(manager, {"model": model or manager.model_state(), **state}, strict)
     manager.run_id = manifest["run_id"]
     manager._retention.add(found, manager.save_path)
-    manager._saved_at = (manager.progress_checker.epoch, manager.progress_checker.step, manager._due)
+    progress = manager.progress_checker
+    manager._saved_at = (progress.epoch, progress.step, progress.pending_validation)
     _log.info("loaded %s (step %d)", found, manager.progress_checker.step)
 
 

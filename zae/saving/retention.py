@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae.errors import CheckpointNotFound, MonitorError
-from zae.loop.evaluation import session_of
 from zae.loop.history import split_prefix
 from zae.storage import files
 from zae.storage.names import original_name, step_of
@@ -122,7 +121,7 @@ def present_score(trainer: Trainer) -> float | None:
     float or None
         None where it was not measured at this step.
     """
-    validates = bool(trainer.valid_history) or trainer._valid[0] is not None
+    validates = bool(trainer.valid_history) or trainer.current_run.valid_loader is not None
     by_training = split_prefix(trainer.monitor)[0] == "train" or not validates
     history = trainer.train_history if by_training else trainer.valid_history
     if not history or history[-1]["step"] != trainer.progress_checker.step:
@@ -168,7 +167,7 @@ def best_of(trainer: Any) -> Path:
         No checkpoint of the run has a score, or none is of this run.
     """
     if trainer.best_path is None and trainer.resume is not False:
-        with session_of(trainer):  # It resumes as it is set up.
+        with trainer.ready():  # It resumes as it is set up.
             pass
     path: Path | None = trainer.best_path
     if path is not None:
