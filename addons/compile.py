@@ -18,6 +18,7 @@ from zae.common.walk import tensors_in
 from zae.compiling import fused, graphs
 from zae.compiling.trial import Trial
 from zae.errors import ConfigError, did_you_mean
+from zae.loop.step_output import StepOutput
 
 __all__ = ["CompileAddon"]
 
@@ -209,7 +210,7 @@ class CompileAddon(AddOnBase):
         parameters = [p for p in held if p.requires_grad]
         out = self._in_graph(batch, count, parameters)
         if out is not None:
-            return out, self.weight_of(batch, out.get("num_targets"))
+            return StepOutput.read(self, out, batch)
         eager = super().micro_step(batch, count)
         if self._update is not None:
             self._update.note(parameters)

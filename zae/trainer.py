@@ -32,6 +32,7 @@ from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
+from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import explain, plan
 from zae.schedulers import is_plateau
 from zae.storage.plain_names import plain_state, without_wrappers
@@ -378,7 +379,7 @@ class Trainer(metaclass=TrainerMeta):
             evaluation.test_batch(self, batch)
             return
         with self.batch_context():
-            outputs = self.gradients(batch)
+            outputs = [*map(StepOutput, self.gradients(batch))]
             self.unscale()
             self.clip()
             stepped = self.nonfinite.allows(self, outputs) and self.optimizer_step()
@@ -408,12 +409,12 @@ class Trainer(metaclass=TrainerMeta):
         """
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
-        outputs, num_targets = [], []
+        outputs, num_targets = list[tuple[Mapping[str, Any], float]](), []
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self.sync_context(index == count):
-                out, weight = self.micro_step(self.to_device(micro_batch), count)
-            outputs.append((out, weight))
-            num_targets.append(out.get("num_targets"))
+                output = StepOutput(self.micro_step(self.to_device(micro_batch), count))
+            outputs.append(output)
+            num_targets.append(output.num_targets)
         self.normalize(num_targets)
         return outputs
 
@@ -456,14 +457,15 @@ class Trainer(metaclass=TrainerMeta):
             What ``train_step`` returned, and its weight in the epoch's means.
         """
         with self.forward_context():
-            out = argument_checks.as_mapping(self, self.train_step(batch), batch)
+            out = self.train_step(batch)
         try:
-            self.backward(self.weigh(out["loss"], out.get("num_targets"), count))
-            # A copy in a window: a step may return the same dict for all of it.
-            return out if count == 1 else dict(out), self.weight_of(batch, out.get("num_targets"))
+            output = StepOutput.read(self, out, batch)
+            self.backward(self.weigh(output.loss, output.num_targets, count))
         except Exception as error:
-            argument_checks.explain_outputs(self, out, batch, error)
+            explain_failure(self, out, batch, error)
             raise
+        # In a window a copy: a step may return the same dict for each of its batches.
+        return output if count == 1 else StepOutput((dict(output[0]), output[1]))
 
     @seam
     def forward_context(self) -> AbstractContextManager[None]:
@@ -497,7 +499,7 @@ class Trainer(metaclass=TrainerMeta):
         Targets that were counted on an accelerator stay there as a tensor, which is read with the log.
         """
         if num_targets is not None:
-            return argument_checks.count_of(self, num_targets)
+            return count_of(self, num_targets)
         return leading_dimension(batch) or 1
 
     @seam

@@ -1,8 +1,7 @@
-"""What was wrong with an argument of the constructor, or with what a step returned; read only when something is."""
+"""Checks of the arguments of the constructor, with an error that says what to write."""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import math
 import os
@@ -18,7 +17,6 @@ from zae.common import random_state
 from zae.errors import ConfigError, StepError, did_you_mean
 
 __all__ = [
-    "as_mapping",
     "check_count",
     "check_devices",
     "check_file",
@@ -28,11 +26,9 @@ __all__ = [
     "check_mode",
     "check_model",
     "check_number",
-    "check_outputs",
     "check_same",
-    "count_of",
     "describe_batch",
-    "explain_outputs",
+    "describe_value",
 ]
 
 
@@ -172,176 +168,26 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
     return type(batch).__name__
 
 
-def as_mapping(trainer: Any, out: Any, batch: Any) -> Mapping[str, Any]:
-    """Return what a step returned as a mapping: a loss alone is ``{"loss": loss}``.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose step it is.
-    out : object
-        What it returned.
-    batch : object
-        What it was given.
-
-    Returns
-    -------
-    mapping
-        With an entry for each thing to record.
-
-    Raises
-    ------
-    StepError
-        It is neither a mapping nor a loss.
-    """
-    if isinstance(out, Mapping):
-        return out
-    is_train = trainer.mode == "train"
-    is_number = isinstance(out, (int, float, np.number)) and not is_train
-    if is_number or (isinstance(out, Tensor) and out.numel() == 1):
-        return {"loss": out}
-    check_outputs(f"{type(trainer).__name__}.{'train' if is_train else 'test'}_step", out, batch, train=is_train)
-    raise AssertionError("check_outputs refuses what is not a mapping")
-
-
-def explain_outputs(trainer: Any, out: Any, batch: Any, error: Exception) -> None:
-    """Say what is wrong with what ``train_step`` returned, where something could not be done with it.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose step it is.
-    out : object
-        What it returned.
-    batch : object
-        What it was given.
-    error : Exception
-        What was raised of it; it gets a note where we know more.
-
-    Raises
-    ------
-    StepError
-        In place of the error, where the output is to blame.
-    """
-    name = f"{type(trainer).__name__}.train_step"
-    check_outputs(name, out, batch, train=True, keys=list(trainer._optimizers), error=error)
-
-
-def check_outputs(
-    name: str,
-    out: Any,
-    batch: Any,
-    *,
-    train: bool,
-    keys: list[str] | None = None,
-    error: Exception | None = None,
-) -> None:
-    """Refuse what a step returned, saying why; returns when nothing is wrong with it.
-
-    Parameters
-    ----------
-    name : str
-        The method, for instance ``"Task.train_step"``.
-    out : object
-        What it returned.
-    batch : object
-        What it was given.
-    train : bool
-        Whether a loss to be differentiated is needed.
-    keys : list of str, optional
-        Names of several optimizers; ``loss`` may be a dict with one entry for each.
-    error : Exception, optional
-        What was raised of it; it gets a note where we know more.
-
-    Raises
-    ------
-    StepError
-        With what came, the keys, shapes and types.
-    """
-    where = f"{name} (batch: {describe_batch(batch)})"
-    if not isinstance(out, Mapping):
-        value = " (is a return missing?)" if out is None else f" {_describe(out)}"
-        raise StepError(f"{where} returned {type(out).__name__}{value}; return a dict: return {{'loss': loss}}")
-    if not train:
-        return
-    if "loss" not in out:
-        found = ", ".join(map(repr, out)) or "no key"
-        near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
-        cure = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
-        raise StepError(f"{where} returned a dict without 'loss'; it holds {found}; {cure}")
-    loss = out["loss"]
-    if isinstance(loss, Mapping):
-        if not keys or set(map(str, loss)) != set(keys):
-            raise StepError(
-                f"{where} returned losses for {list(loss)}, and the optimizers are {keys or ['0']}; "
-                "return one scalar, or a dict with one entry for each optimizer of the dict that was given"
-            )
-        for key, each in loss.items():
-            _check_loss(f"{where}, loss[{key!r}]", each)
-    else:
-        _check_loss(where, loss)
-    _check_targets(where, out.get("num_targets"))
-    if error is not None and "backward through the graph a second time" in str(error):
-        error.add_note(
-            f"zae: {name} computes the loss, and backward(), optimizer.step() and zero_grad() are done for you; take "
-            "them out of it"
-        )
-
-
-def count_of(trainer: Any, num_targets: Any) -> Any:
-    """Take over the number of targets that a step counted; one on an accelerator is not read yet."""
-    if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
-        return num_targets.reshape(())
-    return float(_check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets))
-
-
-def _check_targets(where: str, count: Any) -> Any:
-    """Refuse a number of targets that is none; give it back, read from its tensor."""
-    if isinstance(count, Tensor) and count.numel() == 1:
-        count = count.item()
-    good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
-    if count is not None and not good:
-        raise StepError(
-            f"{where} returned num_targets {_describe(count)}; return how many targets the loss is the mean over, "
-            "for instance 'num_targets': targets.numel()"
-        )
-    return count
-
-
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:
     """Take over what ``metric_on_epoch_end`` returned, or say why not."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise StepError(f"{name} returned {type(metrics).__name__} {_describe(metrics)}; return a dict of numbers")
+        raise StepError(f"{name} returned {type(metrics).__name__} {describe_value(metrics)}; return a dict of numbers")
     numbers = {}
     for key, value in metrics.items():
         try:
             numbers[str(key)] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise StepError(
-                f"{name} returned {key!r} of type {type(value).__name__} {_describe(value)}; return a number, for "
+                f"{name} returned {key!r} of type {type(value).__name__} {describe_value(value)}; return a number, for "
                 f"instance the mean"
             ) from None
     return numbers
 
 
-def _check_loss(where: str, loss: Any) -> None:
-    """Refuse one loss."""
-    if not isinstance(loss, Tensor):
-        raise StepError(
-            f"{where} returned a loss of type {type(loss).__name__}; return the tensor, without .item() or float()"
-        )
-    if loss.numel() != 1:
-        raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
-    if not loss.requires_grad:
-        raise StepError(
-            f"{where} returned a loss that has no gradient; was it detached, or computed under torch.no_grad()? "
-            "Are the model's parameters frozen?"
-        )
-
-
-def _describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """Describe a value by its shape or its length, else by the beginning of its repr."""
     if isinstance(value, Tensor):
         return f"of shape {tuple(value.shape)}"
     return f"of {len(value)} entries" if isinstance(value, (tuple, list)) else repr(value)[:60]

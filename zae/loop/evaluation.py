@@ -116,16 +116,13 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
 
 def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
     """Test and record each batch; return how many there were, or None where a signal ended it early."""
-    to_device, test_step, weight_of, logging = trainer.to_device, trainer.test_step, trainer.weight_of, trainer.logging
-    count = 0
+    to_device, test_step, logging, count = trainer.to_device, trainer.test_step, trainer.logging, 0
     for batch in batches:
         if signals:
             return None
         if batch is None:
             continue
-        batch = to_device(batch)
-        out = call_step(trainer, test_step, batch)
-        logging(out, weight_of(batch, out.get("num_targets")))
+        logging(*call_step(trainer, test_step, to_device(batch)))
         count += 1
     return count
 
@@ -138,7 +135,7 @@ def test_batch(trainer: Trainer, batch: Any) -> None:
 
 def _test(trainer: Trainer, batch: Any) -> Mapping[str, Any]:
     """Return what ``test_step`` returns for a batch."""
-    return call_step(trainer, trainer.test_step, trainer.to_device(batch))
+    return call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]
 
 
 def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:

@@ -15,6 +15,7 @@ from zae.common import optim
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
+    from zae.loop.step_output import StepOutput
     from zae.trainer import Trainer
 
 __all__ = ["LATEST", "NonFiniteGuard", "bad_parameters"]
@@ -68,14 +69,14 @@ class NonFiniteGuard:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_waiting": [], "_steps": [], "_untold": []}
 
-    def allows(self, trainer: Trainer, outputs: Sequence[tuple[Mapping[str, Any], float]]) -> bool:
+    def allows(self, trainer: Trainer, outputs: Sequence[StepOutput]) -> bool:
         """Say whether the optimizer may step.
 
         Parameters
         ----------
         trainer : Trainer
             Its gradients are those of the step.
-        outputs : sequence of (mapping, float)
+        outputs : sequence of StepOutput
             What the steps of the window returned.
 
         Returns
@@ -89,8 +90,8 @@ class NonFiniteGuard:
             With "raise": nothing has been stepped.
         """
         bad = False
-        for out, _ in outputs:
-            loss = out["loss"]
+        for output in outputs:
+            loss = output.loss
             if type(loss) is Tensor and loss.is_cpu:
                 value = loss.item()
                 if value - value:  # Of NaN and of the infinities this is NaN.
@@ -164,7 +165,7 @@ class NonFiniteGuard:
         self._steps.append(trainer.progress_checker.step + 1)
         return False
 
-    def _found(self, trainer: Trainer, outputs: Sequence[tuple[Mapping[str, Any], float]], own: bool) -> bool:
+    def _found(self, trainer: Trainer, outputs: Sequence[StepOutput], own: bool) -> bool:
         """Do what the policy says about a step that is not finite."""
         progress = trainer.progress_checker
         where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {progress.epoch_batch + 1}"

@@ -1,20 +1,136 @@
-"""Call ``train_step`` or ``test_step`` on a batch, and read what it returned."""
+"""Read what ``train_step`` and ``test_step`` return: the only place that looks for the loss and the targets."""
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zae.common.argument_checks import as_mapping
+import numpy as np
+from torch import Tensor
+
+from zae.common.argument_checks import describe_batch, describe_value
+from zae.errors import StepError
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["call_step"]
+__all__ = ["StepOutput", "call_step", "count_of", "explain_failure"]
 
 
-def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> Mapping[str, Any]:
-    """Call a step of the present mode on a batch that is on the device, and return its output as a mapping."""
+class StepOutput(tuple[Mapping[str, Any], Any]):
+    """What a step returned for one batch, and its weight in the means of the epoch: a pair of both.
+
+    Examples
+    --------
+    >>> output = StepOutput(({"loss": 0.5, "num_targets": 3}, 3.0))
+    >>> values, weight = output
+    >>> values["loss"] == output.loss, weight, output.num_targets
+    (True, 3.0, 3)
+    """
+
+    __slots__ = ()
+
+    @property
+    def loss(self) -> Any:
+        """The loss: a scalar, or a dict with one for each optimizer."""
+        return self[0]["loss"]
+
+    @property
+    def num_targets(self) -> Any:
+        """The number of targets that the loss is the mean over; None where the step did not count them."""
+        return self[0].get("num_targets")
+
+    @classmethod
+    def read(cls, trainer: Trainer, out: Any, batch: Any) -> StepOutput:
+        """Read what a step of the present mode returned for a batch, or raise StepError with what is wrong with it."""
+        if type(out) is not dict and not isinstance(out, Mapping):
+            is_number = isinstance(out, (int, float, np.number)) and trainer.mode == "test"
+            if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
+                raise _not_a_mapping(trainer, out, batch)
+            out = {"loss": out}
+        return cls((out, trainer.weight_of(batch, out.get("num_targets"))))
+
+
+def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> StepOutput:
+    """Call a step of the present mode on a batch that is on the device, and read what it returns."""
     with trainer.forward_context():
         out = step(batch)
-    return out if type(out) is dict else as_mapping(trainer, out, batch)
+    return StepOutput.read(trainer, out, batch)
+
+
+def _name_of(trainer: Trainer, batch: Any) -> str:
+    return f"{type(trainer).__name__}.{trainer.mode}_step (batch: {describe_batch(batch)})"
+
+
+def _not_a_mapping(trainer: Trainer, out: Any, batch: Any) -> StepError:
+    value = " (is a return missing?)" if out is None else f" {describe_value(out)}"
+    returned = f"{_name_of(trainer, batch)} returned {type(out).__name__}{value}"
+    return StepError(f"{returned}; return a dict: return {{'loss': loss}}")
+
+
+def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) -> None:
+    """Raise StepError where what ``train_step`` returned caused an error; else add a note where more is known."""
+    if isinstance(out, Tensor) and out.numel() == 1:
+        out = {"loss": out}
+    if not isinstance(out, Mapping):
+        return  # `StepOutput.read` has refused it.
+    where, keys = _name_of(trainer, batch), list(trainer._optimizers)
+    if "loss" not in out:
+        found = ", ".join(map(repr, out)) or "no key"
+        near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
+        cure = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
+        raise StepError(f"{where} returned a dict without 'loss'; it holds {found}; {cure}")
+    loss = out["loss"]
+    if isinstance(loss, Mapping):
+        if not keys or set(map(str, loss)) != set(keys):
+            raise StepError(
+                f"{where} returned losses for {list(loss)}, and the optimizers are {keys or ['0']}; "
+                "return one scalar, or a dict with one entry for each optimizer of the dict that was given"
+            )
+        for key, each in loss.items():
+            _check_loss(f"{where}, loss[{key!r}]", each)
+    else:
+        _check_loss(where, loss)
+    _check_targets(where, out.get("num_targets"))
+    if "backward through the graph a second time" in str(error):
+        error.add_note(
+            f"zae: {type(trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
+            "zero_grad() are done for you; take them out of it"
+        )
+
+
+def count_of(trainer: Trainer, num_targets: Any) -> Any:
+    """Return a number of targets as a weight; one on an accelerator stays a tensor, which is read with the log."""
+    if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
+        return num_targets.reshape(())
+    return float(_check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets))
+
+
+def _check_targets(where: str, count: Any) -> Any:
+    """Return a number of targets, read from its tensor, or refuse what cannot be one."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        count = count.item()
+    good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
+    if count is not None and not good:
+        raise StepError(
+            f"{where} returned num_targets {describe_value(count)}; return how many targets the loss is the mean over, "
+            "for instance 'num_targets': targets.numel()"
+        )
+    return count
+
+
+def _check_loss(where: str, loss: Any) -> None:
+    """Refuse a loss that cannot be differentiated."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"{where} returned a loss of type {type(loss).__name__}; return the tensor, without .item() or float()"
+        )
+    if loss.numel() != 1:
+        raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
+    if not loss.requires_grad:
+        raise StepError(
+            f"{where} returned a loss that has no gradient; was it detached, or computed under torch.no_grad()? "
+            "Are the model's parameters frozen?"
+        )

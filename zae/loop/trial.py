@@ -154,11 +154,11 @@ def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
         with torch.set_grad_enabled(is_train):
             batch = to_device(batch, twin.device)
             try:
-                out = call_step(twin, twin.train_step if is_train else twin.test_step, batch)
+                output = call_step(twin, twin.train_step if is_train else twin.test_step, batch)
             except Exception as error:
                 error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
                 raise
-            log.record(out)
+            log.record(*output)
             names = list(log.means())
             try:
                 own = twin.history.further_metrics(split if is_train else "test", twin.metric_on_epoch_end)
