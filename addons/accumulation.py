@@ -71,7 +71,7 @@ class GradientAccumulationAddon(AddOnBase):
         if length is None:
             yield from _look_ahead(batches, self.gradient_accumulation_steps)
             return
-        left, holds = length - self.progress_checker.epoch_batch, self._may_walk_twice()
+        left, holds = length - self.progress_checker.epoch_batch, self._may_repeat()
         while left > 0:
             window = _Window(batches, min(self.gradient_accumulation_steps, left), holds)
             left -= len(window)
@@ -79,8 +79,8 @@ class GradientAccumulationAddon(AddOnBase):
         for _ in batches:  # A loader may count what it gave only when it is asked once more.
             raise LoaderError(f"the loader has a length of {length}, and gave more batches; mend its __len__")
 
-    def _may_walk_twice(self) -> bool:
-        """Whether a class of the user's stands around the gradients: it may take those of one window several times."""
+    def _may_repeat(self) -> bool:
+        """Whether an override of ``gradients`` may compute those of one window several times."""
         own = [c for c in type(self).__mro__ if not c.__module__.startswith("zae.")]
         return any(name in vars(c) for c in own for name in ("gradients", "run_batch"))
 

@@ -5,7 +5,7 @@ from zae.common.lazy import load as _load
 
 TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
 if TYPE_CHECKING:
-    from zae.addon import AddOnBase, replaces, seam
+    from zae.addon import AddOnBase, repeats, replaces, seam
     from zae.errors import (
         AddOnConflict,
         AddOnError,
@@ -59,12 +59,13 @@ __all__ = [
     "Trainer",
     "ZaeError",
     "__version__",
+    "repeats",
     "replaces",
     "seam",
 ]
 
 _HOMES = {
-    "zae.addon": ("AddOnBase", "replaces", "seam"),
+    "zae.addon": ("AddOnBase", "repeats", "replaces", "seam"),
     "zae.loop.progress": ("Every", "ProgressChecker"),
     "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),

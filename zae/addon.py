@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-from zae.composition.introspect import LAYERS, replaces, seam
+from zae.composition.introspect import LAYERS, repeats, replaces, seam
 from zae.composition.metaclass import mix
 from zae.composition.options import BASES
 from zae.errors import CheckpointMismatch
@@ -18,7 +18,7 @@ from zae.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LAYERS", "AddOnBase", "replaces", "seam"]
+__all__ = ["LAYERS", "AddOnBase", "repeats", "replaces", "seam"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 

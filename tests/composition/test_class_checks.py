@@ -14,7 +14,18 @@ from typing_extensions import override
 
 import zae.addons
 from kit.lines import InnerAddon, MiddleAddon, OuterAddon, Task, batches, make
-from zae import AddOnBase, AddOnConflict, AddOnError, AddOnOrder, OptionError, TaskError, Trainer, replaces, seam
+from zae import (
+    AddOnBase,
+    AddOnConflict,
+    AddOnError,
+    AddOnOrder,
+    OptionError,
+    TaskError,
+    Trainer,
+    repeats,
+    replaces,
+    seam,
+)
 from zae.addons import AMPAddon, EMAAddon
 
 # ------------------------------------------------------------------------------------------------- super() and seams
@@ -206,6 +217,51 @@ def test_super_is_found_wherever_it_is_called():
     trainer = make(Task.add_on(FineAddon))
     trainer.run(1, batches(1))
     assert trainer.progress_checker.step == 1
+
+
+def clip_inside(cls, trainer):
+    super(cls, trainer).clip()
+
+
+def test_super_is_found_in_the_functions_that_a_method_mentions():
+    """Of the class, of its bases and of the module; whether they are called is for check_addon to count."""
+
+    class HelpedAddon(AddOnBase):
+        def clip(self):
+            clip_inside(HelpedAddon, self)
+
+        def unscale(self):
+            getattr(super(), "unscale")()  # noqa: B009
+
+        def zero_grad(self):
+            if self.mode == "never":
+                super().zero_grad()
+
+    class DerivedAddon(HelpedAddon):
+        def _clip(self):
+            super().clip()
+
+        def clip(self):
+            self._clip()
+
+    assert make(Task.add_on(DerivedAddon)).run(1, batches(1))["step"] == 1
+
+
+def test_repeats_and_replaces_exclude_each_other():
+    with pytest.raises(AddOnError, match=r"OddAddon.clip is marked @replaces, .* and @repeats, .*; keep one of them"):
+
+        class OddAddon(AddOnBase):
+            @repeats
+            @replaces
+            def clip(self):
+                super().clip()
+
+    with pytest.raises(AddOnError, match=r"LossyAddon.gradients overrides a seam without calling super\(\)"):
+
+        class LossyAddon(AddOnBase):
+            @repeats
+            def gradients(self, batch):
+                return []
 
 
 @pytest.mark.parametrize("kind", ["function", "property", "contextmanager", "outside contextmanager", "classmethod"])

@@ -723,7 +723,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (ForgetsSuperAddon, "super", r"forgets super\(\)\.logging\(\)", "call it on every path"),
     (DropsClippingAddon, "clip", "drops clipping: with gradient_clip=0.01, a gradient of norm 0.03", "not after"),
     (SchedulesTwiceAddon, "scheduler", "steps the scheduler 24 times in 12 optimizer steps", "leave it to sched"),
-    (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "call it once"),
+    (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "zae.repeats"),
     (UndeclaredStateAddon, "state", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
     (DrawsAddon, "random", "logging draws from the global random stream 'torch'", "draw from self.generator"),
     (LogsEverywhereAddon, "ranks", "logs on every rank: on rank 1 it opens 'log.txt'", "ask self.is_main first"),

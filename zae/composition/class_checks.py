@@ -20,6 +20,7 @@ from zae.composition.introspect import (
     is_marked,
     is_trainer,
     names_in,
+    reaches_super,
     seams_of,
 )
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
@@ -301,22 +302,16 @@ def _check_super(cls: Any) -> None:
             continue
         for name in klass.__dict__.keys() & {*seams, *_STEPS, "__init__"}:
             value = klass.__dict__[name]
-            if seams.get(name) is klass or is_marked(value, "__replaces__") or calls_super(value, name):
-                continue
-            if _calls_super_through_helper(klass, value, name):
+            if is_marked(value, "__replaces__") and is_marked(value, "__repeats__"):
+                raise _error(klass)(
+                    f"{klass.__name__}.{name} is marked @replaces, which does not call super(), and @repeats, which "
+                    "calls it several times; keep one of them"
+                )
+            if seams.get(name) is klass or is_marked(value, "__replaces__") or reaches_super(klass, value, name):
                 continue
             below = [c for c in cls.__mro__[index + 1 :] if is_add_on(c) and _has(c, name)]
             if below or (is_add_on(klass) and name != "__init__"):
                 _refuse_without_super(klass, name, below)
-
-
-def _calls_super_through_helper(klass: Any, value: Any, name: str) -> bool:
-    """Return whether a method mentions another of its class that calls ``super()`` for it; check_addon counts calls."""
-    function = function_of(value)
-    if not isinstance(function, FunctionType):
-        return False
-    helpers = (klass.__dict__.get(other) for other in names_in(function.__code__) if other != name)
-    return any(calls_super(helper, name) for helper in helpers if helper is not None)
 
 
 def _has(add_on: Any, name: str) -> bool:

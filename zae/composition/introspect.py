@@ -19,6 +19,8 @@ __all__ = [
     "is_marked",
     "is_trainer",
     "names_in",
+    "reaches_super",
+    "repeats",
     "replaces",
     "seam",
     "seams_of",
@@ -73,6 +75,29 @@ def replaces(function: AnyFunction) -> AnyFunction:
     return function
 
 
+def repeats(function: AnyFunction) -> AnyFunction:
+    """Mark an override that calls ``super()`` several times on purpose: it does the seam's work more than once.
+
+    Parameters
+    ----------
+    function : callable
+        The overriding method.
+
+    Examples
+    --------
+    >>> from zae import AddOnBase, repeats
+    >>> class TwiceAddon(AddOnBase):
+    ...     "Double every gradient."
+    ...     layer = "loop"
+    ...     @repeats
+    ...     def gradients(self, batch):
+    ...         super().gradients(batch)
+    ...         return super().gradients(batch)
+    """
+    _mark(function, "__repeats__")
+    return function
+
+
 def _mark(value: Any, mark: str) -> None:
     """Set a mark on a function, or on the one inside of what takes no attributes, such as a property."""
     setattr(function_of(value) if isinstance(value, (property, cached_property)) else value, mark, True)
@@ -105,8 +130,22 @@ def _wrappers(value: Any) -> Iterator[Any]:
 
 
 def calls_super(value: Any, name: str) -> bool:
-    """Whether a method, or a function that it wraps or holds, calls ``super()`` for a method of this name."""
+    """Whether a method, or a function that it wraps or holds, mentions ``super()`` and a method of this name."""
     return any(_mentions_super(layer, name, depth=2) for layer in _wrappers(value))
+
+
+def reaches_super(cls: Any, value: Any, name: str) -> bool:
+    """Whether a method may call ``super()`` for a name: by itself, or through a function that it mentions.
+
+    False is certain; whether a call really takes place is counted by `zae.testing.check_addon`.
+    """
+    function = function_of(value)
+    if calls_super(value, name) or not isinstance(function, FunctionType):
+        return calls_super(value, name)
+    owners = [function.__globals__, *(c.__dict__ for c in cls.__mro__)]
+    mentioned = [owner[other] for other in names_in(function.__code__) if other != name
+                 for owner in owners if other in owner]  # fmt: skip
+    return any(calls_super(helper, name) for helper in mentioned)
 
 
 def _mentions_super(function: Any, name: str, depth: int) -> bool:
@@ -120,17 +159,19 @@ def _mentions_super(function: Any, name: str, depth: int) -> bool:
 
 
 def _held(function: FunctionType) -> Iterator[Any]:
-    """What the cells of a closure hold; a cell may still be empty."""
+    """Yield what the cells of a closure hold; a cell may still be empty."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):
             yield cell.cell_contents
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield every attribute and global that a function, or one nested in it, mentions."""
+    """Yield the attributes, globals and text constants of a function and of those nested in it."""
     yield from code.co_names
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
+        if isinstance(constant, str):  # For getattr(super(), "clip").
+            yield constant
+        elif isinstance(constant, CodeType):
             yield from names_in(constant)
 
 
