@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from itertools import pairwise
+from types import TracebackType
 
 __all__ = [
     "AddOnConflict",
@@ -177,3 +179,31 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, else an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Remove zae's frames from a traceback, except those that call somebody else's code.
+
+    An error that zae raises on purpose ends in the user's frame: its text says what to do. The traceback of any other
+    error that was raised in zae stays whole, for it may be a bug.
+    """
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    if not entries or (_is_ours(entries[-1]) and not isinstance(error, ZaeError)):
+        return
+    kept = [this for this, called in pairwise(entries) if not (_is_ours(this) and _is_ours(called))]
+    while kept and _is_ours(kept[-1]) and _is_ours(entries[-1]):
+        kept.pop()
+    kept += [] if _is_ours(entries[-1]) else [entries[-1]]
+    for this, called in zip(kept, [*kept[1:], None], strict=False):
+        this.tb_next = called
+    error.__traceback__ = kept[0] if kept else None
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    """Whether a frame belongs to zae; the kit of `zae.testing` stands for the user."""
+    name = str(entry.tb_frame.f_globals.get("__name__"))
+    return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))

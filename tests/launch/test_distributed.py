@@ -263,6 +263,8 @@ def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, cap
     notes = "\n".join(caught.value.__notes__)
     assert "raised in rank 1 of 2; its traceback:" in notes
     assert 'raise ValueError("bad sample")' in notes
+    assert notes.count('\n  File "') <= 12
+    assert "in run_epoch" not in notes, "the frames of the loop"
     assert "in epoch 1, step 3" in notes
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
     assert processes(mark) == []

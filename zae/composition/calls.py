@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
-from itertools import pairwise
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from zae.composition.foreign_names import foreign_argument, foreign_option
 from zae.composition.options import join, options_of
-from zae.errors import OptionError, ZaeError, did_you_mean
+from zae.errors import OptionError, did_you_mean, shorten_traceback
 
-__all__ = ["shorten_traceback", "user_call"]
+__all__ = ["user_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,31 +97,3 @@ def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
     texts = [repr(n_epoch), "loader", *(["valid_loader"] if "valid_loader" in values else [])]
     texts += [f"{name}={values[name]!r}" for name in names[3:] if name in values]
     return f"run({', '.join(texts)})"
-
-
-def shorten_traceback(error: Exception) -> None:
-    """Remove zae's frames from a traceback, except those that call somebody else's code.
-
-    An error that zae raises on purpose ends in the user's frame: its text says what to do. The traceback of any other
-    error that was raised in zae stays whole, for it may be a bug.
-    """
-    entries: list[TracebackType] = []
-    entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    if not entries or (_is_ours(entries[-1]) and not isinstance(error, ZaeError)):
-        return
-    kept = [this for this, called in pairwise(entries) if not (_is_ours(this) and _is_ours(called))]
-    while kept and _is_ours(kept[-1]) and _is_ours(entries[-1]):
-        kept.pop()
-    kept += [] if _is_ours(entries[-1]) else [entries[-1]]
-    for this, called in zip(kept, [*kept[1:], None], strict=False):
-        this.tb_next = called
-    error.__traceback__ = kept[0] if kept else None
-
-
-def _is_ours(entry: TracebackType) -> bool:
-    """Whether a frame belongs to zae; the kit of `zae.testing` stands for the user."""
-    name = str(entry.tb_frame.f_globals.get("__name__"))
-    return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))

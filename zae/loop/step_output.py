@@ -76,6 +76,19 @@ def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) ->
         out = {"loss": out}
     if not isinstance(out, Mapping):
         return  # `StepOutput.read` has refused it.
+    try:
+        _check_output(trainer, out, batch)
+    except StepError as refused:
+        raise refused from None
+    if "backward through the graph a second time" in str(error):
+        error.add_note(
+            f"zae: {type(trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
+            "zero_grad() are done for you; take them out of it"
+        )
+
+
+def _check_output(trainer: Trainer, out: Mapping[str, Any], batch: Any) -> None:
+    """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
     where, keys = _name_of(trainer, batch), list(trainer._optimizers)
     if "loss" not in out:
         found = ", ".join(map(repr, out)) or "no key"
@@ -94,11 +107,6 @@ def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) ->
     else:
         _check_loss(where, loss)
     _check_targets(where, out.get("num_targets"))
-    if "backward through the graph a second time" in str(error):
-        error.add_note(
-            f"zae: {type(trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
-            "zero_grad() are done for you; take them out of it"
-        )
 
 
 def count_of(trainer: Trainer, num_targets: Any) -> Any:
