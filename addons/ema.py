@@ -15,8 +15,8 @@ from zae.addon import AddOnBase
 from zae.common.optim import are_lazy
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
-from zae.storage import files
 from zae.storage.plain_names import fit_name, own_names, plain_names, plain_state
+from zae.storage.weights_file import save_weights
 
 __all__ = ["EMAAddon"]
 
@@ -165,7 +165,7 @@ class EMAAddon(AddOnBase):
         Path
             The file.
         """
-        return files.save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
+        return save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Count the average among what a checkpoint holds."""

@@ -30,7 +30,7 @@ from zae.data.loader_state import Passing
 from zae.data.loading import length_of
 from zae.errors import ConfigError
 from zae.loop.progress import Every
-from zae.storage.fingerprint import fingerprint
+from zae.sinks.fingerprint import fingerprint
 from zae.storage.hashed_io import reason
 from zae.trainer import Trainer
 

@@ -26,10 +26,11 @@ from zae.saving.resume import (
     restart_epoch,
 )
 from zae.saving.retention import Retention, best_of, present_score, score_or_none, scores_now
-from zae.saving.saver import Saver, job_of, parse_format
+from zae.saving.saver import Saver, format_for, job_of
 from zae.saving.start_from import Start
-from zae.storage import files
+from zae.storage.checkpoint import load_checkpoint, newest_valid, put_back
 from zae.storage.locks import FolderLock
+from zae.storage.names import checkpoint_name
 
 __all__ = ["StateManagerAddon"]
 
@@ -144,7 +145,7 @@ class StateManagerAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.save_format = parse_format(self.unwrap(), save_format)
+        self.save_format = format_for(self.unwrap(), save_format)
         self.save_path = check_folder(save_path, "save_path").absolute()  # Wherever the script goes meanwhile.
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.keep_last = check_count("keep_last", keep_last, optional=True)
@@ -199,7 +200,7 @@ class StateManagerAddon(AddOnBase):
         if self.is_main:
             self._folder_lock.acquire()
             forget_claims(self.save_path)
-            files.put_back(self.save_path)
+            put_back(self.save_path)
             known, step = self._retention.scores.keys() | self._passed_over, self.progress_checker.step
             self._to_replace = foreign_checkpoints(self.save_path, known, self.overwrite, self.run_id, step)
         self._resumed.put_back(self, partial(load_from, self, resuming=True))
@@ -272,7 +273,7 @@ class StateManagerAddon(AddOnBase):
                 self._stop_signals.restore()
 
     def _path_at(self, step: int) -> Path:
-        return self.save_path / files.checkpoint_name(step)
+        return self.save_path / checkpoint_name(step)
 
     def save_state(self, path: str | Path | None = None) -> Path:
         """Save a checkpoint now.
@@ -368,7 +369,7 @@ class StateManagerAddon(AddOnBase):
         """
         self._settle_save()
         found = Path(path).expanduser() if path is not None else self.save_path
-        found, content, _ = files.newest_valid(found, files.load_checkpoint) or (found, None, [])
+        found, content, _ = newest_valid(found, load_checkpoint) or (found, None, [])
         self.allow_partial = check_partial(allow_partial)
         load_from(self, found, strict, content=content)
 

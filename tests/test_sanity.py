@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_files_hostile import reseal
+from test_checkpoint_hostile import reseal
 from torch import nn
 
 from zae import Trainer

@@ -24,8 +24,8 @@ from zae import ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.common.random_state import seed_everything
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from zae.saving.saver import parse_format
-from zae.storage.files import load_checkpoint
+from zae.saving.saver import format_for
+from zae.storage.checkpoint import load_checkpoint
 
 
 class Scored(Task):
@@ -580,4 +580,4 @@ def test_a_format_that_cannot_hold_the_weights_is_refused_at_once(tmp_path: Path
         else:
             assert made(model).save_state(tmp_path / "other").is_dir()
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(2, dtype=torch.complex64))
-    assert parse_format(lazy, "safetensor") == "safetensors"
+    assert format_for(lazy, "safetensor") == "safetensors"

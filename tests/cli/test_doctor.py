@@ -15,7 +15,7 @@ from kit import faults, hand
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli import main
 from zae.cli.doctor import examine
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, newest_valid, save_checkpoint
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_f_a8_the_newest_is_damaged(run: Path, name: str, capsys: pytest.Capture
     assert "DAMAGED" in text
     assert name in text
     assert "passes over step-00000018 and goes on from step-00000012" in text
-    found = files.newest_valid(run)
+    found = newest_valid(run)
     assert found is not None
     assert found[0].name == "step-00000012"
 
@@ -85,7 +85,7 @@ def test_an_older_one_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None is whole: 1, with the way to save the weights; an empty folder: 1; no folder: 2."""
-    for path in files.list_checkpoints(run):
+    for path in list_checkpoints(run):
         (path / "state.json").unlink()
     status, text = doctor(capsys, run)
     assert status == 1
@@ -102,9 +102,9 @@ def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFix
     (run / ".staging-step-00000024-00000000-1-0123456789abcdef").mkdir()
     (run / "crash-00000020").mkdir()
     about = {"run_id": "\x1b[31mred", "step": 19, "epoch": 0, "composition": ["\x1b]0;title\x07"], "world_size": 1}
-    files.save_checkpoint(run / "step-00000019", {}, {}, manifest_info={**about, "info": {"monitor": "\x1b[2J"}})
+    save_checkpoint(run / "step-00000019", {}, {}, manifest_info={**about, "info": {"monitor": "\x1b[2J"}})
     hostile = {"monitor": "loss", "score": "\x1b[3Jforged"}
-    files.save_checkpoint(run / "step-00000018", {}, {}, manifest_info={**about, "step": 18, "info": hostile})
+    save_checkpoint(run / "step-00000018", {}, {}, manifest_info={**about, "step": 18, "info": hostile})
     (run / ".lock").write_text(json.dumps({"pid": 4, "host": "\x1b[5melsewhere", "since": "today"}))
     (run / ".staging-x\x1b[1m-00000000-1-0123456789abcdef").mkdir()
     status, text = doctor(capsys, run)

@@ -16,7 +16,8 @@ from kit.matrix import first_difference
 from kit.table import Task
 from zae import Every
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.storage.files import load_checkpoint, load_weights
+from zae.storage.checkpoint import load_checkpoint
+from zae.storage.weights_file import load_weights
 
 
 class Exchanging(Base):

@@ -14,13 +14,13 @@ import torch
 
 from kit import hand
 from zae.addons import EMAAddon
-from zae.storage import files
+from zae.storage.manifest import FORMAT
 
 
 def main() -> None:
     """Two epochs in each format of the weights, and what must be read of them."""
     torch.set_num_threads(1)
-    folder = test_security.GOLDEN / f"format-{files.FORMAT}"
+    folder = test_security.GOLDEN / f"format-{FORMAT}"
     for kind in ("safetensors", "ckpt"):
         options = {"save_format": kind, "decay": 0.9, "keep_last": 1, "keep_best": 0, "overwrite": True}
         made = test_security.saving(folder / kind, EMAAddon, **options)

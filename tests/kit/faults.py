@@ -29,10 +29,10 @@ from torch import nn
 
 from kit import hand
 from zae import AddOnBase, Trainer
-from zae.storage import files
+from zae.storage import filesystem
 from zae.storage.encoding import encode
-from zae.storage.files import FileSystem
-from zae.storage.tensor_files import byte_view
+from zae.storage.filesystem import FileSystem
+from zae.storage.tensor_bytes import byte_view
 
 OPERATIONS = [name for name in vars(FileSystem) if not name.startswith("_")]
 CHANGING = ("mkdir", "create", "write", "fsync", "rename")  # What a full disk refuses.
@@ -101,11 +101,11 @@ class RefusingDisk(Disk):
 @contextmanager
 def installed(disk: FileSystem) -> Iterator[Any]:
     """Let zae work on a double."""
-    before, files.filesystem = files.filesystem, disk
+    before, filesystem.disk = filesystem.disk, disk
     try:
         yield disk
     finally:
-        files.filesystem = before
+        filesystem.disk = before
 
 
 class JournalDisk(Disk):

@@ -28,7 +28,7 @@ from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.launch import spawn as launching
 from zae.launch.rank_process import Report
 from zae.launch.spawn import _meeting_point, spawn
-from zae.storage import files
+from zae.storage.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTS = ROOT / "tests"
@@ -269,9 +269,9 @@ def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, cap
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
     assert processes(mark) == []
     assert sorted(path.name for path in Path("run").glob("[!.]*")) == ["crash-00000002", "step-00000002"]
-    manifest, weights, state = files.load_checkpoint(Path("run", "crash-00000002"))
+    manifest, weights, state = load_checkpoint(Path("run", "crash-00000002"))
     assert (manifest["world_size"], manifest["info"]["rank"], manifest["info"]["in_step"]) == (2, 1, True)
-    _, regular, expected = files.load_checkpoint(Path("run", "step-00000002"))
+    _, regular, expected = load_checkpoint(Path("run", "step-00000002"))
     assert fingerprint(weights, state["optimizer"]) == fingerprint(regular, expected["optimizer"])
     said = capfd.readouterr().err
     assert re.search(r"ValueError: the state is saved in \S*crash-00000002 by rank 1 of 2 alone; the newest regular "

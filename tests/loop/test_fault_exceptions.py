@@ -25,7 +25,9 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.storage import files
+from zae.storage import filesystem
+from zae.storage.checkpoint import load_checkpoint
+from zae.storage.manifest import verify
 
 # --- exceptions
 
@@ -56,7 +58,7 @@ def test_fd4_an_exception_saves_apart(folder: Path) -> None:
     assert note in caught.value.__notes__
     names = sorted(path.name for path in (folder / "run").iterdir())
     assert names == ["crash-00000007", "step-00000006"]
-    manifest, _, state = files.load_checkpoint(folder / "run" / "crash-00000007")
+    manifest, _, state = load_checkpoint(folder / "run" / "crash-00000007")
     assert manifest["info"]["error"] == "ValueError"
     assert manifest["info"]["in_step"] is True
     assert state["progress"]["step"] == 7
@@ -82,7 +84,7 @@ def test_fd4_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> 
     with pytest.raises(ZeroDivisionError):
         made.run(3, hand.loader(), hand.loader())
     assert sorted(path.name for path in run.glob("crash-*")) == ["crash-00000007.kept", "crash-00000012", "crash-tests"]
-    assert files.verify(kept)["step"] == 7
+    assert verify(kept)["step"] == 7
 
 
 def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,16 +92,16 @@ def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.Log
 
     class Broken(Failing):
         def fail(self) -> None:
-            files.filesystem = faults.RefusingDisk(0, 28)
+            filesystem.disk = faults.RefusingDisk(0, 28)
             super().fail()
 
     made = build(Broken, StateManagerAddon, save_path=folder / "run", save_every=1)
-    before = files.filesystem
+    before = filesystem.disk
     try:
         with pytest.raises(ValueError, match="the user's own words"):
             made.run(3, hand.loader())
     finally:
-        files.filesystem = before
+        filesystem.disk = before
     assert "could not be saved" in caplog.text
 
 

@@ -20,7 +20,9 @@ from zae.addons import (
 )
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import LATEST, NonFiniteGuard
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints
+from zae.storage.manifest import verify
+from zae.storage.weights_file import load_weights
 
 
 class Bad(faults.Task):
@@ -133,8 +135,8 @@ def test_fd1_warn_takes_the_step_and_never_saves_it(folder: Path, caplog: pytest
     assert "The step was taken all the same" in caplog.text
     assert "holds NaN or an infinity" in caplog.text
     assert made.last_path.name == "step-00000004"
-    assert files.verify(made.last_path)["step"] == 4
-    weights = files.load_weights(made.last_path)
+    assert verify(made.last_path)["step"] == 4
+    weights = load_weights(made.last_path)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
@@ -152,7 +154,7 @@ def test_fd1_weights_that_went_bad_unseen_are_not_saved(folder: Path) -> None:
     made = build(Spoiled, StateManagerAddon, save_path=folder / "run", save_every=1, keep_last=1, keep_best=0)
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
         made.run(1, hand.loader())
-    assert [path.name for path in files.list_checkpoints(folder / "run")] == ["step-00000003"]
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["step-00000003"]
 
 
 def test_fd1_an_overflow_of_the_loss_scale_is_no_error() -> None:
@@ -188,7 +190,7 @@ def test_fd1_the_late_look_of_an_accelerator(folder: Path) -> None:
     soon.nonfinite = Far("raise")
     with pytest.raises(NonFiniteError, match="step 49 was nan"):
         soon.run(1, loader)
-    assert files.list_checkpoints(folder / "soon") == []
+    assert list_checkpoints(folder / "soon") == []
 
 
 def test_on_nonfinite_is_checked() -> None:

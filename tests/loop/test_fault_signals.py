@@ -25,7 +25,7 @@ from zae.addons import (
 )
 from zae.addons.mpu import MultiGPUAddon
 from zae.errors import DistributedError
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, newest_valid
 
 # --- signals
 
@@ -60,7 +60,7 @@ def test_fd2_fd3_p26_finish_the_step_and_save(folder: Path, number: int, status:
     whole = answer(long_run, folder / "whole", faults.Task)
     outcome = forked(lambda: long_run(folder, number=number, at=at) and None)
     assert outcome.status == status, outcome.error
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == at
     assert not (folder / "run" / ".lock").exists()
@@ -88,7 +88,7 @@ def test_fd2_a_closed_terminal_sends_two_signals(folder: Path) -> None:
     """The system and the shell send SIGHUP each: the second does not end the step. Under nohup there is none."""
     outcome = forked(lambda: long_run(folder, number=signal.SIGHUP, at=10, times=2) and None)
     assert outcome.status == 129, outcome.error
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == 10
 
@@ -134,7 +134,7 @@ def test_fd2_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path)
     for cls, step in ((InValidation, 6), (InData, 9)):
         place = folder / cls.__name__
         assert forked(lambda place=place, cls=cls: long_run(place, cls) and None).status == 143
-        newest = files.newest_valid(place / "run")
+        newest = newest_valid(place / "run")
         assert newest is not None
         assert newest[1]["step"] == step
         assert answer(long_run, place, faults.Task) == whole
@@ -160,10 +160,10 @@ def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)
     assert caught.value.code == 143
-    assert max(path.name for path in files.list_checkpoints(folder / "run")) == "step-00000002"
+    assert max(path.name for path in list_checkpoints(folder / "run")) == "step-00000002"
     with pytest.raises(DistributedError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9"):
         two_ranks(folder / "run", 3, kill_at=4, kill_rank=1)
-    assert max(path.name for path in files.list_checkpoints(folder / "run")) == "step-00000004"
+    assert max(path.name for path in list_checkpoints(folder / "run")) == "step-00000004"
     assert two_ranks(folder / "run", 4) == whole
 
 
@@ -183,7 +183,7 @@ def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
     os.killpg(child.pid, signal.SIGTERM)
     outcome = child.wait()
     assert outcome.status == 143, outcome.error
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] >= 5
     assert not list((folder / "run").glob("crash-*"))
@@ -212,7 +212,7 @@ def test_fd2_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
 
     outcome = Child(run).wait(20)
     assert outcome.status == 143, outcome.error
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == 3
 
@@ -222,7 +222,7 @@ def test_fd2_handlers_that_were_there(folder: Path) -> None:
     calls: list[Any] = []
 
     def mine(number: int, frame: Any) -> None:
-        calls.append((number, sorted(path.name for path in files.list_checkpoints(folder / "run"))))
+        calls.append((number, sorted(path.name for path in list_checkpoints(folder / "run"))))
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     signal.signal(signal.SIGTERM, mine)
@@ -269,7 +269,7 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
     )
     assert done.stdout.strip() == "130", done.stderr
     assert "KeyboardInterrupt" in done.stderr
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == 3
 

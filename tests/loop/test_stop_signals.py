@@ -22,7 +22,7 @@ from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
 from zae.addons.mpu import MultiGPUAddon
 from zae.errors import CheckpointMismatch
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 BATCHES = 10  # Of the validation.
@@ -94,7 +94,7 @@ class Case:
         )  # fmt: skip
         run_options = {name: value for name, value in self.run_options.items() if name != "loaders"}
         metrics = trainer.run(3, hand.loader(), self.valid(), **run_options)
-        best = files.load_checkpoint(trainer.best_path)
+        best = load_checkpoint(trainer.best_path)
         return {
             **everything(trainer), "rates": [group["lr"] for group in optimizer.param_groups],
             "stopped": (metrics["step"], metrics["stop_reason"]), "validations": [len(trainer.valid_history)],
@@ -122,7 +122,7 @@ def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) 
     last = json.loads((folder / "notes").read_text().splitlines()[-1])
     assert last == ["tested", step, at - (number == KILL)]
     assert at < BATCHES - 1
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == step
     assert not list((folder / "run").glob("crash-*"))
@@ -205,7 +205,7 @@ def test_fd2_a_signal_to_the_workers_of_a_validation_too(folder: Path) -> None:
     case.valid = lambda: hand.loader(20, 2, seed=8, shuffle=False, num_workers=2)  # type: ignore[method-assign]
     outcome = forked(lambda: case.run(folder, 5, Group, at=2) and None)
     assert outcome.status == 143, outcome.error
-    newest = files.newest_valid(folder / "run")
+    newest = newest_valid(folder / "run")
     assert newest is not None
     assert (newest[1]["step"], not list((folder / "run").glob("crash-*"))) == (6, True)
     assert answer(CASES["plain"].run, folder, 6) == whole
@@ -260,7 +260,7 @@ def test_p55_the_call_of_run_that_it_is_of(folder: Path) -> None:
 
     whole = answer(script, made(folder / "whole"), 1)
     assert forked(lambda: script(folder, 2, at=(12, 3)) and None).status == 143
-    loaded = files.load_checkpoint(folder / "run" / "step-00000012")[2]
+    loaded = load_checkpoint(folder / "run" / "step-00000012")[2]
     assert (loaded["validation"], loaded["progress"]["stop_reason"]) == ("epoch", None)
     assert answer(script, folder, 3) == whole
 
@@ -353,6 +353,6 @@ def test_p26_p12_two_ranks_give_a_validation_up_together(folder: Path) -> None:
     assert caught.value.code == 143
     tested = (folder / "notes").read_text().splitlines()
     assert sorted(tested) == ["0 3 0", *(f"0 3 {index}" for index in range(4)), *(f"1 3 {index}" for index in range(4))]
-    assert [path.name for path in files.list_checkpoints(folder / "run")] == ["step-00000003"]
-    assert files.load_checkpoint(folder / "run" / "step-00000003")[2]["validation"] == "epoch"
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["step-00000003"]
+    assert load_checkpoint(folder / "run" / "step-00000003")[2]["validation"] == "epoch"
     assert two_ranks(folder, 3, -1) == whole

@@ -122,7 +122,7 @@ def test_a_file_that_is_not_there():
     trainer = make()
     with refused(trainer, CheckpointNotFound, "there is no file best.safetensors"):
         trainer.apply_weights("best.safetensors")
-    with refused(trainer, ConfigError, r"the suffix '.h5' is no format of weights; write .safetensors"):
+    with refused(trainer, ConfigError, r"unknown suffix '.h5' for weights; write .safetensors"):
         trainer.save_model("best.h5")
 
 

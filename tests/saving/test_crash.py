@@ -24,7 +24,8 @@ from kit import faults, hand
 from kit.faults import Child, JournalDisk, KillingDisk, RefusingDisk, answer, everything, forked, installed
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
+from zae.storage.manifest import verify
 
 Saving = faults.Task.add_on(StateManagerAddon)
 STEPS = 4  # The save of this step is the one that is broken.
@@ -80,7 +81,7 @@ class Scene:
         assert everything(ended) == self.ends[5]
         left = [entry for entry in os.listdir(place) if entry.startswith(".")]
         assert left == [], "what the killed save left is gone after the next one"
-        assert len(files.list_checkpoints(place)) <= self.keep
+        assert len(list_checkpoints(place)) <= self.keep
         return step
 
 
@@ -141,7 +142,7 @@ def test_fa3_on_save_error_warn_trains_on(folder: Path, caplog: pytest.LogCaptur
     assert made.last_path.name == "step-00000003"
     made.save_state()
     assert made.last_path.name == "step-00000005"
-    assert files.verify(made.last_path)["step"] == 5
+    assert verify(made.last_path)["step"] == 5
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -225,7 +226,7 @@ def test_fa4_power_loss_leaves_the_old_or_the_new(folder: Path) -> None:
         upto = random.Random(seed).randrange(len(disk.log) + 1)
         left = folder / f"left-{seed}"
         disk.crash(place, left, upto, seed)
-        found = files.newest_valid(left)
+        found = newest_valid(left)
         assert found is not None
         steps.append(found[1]["step"])
         shutil.rmtree(left)
@@ -233,7 +234,7 @@ def test_fa4_power_loss_leaves_the_old_or_the_new(folder: Path) -> None:
     for seed in range(200):  # And what was reported as saved is saved, whatever is lost.
         left = folder / f"done-{seed}"
         disk.crash(place, left, len(disk.log), seed)
-        found = files.newest_valid(left)
+        found = newest_valid(left)
         assert found is not None
         assert found[1]["step"] == 4
         if seed % 20 == 0:
@@ -255,7 +256,7 @@ def test_fa4_a_save_without_fsync_would_be_caught(folder: Path) -> None:
         left = folder / f"left-{seed}"
         disk.crash(place, left, len(disk.log), seed)
         try:
-            found = files.newest_valid(left)
+            found = newest_valid(left)
             lost += found is None or found[1]["step"] != 4
         except CheckpointDamaged:
             lost += 1
@@ -270,7 +271,7 @@ def test_fa5_one_whole_checkpoint_at_every_operation(folder: Path) -> None:
         seen = False
 
         def before(self, name: str, args: tuple[Any, ...]) -> None:
-            whole = [path for path in files.list_checkpoints(place) if _is_whole(path)]
+            whole = [path for path in list_checkpoints(place) if _is_whole(path)]
             assert whole or not self.seen
             self.seen = self.seen or bool(whole)
 
@@ -288,7 +289,7 @@ def test_fa5_one_whole_checkpoint_at_every_operation(folder: Path) -> None:
         for epoch in range(1, 7):
             score = next(scores)
             made.run(1, hand.loader(), [hand.data()[:4]])
-            names = [path.name for path in files.list_checkpoints(place)]
+            names = [path.name for path in list_checkpoints(place)]
             assert f"step-{6 * epoch:08d}" in names, "keep_best never removes the last"
             assert made.best_path.name in names, "keep_last never removes the best"
     assert disk.seen
@@ -297,7 +298,7 @@ def test_fa5_one_whole_checkpoint_at_every_operation(folder: Path) -> None:
 
 def _is_whole(path: Path) -> bool:
     try:
-        files.verify(path)
+        verify(path)
     except CheckpointError:
         return False
     return True
@@ -389,7 +390,7 @@ def test_fa5_d10_what_could_not_be_removed_is_no_other_run(folder: Path) -> None
 
     with installed(Holding()):
         train(folder / "run", 3, keep_last=1)
-    assert len(files.list_checkpoints(folder / "run")) == 3
+    assert len(list_checkpoints(folder / "run")) == 3
     ended = train(folder / "run", 4, keep_last=1)
     assert ended.progress_checker.step == 4
     train(folder / "other", 1)
@@ -416,7 +417,7 @@ def test_fa6_nothing_leaves_the_folder(folder: Path) -> None:
 
 
 def test_nothing_bypasses_the_module(folder: Path) -> None:
-    """F: every change that Python makes to the disk during a run goes through zae.storage.files.filesystem."""
+    """F: every change that Python makes to the disk during a run goes through zae.storage.filesystem.disk."""
     place = folder / "run"
 
     def watched() -> list[str]:
@@ -597,7 +598,7 @@ def test_an_async_save_is_of_the_step_it_was_asked_at(folder: Path) -> None:
     with installed(slow):
         train(folder / "async", 6, keep_last=None, save_async=True)
     for step in range(1, 7):
-        one, other = (files.load_checkpoint(folder / kind / f"step-{step:08d}")[1:] for kind in ("plain", "async"))
+        one, other = (load_checkpoint(folder / kind / f"step-{step:08d}")[1:] for kind in ("plain", "async"))
         for part in (one, other):
             part[1].pop("StateManagerAddon")
         assert faults.fingerprint(*one) == faults.fingerprint(*other)
@@ -615,7 +616,7 @@ def test_an_async_save_that_fails_surfaces_at_the_next_step(folder: Path) -> Non
         made.run(None, hand.loader(), max_steps=6)
     assert made.progress_checker.step <= 5
     done = train(scene.copy("waited"), 5, keep_last=2, save_async=True)
-    assert files.verify(done.last_path)["step"] == 5
+    assert verify(done.last_path)["step"] == 5
 
 
 def test_golden_log_of_operations_is_json(folder: Path) -> None:

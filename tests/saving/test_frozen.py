@@ -11,7 +11,7 @@ import torch
 
 from kit import frozen
 from kit.rank_tasks import forks
-from zae.storage import files
+from zae.storage.checkpoint import load_checkpoint
 
 
 def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
@@ -37,7 +37,7 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
     """A state of an earlier zae is read back entry for entry, and its run ends as it did then."""
     end = frozen.unpack(name, tmp_path)
     place = tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}"
-    _, model, rest = files.load_checkpoint(place)
+    _, model, rest = load_checkpoint(place)
     saved = {**rest, "model": model}
     trainer, loader, valid = frozen.CASES[name].build(tmp_path)
     trainer.load_state_dict(copy.deepcopy(saved))

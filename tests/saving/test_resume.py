@@ -620,10 +620,10 @@ def test_p18_training_weights_and_the_score_of_the_moment(folder: Path, order: t
         patience=9, jsonl_path=folder / "log.jsonl", keep_last=None, log_bar=False, seed=3,
     )  # fmt: skip
     made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
-    from zae.storage import files
+    from zae.storage.checkpoint import list_checkpoints, load_checkpoint
 
-    for path in files.list_checkpoints(folder / "run"):
-        manifest, weights, _ = files.load_checkpoint(path)
+    for path in list_checkpoints(folder / "run"):
+        manifest, weights, _ = load_checkpoint(path)
         assert faults.fingerprint(dict(weights)) == seen[manifest["step"]][0]
         assert manifest["info"]["score"] == seen[manifest["step"]][1]["loss"]
     assert faults.fingerprint(dict(weights)) != faults.fingerprint(made.average)

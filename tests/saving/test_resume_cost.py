@@ -13,7 +13,8 @@ from kit import faults
 from kit.house import characters_read
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.storage import files
+from zae.storage.names import MODEL_FILES
+from zae.storage.weights_file import load_weights, save_weights
 
 
 class Task(Trainer):
@@ -94,8 +95,8 @@ def peak_of_resume(folder: Path, save_format: str) -> int:
     """Return the most memory that a resume takes beside what the trainer held before; runs in its own process."""
     torch.set_num_threads(1)
     trainer = make(folder, save_format=save_format)
-    suffix = files.MODEL_FILES[save_format]
-    files.load_weights(files.save_weights(folder / "small" / suffix, {"w": torch.ones(2)}))  # It imports what reads.
+    suffix = MODEL_FILES[save_format]
+    load_weights(save_weights(folder / "small" / suffix, {"w": torch.ones(2)}))  # It imports what reads.
     Path("/proc/self/clear_refs").write_text("5")  # The most so far is the present memory.
     before = memory("VmRSS")
     trainer.setup()

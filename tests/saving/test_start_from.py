@@ -16,7 +16,7 @@ from kit import faults, hand, rank_tasks
 from zae import Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
-from zae.storage import files
+from zae.storage.checkpoint import load_state
 
 WSD = ("model", "optimizer", "progress")
 
@@ -184,7 +184,7 @@ def test_the_random_streams_come_where_they_are_asked_for(source: Any, tmp_path:
     trainer = build(tmp_path, seed=9, start_from=source.save_path, start_with=("random",))
     trainer.setup()
     drawn = torch.rand(3)
-    saved = files.load_state(source.last_path)["position"]["present"]["random"]["torch"]
+    saved = load_state(source.last_path)["position"]["present"]["random"]["torch"]
     torch.set_rng_state(saved)
     assert torch.equal(torch.rand(3), drawn)
 

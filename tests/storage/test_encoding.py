@@ -273,7 +273,7 @@ def test_c6_what_no_checkpoint_holds_is_refused_by_its_path(state: object, messa
 def test_too_deep_or_endless_states_are_refused(key: Any) -> None:
     endless: dict[Any, Any] = {}
     endless[key] = endless
-    with pytest.raises(CheckpointError, match="nested deeper than 200 levels, or holds itself"):
+    with pytest.raises(CheckpointError, match="nested deeper than 200 levels, or contains itself"):
         encode(endless)
 
 

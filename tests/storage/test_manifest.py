@@ -1,4 +1,4 @@
-"""The manifest by itself; what it does for a checkpoint is in test_files."""
+"""The manifest by itself; what it does for a checkpoint is in test_checkpoint."""
 
 from __future__ import annotations
 

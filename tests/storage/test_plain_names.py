@@ -17,8 +17,9 @@ from kit.hand import digest, loader, network
 from kit.matrix import first_difference
 from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
-from zae.storage.files import load_checkpoint, load_weights
+from zae.storage.checkpoint import load_checkpoint
 from zae.storage.plain_names import plain_state, without_wrappers
+from zae.storage.weights_file import load_weights
 
 
 @pytest.fixture(scope="module", autouse=True)

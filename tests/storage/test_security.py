@@ -24,7 +24,9 @@ from zae.addons.neptune_logger import NeptuneLoggerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError
-from zae.storage import files
+from zae.storage.checkpoint import load_checkpoint, save_checkpoint
+from zae.storage.manifest import FORMAT
+from zae.storage.weights_file import load_weights
 
 ROOT = Path(zae.__file__).parent.parent
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -108,8 +110,8 @@ def test_fc2_no_call_in_the_package_makes_code_of_a_file() -> None:
     """F-C2: no pickle, eval or torch.load without weights_only=True, but in the two places that say why."""
     found = {f"{path.parent.name}/{path.name}": dangerous(ast.parse(path.read_text())) for path in SOURCES}
     found = {name: calls for name, calls in found.items() if calls}
-    trusted = found.pop("storage/tensor_files.py")
-    assert trusted == ["torch.load"], "read_trusted, which trust_pickle=True asks for"
+    trusted = found.pop("storage/weights_file.py")
+    assert trusted == ["torch.load"], "_read_trusted, which trust_pickle=True asks for"
     # A spawned rank and its parent are one program and talk through a pipe of their own; no file is read there. What
     # proves an add-on reads back what it has itself pickled.
     allowed = {
@@ -133,9 +135,9 @@ def test_fc3_trust_is_asked_for_each_time(tmp_path: Path, caplog: pytest.LogCapt
     path = tmp_path / "old.pt"
     torch.save(hand.network(), path)
     with pytest.raises(CheckpointDamaged, match="contains code"):
-        files.load_weights(path)
+        load_weights(path)
     assert caplog.records == []
-    weights = files.load_weights(path, trust_pickle=True)
+    weights = load_weights(path, trust_pickle=True)
     assert weights.keys() == hand.network().state_dict().keys()
     assert str(path) in caplog.text
     with pytest.raises(OptionError, match="trust_pickle"):
@@ -143,8 +145,8 @@ def test_fc3_trust_is_asked_for_each_time(tmp_path: Path, caplog: pytest.LogCapt
     text = "\n".join(path.read_text() for path in SOURCES)
     assert "TRUST" not in text.replace("trust_pickle", ""), "no environment variable"
     torch.save([1, 2], path)
-    with pytest.raises(CheckpointDamaged, match="holds a list"):
-        files.load_weights(path, trust_pickle=True)
+    with pytest.raises(CheckpointDamaged, match="contains a list"):
+        load_weights(path, trust_pickle=True)
 
 
 def test_fc4_a_resume_opens_nothing_elsewhere(tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_fc4_a_resume_opens_nothing_elsewhere(tmp_path: Path) -> None:
         sys.addaudithook(hook)
         error = ""
         try:
-            files.load_checkpoint(place)
+            load_checkpoint(place)
         except CheckpointDamaged as damaged:
             error = str(damaged)
         return error, [path for path in opened if not path.startswith(str(place))]
@@ -254,11 +256,11 @@ def test_fc10_text_of_a_checkpoint_is_not_believed(tmp_path: Path, caplog: pytes
     caplog.set_level(logging.DEBUG, "zae")
     made = saving(tmp_path / "run")
     made.run(1, hand.loader())
-    manifest, model, state = files.load_checkpoint(made.last_path)
+    manifest, model, state = load_checkpoint(made.last_path)
     state["StateManagerAddon"] = {"run_id": "\x1b[31m%s%n{0}", "scores": {"../../outside": 0.5, "step-00000006": None}}
     about = {key: manifest[key] for key in ("step", "epoch", "composition", "world_size")}
     about["run_id"] = "\x1b[31m%s%n{0}"
-    files.save_checkpoint(made.last_path, model, state, manifest_info=about)
+    save_checkpoint(made.last_path, model, state, manifest_info=about)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "keep").write_text("")
     again = saving(tmp_path / "run", resume=True, keep_last=1, keep_best=0, save_every=1)
@@ -294,7 +296,7 @@ def test_fc10_names_of_a_forged_state_reach_no_terminal(tmp_path: Path, caplog: 
 def test_fc11_every_released_format_is_read(tmp_path: Path) -> None:
     """F-C11: golden checkpoints of each format load to what they were; a newer one is refused in words."""
     formats = sorted(GOLDEN.glob("format-*"))
-    assert [path.name for path in formats] == [f"format-{number}" for number in range(1, files.FORMAT + 1)]
+    assert [path.name for path in formats] == [f"format-{number}" for number in range(1, FORMAT + 1)]
     for folder in formats:
         expected = json.loads((folder / "expected.json").read_text())
         for kind in ("safetensors", "ckpt"):

@@ -66,10 +66,10 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
     ['there is no checkpoint: resume="auto" begins afresh here']
     """
     from zae.saving.crash import crashes_in
-    from zae.storage import files  # It imports torch, which takes seconds: not for --help.
+    from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 
     folder = Path(path)
-    paths = [folder] if (folder / "manifest.json").exists() else files.list_checkpoints(folder)
+    paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
     checkpoints = [_examined(each) for each in paths]
     whole = [each for each in checkpoints if each["whole"]]
@@ -88,11 +88,11 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _examined(path: Path) -> dict[str, Any]:
     """One checkpoint: what it says of itself, and whether that is true."""
     from zae.errors import CheckpointError
-    from zae.storage import files
+    from zae.storage.manifest import verify
 
     found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
     try:
-        manifest = files.verify(path)
+        manifest = verify(path)
     except CheckpointError as error:
         return {**found, "wrong": _plain(error)}
     kept = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")

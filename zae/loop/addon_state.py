@@ -21,7 +21,7 @@ from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.loop.epoch_log import to_host
 from zae.storage.encoding import encode
-from zae.storage.tensor_files import byte_view
+from zae.storage.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

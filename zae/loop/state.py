@@ -24,7 +24,8 @@ from zae.loop import addon_state
 from zae.loop.history import History
 from zae.loop.progress import ProgressChecker
 from zae.schedulers import is_plateau
-from zae.storage import files
+from zae.storage import weights_file
+from zae.storage.checkpoint import load_checkpoint
 from zae.storage.plain_names import fit_name, fit_state, named_parameters
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
         raise ConfigError(
             f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
         )
-    found = weights if isinstance(weights, Mapping) else files.load_weights(Path(weights))
+    found = weights if isinstance(weights, Mapping) else weights_file.load_weights(Path(weights))
     keys = _load(module, _fit(module, found, strict), strict)
     return list(keys.missing_keys), list(keys.unexpected_keys)
 
@@ -312,7 +313,7 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
 def save_evaluation_weights(trainer: Trainer, path: Path) -> Path:
     """Save the weights that evaluation uses, alone."""
     weights, _ = optimizer_modes.both_weights(trainer)
-    return files.save_weights(path, weights, {"step": str(trainer.progress_checker.step)})
+    return weights_file.save_weights(path, weights, {"step": str(trainer.progress_checker.step)})
 
 
 def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
@@ -345,7 +346,7 @@ def load_weights_of(trainer: Trainer, path: Path) -> None:
     path : Path
         The checkpoint.
     """
-    _, model, state = files.load_checkpoint(path)
+    _, model, state = load_checkpoint(path)
     trainer.load_evaluation_state({"model": model, **state})
 
 

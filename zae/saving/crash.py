@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zae.storage import files
+from zae.storage import filesystem
+from zae.storage.checkpoint import list_checkpoints
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -131,10 +132,10 @@ def save_crash(
     target, name = folder / crash_name(step), type(error).__name__
     regular = "there is no regular checkpoint"
     try:
-        if newest := next(iter(files.list_checkpoints(folder)), None):
+        if newest := next(iter(list_checkpoints(folder)), None):
             regular = f"the newest regular checkpoint is {newest}"
         if ranks[1] > 1:
-            files.filesystem.mkdir(folder / f"{_CLAIM}{step:08d}-{token}")
+            filesystem.disk.mkdir(folder / f"{_CLAIM}{step:08d}-{token}")
         older = [path for path in crashes_in(folder) if path != target]
         alone = {"rank": ranks[0]} if ranks[1] > 1 else {}
         write(target, older, {"error": name, **alone})
@@ -151,7 +152,7 @@ def forget_claims(folder: Path) -> None:
     """Remove what ranks that failed in an earlier run have marked as theirs."""
     for path in folder.glob(f"{_CLAIM}*"):
         with contextlib.suppress(OSError):
-            files.filesystem.remove_directory(path)
+            filesystem.disk.remove_directory(path)
 
 
 def say_what_it_lacks(path: Path, manifest: Mapping[str, Any]) -> None:

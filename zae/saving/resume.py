@@ -17,7 +17,8 @@ from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from zae.loop import addon_state
 from zae.saving.crash import crashes_in, say_what_it_lacks
 from zae.saving.unsaved import Unsaved
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
+from zae.storage.manifest import Manifest, read_manifest
 from zae.storage.names import original_name, step_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ __all__ = [
     "restart_epoch",
 ]
 
-Content: TypeAlias = "tuple[files.Manifest, dict[str, Tensor], dict[Any, Any]]"
+Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
 _log = logging.getLogger("zae")
 
 
@@ -137,7 +138,7 @@ def load_from(
     content : tuple, optional
         What ``load_checkpoint`` returned for it, where it has been read.
     """
-    manifest, model, state = content or files.load_checkpoint(found, allow_partial=manager.allow_partial)
+    manifest, model, state = content or load_checkpoint(found, allow_partial=manager.allow_partial)
     if resuming:
         check_ranks(found, manifest["world_size"], manager.world_size, manager.reshard)
     check_manifest(found, manifest, state)
@@ -215,9 +216,9 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     if resume is False:
         return None, None, set()
     folder = save_path if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
-    if folder != save_path and not files.list_checkpoints(folder):
+    if folder != save_path and not list_checkpoints(folder):
         return folder, None, set()
-    found = files.newest_valid(folder, files.load_checkpoint)
+    found = newest_valid(folder, load_checkpoint)
     _refuse_links(folder, found[0] if found else None)
     if found is None:
         crashed = next(iter(crashes_in(folder)), None)
@@ -283,7 +284,7 @@ def foreign_checkpoints(
     """
     others = [
         path
-        for path in files.list_checkpoints(save_path)
+        for path in list_checkpoints(save_path)
         if path.name not in known and not (known and _is_left_over(path, run_id, step))
     ]
     if others and not overwrite:
@@ -300,7 +301,7 @@ def _is_left_over(path: Path, run_id: str, step: int) -> bool:
     if (step_of(original_name(path.name)) or 0) > step:
         return False
     try:
-        return files.read_manifest(path)["run_id"] == run_id
+        return read_manifest(path)["run_id"] == run_id
     except (CheckpointDamaged, CheckpointNotFound):
         return True
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae.errors import CheckpointNotFound, MonitorError
 from zae.loop.history import split_prefix
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints
 from zae.storage.names import original_name, step_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Retention:
 
 def _names_in(folder: Path) -> set[str]:
     """The names of the checkpoints in a folder; one that was moved aside counts under its own."""
-    return {original_name(path.name) for path in files.list_checkpoints(folder)}
+    return {original_name(path.name) for path in list_checkpoints(folder)}
 
 
 def scores_now(
@@ -173,7 +173,7 @@ def best_of(trainer: Any) -> Path:
     if path is not None:
         return path
     folder = trainer.save_path
-    if trainer.last_path is None and (older := files.list_checkpoints(folder)):
+    if trainer.last_path is None and (older := list_checkpoints(folder)):
         raise CheckpointNotFound(
             f"{folder} holds {len(older)} checkpoints of another run (newest: {older[0].name}), and none of this "
             "trainer's; write resume=True to take that run up"

@@ -20,15 +20,18 @@ from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.metaclass import add_ons_of
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
-from zae.storage import files
-from zae.storage.columns import PLAIN
+from zae.storage.checkpoint import save_checkpoint
+from zae.storage.encoding import PLAIN
+from zae.storage.filesystem import remove_checkpoint
+from zae.storage.manifest import verify
 from zae.storage.plain_names import named_parameters
-from zae.storage.tensor_files import DTYPES, byte_view, view_key
+from zae.storage.tensor_bytes import DTYPES, byte_view, view_key
+from zae.storage.weights_file import parse_format
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Job", "Saver", "Snapshots", "job_of", "parse_format"]
+__all__ = ["Job", "Saver", "Snapshots", "format_for", "job_of"]
 
 _log = logging.getLogger("zae")
 
@@ -50,15 +53,15 @@ class Job(NamedTuple):
         """Write, read back, and only then remove."""
         weights = self.state["model"]
         rest = {key: value for key, value in self.state.items() if key != "model"}
-        files.save_checkpoint(
+        save_checkpoint(
             self.target, weights, rest, check=self._check, model_format=self.model_format, manifest_info=self.about
         )
         if not self.replaces:
             return
-        files.verify(self.target)
+        verify(self.target)
         for path in self.replaces:
             try:
-                files.remove_checkpoint(path)
+                remove_checkpoint(path)
             except CheckpointNotFound:  # Somebody made room by hand.
                 continue
             except CheckpointError as error:  # A folder that stays costs space, not the run.
@@ -120,7 +123,7 @@ def job_of(
     return Job(target, state, kind, about, replaces, trained)
 
 
-def parse_format(model: nn.Module, save_format: str) -> str:
+def format_for(model: nn.Module, save_format: str) -> str:
     """Return the one name of a format that can hold the weights of a model; errors name the option.
 
     Parameters
@@ -142,14 +145,14 @@ def parse_format(model: nn.Module, save_format: str) -> str:
 
     Examples
     --------
-    >>> parse_format(torch.nn.Linear(2, 1, dtype=torch.complex128), "safetensors")
+    >>> format_for(torch.nn.Linear(2, 1, dtype=torch.complex128), "safetensors")
     Traceback (most recent call last):
     ...
     zae.errors.ConfigError: save_format='safetensors' cannot hold torch.complex128, the dtype of 'weight'; write \
 save_format='ckpt', or convert the model
     """
     try:
-        kind = files.parse_format(save_format)
+        kind = parse_format(save_format)
     except ConfigError as error:
         raise ConfigError(f"save_format={save_format!r}: {error}") from None
     for name, tensor in model.state_dict().items() if kind == "safetensors" else ():

@@ -14,7 +14,10 @@ from zae.common import optim, random_state
 from zae.composition.metaclass import add_ons_of
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.loop import addon_state
-from zae.storage import files
+from zae.storage.checkpoint import list_checkpoints, load_state, newest_valid
+from zae.storage.manifest import read_manifest, verify
+from zae.storage.names import MODEL_FILES, STATE, STATE_TENSORS
+from zae.storage.weights_file import load_weights
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -52,8 +55,8 @@ class Start:
     def __init__(self, trainer: Any, start_from: Any, start_with: Any, resume: Any, allow_partial: Any) -> None:
         self.parts = _check_parts(trainer, start_from, start_with)
         self.path = None if start_from is None else _check_path(trainer.save_path, start_from, resume, allow_partial)
-        if self.path is not None and not (resume == "auto" and files.list_checkpoints(trainer.save_path)):
-            self._newest(files.read_manifest, files.read_manifest)
+        if self.path is not None and not (resume == "auto" and list_checkpoints(trainer.save_path)):
+            self._newest(read_manifest, read_manifest)
 
     def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
         """Return the checkpoint that the path means, read; of a folder of them, the newest that is whole."""
@@ -62,9 +65,9 @@ class Start:
             raise CheckpointNotFound(
                 f"start_from={str(self.path)!r}: there is no such folder; give that of a checkpoint"
             )
-        if not files.list_checkpoints(self.path):
+        if not list_checkpoints(self.path):
             return self.path, read(self.path)
-        newest = files.newest_valid(self.path, read_whole)
+        newest = newest_valid(self.path, read_whole)
         assert newest is not None  # It raises where none is whole.
         for damaged, why in newest[2]:
             _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
@@ -72,13 +75,13 @@ class Start:
 
     def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read what the parts need of a checkpoint, and no other file of it."""
-        model = files.load_weights(path) if "model" in self.parts else {}
-        return model, {} if self.parts == ["model"] else files.load_state(path)
+        model = load_weights(path) if "model" in self.parts else {}
+        return model, {} if self.parts == ["model"] else load_state(path)
 
     def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read what the parts need, and verify the other files."""
-        needed = {*files.MODEL_FILES.values()} if "model" in self.parts else set()
-        files.verify(path, skip=needed if self.parts == ["model"] else {*needed, files.STATE, files.STATE_TENSORS})
+        needed = {*MODEL_FILES.values()} if "model" in self.parts else set()
+        verify(path, skip=needed if self.parts == ["model"] else {*needed, STATE, STATE_TENSORS})
         return self._load(path)
 
     def take(self, trainer: Trainer) -> None:

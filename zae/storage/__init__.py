@@ -1,6 +1,6 @@
 """One checkpoint on disk: write it, verify it, read it.
 
-`files` writes, lists and reads checkpoints; `manifest` is the file that describes one; `encoding` turns a
-nested state into JSON and tensors, with `columns` and `strict_json`; `tensor_files` reads and writes
-safetensors and ckpt files; `hashed_io` hashes bytes as they pass; `names` and `locks` are what they say.
+`checkpoint` writes, reads and lists checkpoints; `manifest` describes one; `encoding` turns a nested state into JSON
+and tensors; `weights_file` reads and writes files of tensors, `tensor_bytes` their bytes; `hashed_io` hashes bytes as
+they pass; `filesystem` makes every change of the disk.
 """

@@ -1,6 +1,6 @@
-"""A nested state as strict JSON plus a flat dict of tensors, and back again, exactly.
+"""Encode a nested state as strict JSON and a dict of tensors, and decode it exactly.
 
-What JSON has of its own stands there as itself; everything else is an object with one key that begins with ``$``::
+What JSON can express is written as such; everything else is an object with one key that begins with ``$``::
 
     {"$tensor": "optimizer.0.exp_avg"}      a tensor, by its name in state.safetensors
     {"$raw": ["name", "complex128", [2]]}   a tensor whose dtype safetensors lacks, as its bytes
@@ -9,15 +9,15 @@ What JSON has of its own stands there as itself; everything else is an object wi
     {"$bytes": "name"}                      bytes
     {"$tuple": [...]}  {"$size": [2, 3]}    a tuple; a torch.Size
     {"$set": [...]}  {"$frozenset": [...]}  sets of plain values
-    {"$dict": [[key, value], ...]}          a dict with keys that are no text, or that begin with $
+    {"$dict": [[key, value], ...]}          a dict with keys that are not text, or begin with $
     {"$ordered": ...}  {"$counter": ...}    an OrderedDict; a Counter (MultiStepLR keeps one)
-    {"$float": "nan"}  {"$int": "-0x1f"}    a float that JSON has no word for; an integer beyond 64 bits
+    {"$float": "nan"}  {"$int": "-0x1f"}    a float that JSON lacks; an integer beyond 64 bits
     {"$complex": [re, im]}                  a Python complex number
     {"$dtype": "float32"}  {"$device": ..}  a torch.dtype; a torch.device
-    {"$rows": [order, kinds]}               a long list of records, as columns (see zae.storage.columns); a column is
-                                            the name of a tensor, or a list
+    {"$rows": [order, kinds]}               a long list of records, as columns; a column is the name of a tensor, or a
+                                            list
 
-Nothing in it names a class or a function, so reading it runs no code.
+Nothing in it names a class or a function, so decoding it runs no code.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.storage.columns import PLAIN, Table, join, split
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
-from zae.storage.tensor_files import DTYPES, byte_view, dense, from_bytes, view_key
+from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, view_key
 
-__all__ = ["decode", "encode"]
+__all__ = ["PLAIN", "decode", "encode"]
+
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""The types of plain values: they are immutable, and JSON has them."""
 
 _COLLISIONS = 64  # keys of one hash in a dict: 34 powers of two have the same, as floats
-_AXES = 1024  # of any array
 _ROOM = 3  # levels that the tag of a leaf may add below it
 _ROWS_ROOM = 9  # those of a list of records, down to a value in it
-_NAMES = {value: key for key, value in DTYPES.items()}
+_LEAST_ROWS = 256  # a shorter list of records stays as it is, which is easier to read
+_MOST_KINDS = 64  # of records; with more of them nothing is gained
 _NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
 _NUMPY_KINDS = "biufcSUmM"
 
-# The keys from a value back to the root, linked: one tuple a level, and text only where a message needs it.
+# The keys from a value back to the root, linked: one tuple for each level, turned into text only for a message.
 _Path: TypeAlias = "tuple[_Path, object] | None"
 
 
@@ -58,22 +60,22 @@ def encode(state: object) -> tuple[Any, dict[str, Tensor]]:
     Parameters
     ----------
     state : object
-        Dicts, lists, tuples and sets of None, bool, int, float, complex, str, bytes, tensors (of any
-        shape, dense), numpy arrays and scalars, torch.dtype, torch.device and torch.Size. Keys are
-        text, numbers, None or tuples of these. Parameters come back as tensors.
+        Dicts, lists, tuples and sets of None, bool, int, float, complex, str, bytes, dense tensors, numpy arrays and
+        scalars, torch.dtype, torch.device and torch.Size. Keys are text, numbers, None or tuples of these. Parameters
+        come back as tensors.
 
     Returns
     -------
     structure : Any
         For ``json.dumps(structure, allow_nan=False)``.
     tensors : dict of str to Tensor
-        Contiguous tensors on the CPU. They share memory with those of `state` where they can; views
-        that are identical are kept once, and are one tensor again after `decode`.
+        Contiguous tensors on the CPU. They share memory with those of `state` where possible; identical views are kept
+        once, and are one tensor again after `decode`.
 
     Raises
     ------
     CheckpointError
-        Something else is in the state, named by its path; or the nesting is too deep.
+        The state contains something else, named by its path, or is nested too deeply.
 
     Examples
     --------
@@ -88,16 +90,16 @@ def encode(state: object) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "state.json") -> Any:
-    """Put together again what `encode` split.
+    """Return the state that `encode` has split.
 
     Parameters
     ----------
     structure : object
-        What `encode` returned, or that after a trip through JSON.
+        What `encode` returned, perhaps written as JSON and read again.
     tensors : mapping of str to Tensor
         The tensors that the structure names.
     where : str
-        The file that the structure comes from, for messages.
+        The file of the structure, for messages.
 
     Returns
     -------
@@ -107,7 +109,7 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
     Raises
     ------
     CheckpointDamaged
-        The structure is not one that `encode` makes, or names a tensor that is absent.
+        `encode` does not return such a structure, or it names a missing tensor.
 
     Examples
     --------
@@ -116,21 +118,23 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
     >>> decode({"exp_avg": {"$tensor": "lost"}}, {})
     Traceback (most recent call last):
     ...
-    zae.errors.CheckpointDamaged: state.json: names the tensor 'lost', which is absent. Load another checkpoint.
+    zae.errors.CheckpointDamaged: state.json: names the tensor 'lost', which is missing. Load another checkpoint.
     """
     try:
         with without_collector():
             return _Decoder(tensors).value(structure, 1)
     except _Malformed as error:
         raise CheckpointDamaged(f"{where}: {error}. Load another checkpoint.") from None
-    # A hostile structure may hold any type at any place: what the conversions below make of it is damage, too.
+    # A hostile structure may have any type anywhere: what the conversions raise for it is damage, too.
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]!r}"
-        raise CheckpointDamaged(f"{where}: holds what no zae wrote ({reason}). Load another checkpoint.") from error
+        raise CheckpointDamaged(
+            f"{where}: contains what zae does not write ({reason}). Load another checkpoint."
+        ) from error
 
 
 def _are_small(values: Sequence[int]) -> bool:
-    """Whether whole numbers have 64 bits at most: more than that is not read back the same everywhere."""
+    """Return whether integers fit into 64 bits: larger ones are not read back the same everywhere."""
     return min(values) >= -(2**63) and max(values) < 2**63
 
 
@@ -167,7 +171,7 @@ class _Encoder:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         if depth + _ROOM > DEPTH_LIMIT:
             raise CheckpointError(
-                f"the state is nested deeper than {DEPTH_LIMIT} levels, or holds itself, at {_show(path)[:80]}...; "
+                f"the state is nested deeper than {DEPTH_LIMIT} levels, or contains itself, at {_show(path)[:80]}...; "
                 "keep it flatter"
             )
         maker = self._makers.get(type(value))
@@ -180,8 +184,8 @@ class _Encoder:
         raise _refusal(value, path)
 
     def _list(self, values: list[Any], path: _Path, depth: int) -> Any:
-        """Return the JSON form of a list: of long ones of records, their columns."""
-        table = split(values) if depth + _ROWS_ROOM + _ROOM <= DEPTH_LIMIT else None
+        """Return the JSON form of a list: for a long one of records, their columns."""
+        table = _split_rows(values) if depth + _ROWS_ROOM + _ROOM <= DEPTH_LIMIT else None
         if table is None:
             return self._items(values, path, depth + 1)
 
@@ -196,13 +200,13 @@ class _Encoder:
 
     def _items(self, values: Any, path: _Path, depth: int) -> list[Any]:
         """Return the JSON form of each item of a list or a tuple."""
-        # The states of Python's and NumPy's random streams are lists of 600 integers, in every checkpoint.
+        # The states of Python's and NumPy's random streams, in every checkpoint, are lists of 600 integers.
         if set(map(type, values)) == {int} and depth + _ROOM <= DEPTH_LIMIT and _are_small(values):
             return list(values)
         return [self.value(item, (path, index), depth) for index, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
-        """Return an object where JSON can hold the keys and they cannot be taken for a tag, else pairs."""
+        """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
         return {"$dict": self._pairs(value, path, depth + 3)}
@@ -212,15 +216,15 @@ class _Encoder:
         return [[self._key(key, path, depth), self.value(item, (path, key), depth)] for key, item in value.items()]
 
     def _set(self, value: Any, path: _Path, depth: int) -> list[Any]:
-        """Return the members in an order that does not hang on the hash seed."""
+        """Return the members in an order that does not depend on the hash seed."""
         return sorted((self._key(item, path, depth) for item in value), key=json.dumps)
 
     def _key(self, key: Any, path: _Path, depth: int) -> Any:
-        """Return the JSON form of a key or a member, which must be plain: those of other types compare by identity."""
+        """Return the JSON form of a key or a member, which must be plain: other types compare by identity."""
         if type(key) is tuple:
             for part in key:
                 self._key(part, path, depth)
-        elif type(key) not in (type(None), bool, int, float, str):
+        elif type(key) not in PLAIN:
             raise CheckpointError(
                 f"{_show(path)} has the key {key!r:.80}, a {_type_name(key)}; "
                 "keys in a checkpoint are text, numbers, None or tuples of these"
@@ -228,15 +232,15 @@ class _Encoder:
         return self.value(key, path, depth)
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
-        """Keep a tensor, or the one already kept that is the same view of the same memory."""
+        """Return a reference to a tensor; the same view of the same memory is kept once."""
         key = view_key(value)
         name = self._seen.get(key) if key is not None else None
         host = dense(value, _show(path)) if name is None else self.tensors[name]
         if name is None:
-            name = self._keep(host if host.dtype in _NAMES else _byte_tensor(byte_view(host)), path)
+            name = self._keep(host if host.dtype in DTYPE_NAMES else _byte_tensor(byte_view(host)), path)
             if key is not None:
                 self._seen[key] = name
-        if value.dtype in _NAMES:
+        if value.dtype in DTYPE_NAMES:
             return {"$tensor": name}
         return {"$raw": [name, str(value.dtype).removeprefix("torch."), list(value.shape)]}
 
@@ -250,7 +254,7 @@ class _Encoder:
         return {"$array": [self._keep(_byte_tensor(value.tobytes()), path), value.dtype.str, list(value.shape)]}
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
-        """Store a tensor under a name made of its path; ASCII and unique."""
+        """Store a tensor under a unique ASCII name made of its path."""
         base = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", str(key)) for key in _keys(path)) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
@@ -261,11 +265,11 @@ class _Encoder:
 
 
 class _Malformed(Exception):
-    """A structure that `encode` cannot have made; the text says where it differs."""
+    """A structure that `encode` does not return; the text says how it differs."""
 
 
 class _Decoder:
-    """Walks a structure once and trusts nothing in it."""
+    """Walks a structure once; it may be hostile."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -302,12 +306,12 @@ class _Decoder:
         if not isinstance(node, dict):
             if node is None or isinstance(node, (bool, int, float, str)):
                 return node
-            raise _Malformed(f"holds a {_type_name(node)}")
+            raise _Malformed(f"contains a {_type_name(node)}")
         tags = [key for key in node if not isinstance(key, str) or key.startswith("$")]
         if not tags:
             return {key: self.value(item, depth + 1) for key, item in node.items()}
         if len(node) > 1 or tags[0] not in self._makers:
-            raise _Malformed(f"holds the unknown tag {tags[0]!r:.80}; a newer zae may have written it")
+            raise _Malformed(f"contains the unknown tag {tags[0]!r:.80}; a newer zae may have written it")
         return self._makers[tags[0]](node[tags[0]], depth + 1)
 
     def _items(self, nodes: Any, depth: int) -> list[Any]:
@@ -320,7 +324,7 @@ class _Decoder:
         _plain_keys([key for key, _ in pairs])
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise _Malformed("holds a dict with one key twice")
+            raise _Malformed("contains a dict with one key twice")
         return made
 
     def _rows(self, given: Any, depth: int) -> list[Any]:
@@ -329,11 +333,11 @@ class _Decoder:
         kinds = [_typed(kind, list) for kind in _typed(kinds, list)]
         tables = [{_typed(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
         if [len(table) for table in tables] != [len(kind) or -1 for kind in kinds]:
-            raise _Malformed("holds records without a name, or with one twice")
+            raise _Malformed("contains records without a name, or with one twice")
         numbers = None if order is None else self._column(order, depth)
         if numbers is not None and not all(type(number) is int and 0 <= number < len(kinds) for number in numbers):
-            raise _Malformed("holds records of a kind that it does not name")
-        return join(Table(tables, numbers))
+            raise _Malformed("contains records of an unknown kind")
+        return _join_rows(_Table(tables, numbers))
 
     def _column(self, given: Any, depth: int) -> list[Any]:
         """Return the values of a column."""
@@ -341,11 +345,11 @@ class _Decoder:
             return self._items(given, depth + _ROWS_ROOM)
         tensor = self._alone(given)
         if tensor.dtype not in (torch.float64, torch.int64) or tensor.dim() != 1:
-            raise _Malformed(f"names {given!r:.80} as a column, which it is not")
+            raise _Malformed(f"names {given!r:.80} as a column, but it is not one")
         return list(tensor.tolist())
 
     def _alone(self, name: Any) -> Tensor:
-        """Return a tensor that is copied: each of them once only, or a small file could fill the memory."""
+        """Return a tensor that is going to be copied: each only once, or a small file could fill the memory."""
         tensor = self._named(name)
         if name in self._taken:
             raise _Malformed(f"takes the bytes of the tensor {name!r:.80} twice")
@@ -355,7 +359,7 @@ class _Decoder:
     def _named(self, name: Any) -> Tensor:
         """Return the tensor of this name."""
         if _typed(name, str) not in self._tensors:
-            raise _Malformed(f"names the tensor {name!r:.80}, which is absent")
+            raise _Malformed(f"names the tensor {name!r:.80}, which is missing")
         return self._tensors[name]
 
     def _raw(self, given: Any, depth: int) -> Tensor:
@@ -375,12 +379,12 @@ class _Decoder:
 
 
 def _itself(value: Any, path: _Path, depth: int) -> Any:
-    """Return what JSON has a word for."""
+    """Return what JSON can express."""
     return value
 
 
 def _keys(path: _Path) -> list[Any]:
-    """Return the keys of a path, which is linked from its end, from the root on."""
+    """Return the keys of a path from the root on; it is linked from its end."""
     keys = []
     while path is not None:
         path, key = path
@@ -396,17 +400,17 @@ def _show(path: _Path) -> str:
 
 
 def _type_name(value: object) -> str:
-    """Name a type with its module, unless it is built in."""
+    """Return the name of a type, with its module unless it is built in."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _refusal(value: object, path: _Path) -> CheckpointError:
-    """Return the error for a value that no checkpoint holds, with the cure that fits it."""
-    cure = "leave it out of state_dict() and make it anew on load"
+    """Return the error for a value that checkpoints cannot hold, with the remedy for its type."""
+    cure = "leave it out of state_dict() and create it again on load"
     for kind in (dict, list, tuple, set, int, float, str):
         if isinstance(value, kind):
-            cure = f"store {kind.__name__}(...) of it, and make it anew on load"
+            cure = f"store {kind.__name__}(...) of it, and create it again on load"
     return CheckpointError(
         f"{_show(path)} is a {_type_name(value)}; a checkpoint holds only numbers, text and tensors "
         f"in dicts, lists, tuples and sets: {cure}"
@@ -416,54 +420,106 @@ def _refusal(value: object, path: _Path) -> CheckpointError:
 def _byte_tensor(data: bytes | memoryview) -> Tensor:
     """Copy bytes into a tensor."""
     if not len(data):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer refuses empty buffers
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer refuses an empty buffer
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """Return the value when it is of exactly this type."""
+    """Return the value, checked to have exactly this type."""
     if type(value) is not kind:
-        raise _Malformed(f"holds a {_type_name(value)} where a {kind.__name__} belongs")
+        raise _Malformed(f"contains a {_type_name(value)}; expected a {kind.__name__}")
     return value
 
 
 def _plain_keys(keys: list[Any]) -> list[Any]:
-    """Return keys that are what `encode` writes, and do not collide: a dict of them would take quadratic time."""
+    """Return keys, checked to be plain and not to collide: a dict of those would take quadratic time."""
     waiting = [*keys]
     while waiting:
         key = waiting.pop()
         if type(key) is tuple:
             waiting += key
         elif type(key) not in PLAIN:
-            raise _Malformed(f"holds a key that is a {_type_name(key)}")
+            raise _Malformed(f"contains a key that is a {_type_name(key)}")
     if len(keys) > _COLLISIONS and max(Counter(map(hash, keys)).values()) > _COLLISIONS:
-        raise _Malformed(f"holds a dict or set in which more than {_COLLISIONS} keys have one hash")
+        raise _Malformed(f"contains a dict or set in which more than {_COLLISIONS} keys have one hash")
     return keys
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return a shape when it is a list of whole numbers from 0."""
-    if len(_typed(value, list)) > _AXES or any(_typed(size, int) < 0 for size in value):
-        raise _Malformed(f"holds a shape with a negative size, or of more than {_AXES} axes")
+    """Return a shape, checked to be a list of whole numbers from 0."""
+    if len(_typed(value, list)) > AXES_LIMIT or any(_typed(size, int) < 0 for size in value):
+        raise _Malformed(f"contains a shape with a negative size, or of more than {AXES_LIMIT} axes")
     return tuple(value)
 
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the torch dtype of this name."""
-    dtype = vars(torch).get(_typed(name, str))  # getattr would import whatever module is named
+    dtype = vars(torch).get(_typed(name, str))  # getattr could import a module
     if not isinstance(dtype, torch.dtype):
         raise _Malformed(f"names the dtype {name!r:.80}, which torch {torch.__version__} lacks")
     return dtype
 
 
 def _numpy(data: memoryview, text: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return an array of its own memory from bytes; the dtype is checked as text before numpy sees it."""
+    """Return an array with its own memory from bytes; the dtype is checked as text before numpy sees it."""
     if not _NUMPY_TEXT.fullmatch(_typed(text, str)):
         raise _Malformed(f"names the numpy dtype {text!r:.80}")
     dtype = np.dtype(text)
     if dtype.itemsize * math.prod(shape) != len(data):
-        raise _Malformed(f"holds {len(data)} bytes for a numpy array of shape {shape!s:.80} and dtype {text}")
+        raise _Malformed(f"contains {len(data)} bytes for a numpy array of shape {shape!s:.80} and dtype {text}")
     array = np.empty(shape, dtype)
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = data
     return array
+
+
+# ------------------------------------------------------------------------------------------------------- records
+
+
+class _Table(NamedTuple):
+    """A list of records as columns, by kind: the names that a record has, in their order."""
+
+    kinds: list[dict[str, Any]]  # For each kind its columns by name: an array, or a list of values of any type.
+    order: list[int] | None  # The kind of each record; None if there is only one kind.
+
+
+def _split_rows(rows: Sequence[Any]) -> _Table | None:
+    """Split a list of records into columns; None if they are few, or contain more than numbers, text and None."""
+    if len(rows) < _LEAST_ROWS or set(map(type, rows)) != {dict}:
+        return None
+    numbers: dict[tuple[Any, ...], int] = {}
+    order = [numbers.setdefault(tuple(row), len(numbers)) for row in rows]
+    if len(numbers) > _MOST_KINDS or not all(names and set(map(type, names)) == {str} for names in numbers):
+        return None
+    kinds = []
+    for names, number in numbers.items():
+        own = rows if len(numbers) == 1 else [row for row, kind in zip(rows, order, strict=True) if kind == number]
+        columns = {name: _pack([row[name] for row in own]) for name in names}
+        if any(column is None for column in columns.values()):
+            return None
+        kinds.append(columns)
+    return _Table(kinds, None if len(numbers) == 1 else order)
+
+
+def _join_rows(table: _Table) -> list[dict[str, Any]]:
+    """Return the records of a table that may be hostile; raise ValueError if columns and order do not agree."""
+    made = []
+    for columns in table.kinds:
+        made.append([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    if table.order is None:
+        (rows,) = made
+        return rows
+    if Counter(table.order) != Counter({number: len(rows) for number, rows in enumerate(made)}):
+        raise ValueError(f"{len(table.order)} records are not those of {len(made)} kinds")
+    following = [iter(rows) for rows in made]
+    return [next(following[number]) for number in table.order]
+
+
+def _pack(values: list[Any]) -> Any:
+    """Return the values under one name: as an array if they have one type, None if they are not plain."""
+    types = set(map(type, values))
+    if types == {float}:
+        return np.array(values, np.float64)
+    if types == {int} and _are_small(values):
+        return np.array(values, np.int64)
+    return values if types <= PLAIN else None

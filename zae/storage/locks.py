@@ -1,4 +1,4 @@
-"""A lock on the folder of a run: two runs that save into one folder would overwrite each other."""
+"""Lock the folder of a run: two runs that save into one folder would overwrite each other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zae.errors import CheckpointDamaged, ConfigError
-from zae.storage import files
-from zae.storage.hashed_io import not_saved, read_whole
+from zae.storage import filesystem
+from zae.storage.filesystem import make_directory, not_saved
+from zae.storage.hashed_io import read_whole
 from zae.storage.names import staging_name
 
 __all__ = ["FolderLock"]
@@ -26,15 +27,10 @@ _held: dict[str, str] = {}  # Folders that this process holds, and the tokens of
 
 
 class FolderLock:
-    """Says who saves into a folder: process, host and since when.
+    """A file that names who saves into a folder: process, host and since when.
 
-    A lock that a killed process left is taken over: at once when it ran on this host, after two minutes without a
-    sign of life when it ran on another.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder of the checkpoints.
+    The lock of a killed process is replaced: at once if it ran on this host, after two minutes without a sign of life
+    if it ran on another.
 
     Examples
     --------
@@ -60,40 +56,26 @@ class FolderLock:
         return {"folder": self.folder}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]  # A copy, or another process, holds nothing.
+        self.__init__(state["folder"])  # type: ignore[misc]  # A copy, or another process, does not hold the lock.
 
     def check(self) -> None:
-        """Refuse a folder that another run is saving into.
-
-        Raises
-        ------
-        ConfigError
-            With process, host and start time of the holder.
-        """
+        """Raise ConfigError if another run saves into the folder."""
         if any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID")):
             return  # The first rank of this very run may be the holder.
         holder = _read(self.folder / _NAME)
         if holder is None or holder.get("folder") not in (None, _number(self.folder)):
-            return  # It came with a copy of the folder that is locked.
+            return  # It is part of a copy of a locked folder.
         if self._token is not None and holder.get("token") == self._token:
             return
         if _alive(holder, self.folder / _NAME):
             raise ConfigError(
                 f"save_path={str(self.folder)!r} is in use: process {_plain(holder.get('pid'))} on host "
                 f"{_plain(holder.get('host'))} saves there since {_plain(holder.get('since'))}; give another "
-                f"save_path, or end that process (if it is dead for certain, delete {self.folder / _NAME})"
+                f"save_path, or end that process (if it is certainly dead, delete {self.folder / _NAME})"
             )
 
     def acquire(self) -> None:
-        """Take the folder, which is made when missing.
-
-        Raises
-        ------
-        ConfigError
-            Another run holds it.
-        CheckpointError
-            It cannot be written to.
-        """
+        """Lock the folder, which is made if it is missing; raise ConfigError if another run holds it."""
         if self._token is not None:
             return
         self._token = self._take(os.urandom(8).hex())
@@ -102,20 +84,7 @@ class FolderLock:
         threading.Thread(target=_renew, args=(self.folder / _NAME, self._stop), name="zae-lock", daemon=True).start()
 
     def keep(self, target: Path) -> None:
-        """Take the folder once more where it is held, and somebody has removed it meanwhile.
-
-        Parameters
-        ----------
-        target : Path
-            What is about to be saved; outside of the folder, the lock does not matter.
-
-        Raises
-        ------
-        ConfigError
-            Another run has made it, and holds it.
-        CheckpointError
-            It cannot be written to.
-        """
+        """Lock the folder again if it was removed since, before `target` is saved into it."""
         if self._token is None or Path(os.path.abspath(target)).parent != self.folder:
             return
         holder = _read(self.folder / _NAME)
@@ -123,7 +92,7 @@ class FolderLock:
             self._take(self._token)
 
     def _take(self, token: str) -> str:
-        files.make_directory(self.folder)
+        make_directory(self.folder)
         with _alone(self.folder):
             self.check()
             mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": token}
@@ -132,22 +101,22 @@ class FolderLock:
         return token
 
     def _put(self, text: bytes) -> None:
-        """Write the lock beside its place, and rename it: it is there whole."""
+        """Write the lock beside its place, and rename it, so that it is never seen in part."""
         staged = self.folder / staging_name("lock")
         try:
-            handle = files.filesystem.create(staged)
+            handle = filesystem.disk.create(staged)
             try:
-                files.filesystem.write(handle, memoryview(text))
+                filesystem.disk.write(handle, memoryview(text))
             finally:
-                files.filesystem.close(handle)
-            files.filesystem.rename(staged, self.folder / _NAME)
+                filesystem.disk.close(handle)
+            filesystem.disk.rename(staged, self.folder / _NAME)
         except OSError as error:
             with contextlib.suppress(OSError):
-                files.filesystem.remove_file(staged)
+                filesystem.disk.remove_file(staged)
             raise not_saved(self.folder / _NAME, error, len(text)) from error
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Remove the lock."""
         token, self._token = self._token, None
         self._stop.set()
         if token is None:
@@ -156,22 +125,22 @@ class FolderLock:
         holder = _read(self.folder / _NAME)
         if holder is not None and holder.get("token") == token:
             with contextlib.suppress(OSError):
-                files.filesystem.remove_file(self.folder / _NAME)
+                filesystem.disk.remove_file(self.folder / _NAME)
 
 
 def _identity() -> dict[str, Any]:
-    """This process, so that another one of the same number is not taken for it."""
+    """Describe this process so that another with the same number is not mistaken for it."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        # Processes of two containers may have one host name and one number, and do not see each other.
+        # Processes of two containers may have the same host name and number without seeing each other.
         "place": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
         "started": _started(os.getpid()),
     }
 
 
 def _alive(holder: Mapping[str, Any], path: Path) -> bool:
-    """Say whether the process that wrote a lock may still be there."""
+    """Return whether the process that wrote a lock may still run."""
     here = _identity()
     if (holder.get("host"), holder.get("place")) != (here["host"], here["place"]):
         if holder.get("host") == here["host"] and not here["place"]:
@@ -194,27 +163,27 @@ def _alive(holder: Mapping[str, Any], path: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks since the machine was; empty where the system does not say."""
+    """Return when a process was started, in ticks since the machine was; empty if the system does not say."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] == "Z" else fields[19]
 
 
 def _number(folder: Path) -> int:
-    """The number of a folder on its disk, which a copy of it does not share."""
+    """Return the number of a folder on its disk, which a copy of it does not share."""
     return folder.stat().st_ino
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a lock; one that is cut short, a pipe or a link, or not a file of ours holds nothing."""
+    """Read a lock; None if it is missing, cut short, or not a file that zae has written."""
     try:
-        found = json.loads(bytes(read_whole(path, limit=4096)))
+        found = json.loads(read_whole(path, limit=4096))
     except (CheckpointDamaged, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def _plain(value: object) -> str:
-    """What a lock says, without anything that a terminal would act on."""
+    """Return what a lock says, without anything that a terminal would act on."""
     return ascii(value)[:80] if not isinstance(value, str) else ascii(value)[1:-1][:80]
 
 
@@ -233,7 +202,7 @@ def _link(path: str) -> str:
 
 
 def _renew(path: Path, stop: threading.Event) -> None:
-    """Give signs of life."""
+    """Give signs of life: renew the time of the file."""
     while not stop.wait(_RENEWED):
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -241,16 +210,16 @@ def _renew(path: Path, stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time look at a lock and write it, where the system can tell them apart."""
+    """Let one process at a time read and write a lock, if the system supports it."""
     try:
         import fcntl
 
         handle = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):  # Windows has no such lock and opens no folder.
+    except (ImportError, OSError):  # Windows has no such lock and cannot open folders.
         yield
         return
     try:
-        with contextlib.suppress(OSError):  # Some network disks have none.
+        with contextlib.suppress(OSError):  # Some network disks do not support it.
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

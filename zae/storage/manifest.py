@@ -1,48 +1,41 @@
-"""What a checkpoint says of itself: the text of manifest.json, and every doubt about it.
+"""Checkpoint manifests: draft, seal, parse, and compare with the files of a checkpoint.
 
-No file is touched here. The manifest names each file of the checkpoint with its size, its SHA-256 and the step and run
-it belongs to, and holds a hash of itself: a file that was cut, changed or taken from another checkpoint is told by it.
+A manifest names each file with its size, its SHA-256 and the step and run that it belongs to, and contains a hash of
+itself, so that a file that was cut, changed or taken from another checkpoint is detected.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from zae.storage.encoding import decode, encode
-from zae.storage.hashed_io import CURE
+from zae.storage.hashed_io import CURE, opened, read_whole
+from zae.storage.names import MANIFEST, MODEL_FILES, STATE, STATE_TENSORS, locate
 from zae.storage.strict_json import strict_json
 
 __all__ = [
     "FORMAT",
     "MANIFEST_LIMIT",
-    "MODEL_FILES",
-    "STATE",
     "STATE_LIMIT",
-    "STATE_TENSORS",
     "FileEntry",
     "Manifest",
     "draft",
     "parse",
+    "read_manifest",
     "seal",
+    "verify",
 ]
 
 FORMAT = 1
 """The format of a checkpoint that this version writes, and the newest that it reads."""
-
-MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt"}
-"""The model's file in each format."""
-
-STATE_TENSORS = "state.safetensors"
-"""The file of every tensor that is not the model's."""
-
-STATE = "state.json"
-"""The file of everything that is no tensor."""
 
 MANIFEST_LIMIT = 16 << 20
 """The largest manifest that is written or read, in bytes."""
@@ -50,13 +43,12 @@ MANIFEST_LIMIT = 16 << 20
 STATE_LIMIT = 256 << 20
 """The largest state.json that is written or read, in bytes."""
 
-
 _LAST = b',\n "sha256": "%s"\n}\n'
 _SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
 
 
 class FileEntry(TypedDict):
-    """What the manifest says of one file; step and run_id repeat the manifest's own, or the files are mixed."""
+    """The entry of one file; step and run_id repeat those of the manifest, unless files were mixed."""
 
     size: int
     sha256: str
@@ -75,33 +67,14 @@ class Manifest(TypedDict):
     composition: list[str]  # the names of the add-ons
     world_size: int
     model_format: str  # a key of MODEL_FILES
-    tied: dict[str, str]  # each tied name of the model's state, and the name that is written for it
+    tied: dict[str, str]  # each tied name in the model's state, and the name that is written for it
     files: dict[str, FileEntry]
-    info: dict[str, Any]  # the caller's own
+    info: dict[str, Any]  # what the caller adds
     sha256: str  # of the manifest without this entry
 
 
 def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a checkpoint that has no files yet.
-
-    Parameters
-    ----------
-    model_format : str
-        A key of `MODEL_FILES`.
-    tied : mapping of str to str
-        Each tied name of the model's state, and the name that is written for it.
-    about : mapping
-        ``run_id``, ``step``, ``epoch``, ``composition``, ``world_size``, and at will ``info``.
-
-    Returns
-    -------
-    Manifest
-        With ``info`` as `zae.storage.encoding.encode` writes it, no files and no hash.
-
-    Raises
-    ------
-    ConfigError
-        An entry of `about` is missing, unknown or of the wrong kind.
+    """Return the manifest of a checkpoint that has no files yet, from what the caller says about it.
 
     Examples
     --------
@@ -124,25 +97,10 @@ def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) 
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Return the one text of a manifest, its own hash in it.
+    """Return the one valid text of a manifest, with its own hash in it.
 
     Any other bytes are a manifest that was changed. This rule holds for every format, so that a changed format number
-    is not taken for a newer zae.
-
-    Parameters
-    ----------
-    content : mapping
-        A manifest; its ``sha256`` is not looked at.
-
-    Returns
-    -------
-    bytes
-        Indented JSON.
-
-    Raises
-    ------
-    CheckpointError
-        The text is larger than `MANIFEST_LIMIT`.
+    is not mistaken for a newer zae.
 
     Examples
     --------
@@ -151,7 +109,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
     """
     body = {key: value for key, value in content.items() if key != "sha256"}
     plain = json.dumps(body, indent=1, allow_nan=False).encode()
-    # The hash is the last entry of the same text: it is put in before the bracket that ends it.
+    # The hash is the last entry of the same text: it is inserted before the bracket that ends it.
     last = _LAST if body else b'{\n "sha256": "%s"\n}\n'
     text = plain[: -len("\n}")] + last % hashlib.sha256(plain).hexdigest().encode()
     if len(text) > MANIFEST_LIMIT:
@@ -160,26 +118,10 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """Read the text of a manifest, and believe nothing of it that does not fit.
+    """Check the text of a manifest, from the file `where`, and return its content with ``info`` decoded.
 
-    Parameters
-    ----------
-    data : bytes
-        The file.
-    where : str
-        Its path, for messages.
-
-    Returns
-    -------
-    Manifest
-        Of a format that this version reads, with ``info`` decoded. Its files are those that its format has, no others.
-
-    Raises
-    ------
-    CheckpointDamaged
-        It is none, was changed, or describes no checkpoint.
-    CheckpointMismatch
-        A newer zae wrote it.
+    Raise CheckpointDamaged if it was changed or does not describe a checkpoint, CheckpointMismatch if it was written
+    by a newer zae.
 
     Examples
     --------
@@ -211,21 +153,56 @@ Restore the file...
     return cast(Manifest, content)
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, without its other files.
+
+    Examples
+    --------
+    >>> read_manifest(Path("runs/no-such-run"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointDamaged: runs/no-such-run/manifest.json: is missing. Restore the file...
+    """
+    return parse(read_whole(directory / MANIFEST, limit=MANIFEST_LIMIT), str(directory / MANIFEST))
+
+
+def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
+    """Read every byte of a checkpoint and compare its hashes with the manifest, which is returned.
+
+    Files that `skip` names are not read, because the caller is going to. Errors are those of `load_checkpoint`.
+
+    Examples
+    --------
+    >>> verify("runs/no-such-run")
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointNotFound: there is no checkpoint at runs/no-such-run; \
+give the directory that holds manifest.json
+    """
+    directory = locate(Path(directory))
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        if name not in skip:
+            with opened(directory / name, size=entry["size"]) as source:
+                source.finish(entry["sha256"])
+    return manifest
+
+
 def _digest(data: bytes) -> str:
-    """Return the hash that a manifest ought to have; not from its content, whose text could be of another length."""
-    # Without a last entry of this very form it is not sealed: the hash is then that of no manifest.
+    """Return the hash that a manifest must contain, from its text: the content could be written in several ways."""
+    # Without a last entry in exactly this form it is not sealed, and this is the hash of something else.
     end = data[-len(_LAST % (b"0" * 64)) :]
     plain = data.removesuffix(end) + b"\n}" if _SEALED.fullmatch(end) else data
     return hashlib.sha256(plain).hexdigest()
 
 
 def _version() -> str:
-    """Return the version of the zae that runs, which need not be the one that is installed."""
+    """Return the version of the running zae, which need not be the installed one."""
     return str(getattr(sys.modules.get("zae"), "__version__", "unknown"))
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
-    """Say which entry of a manifest is missing, unknown or of the wrong kind."""
+    """Return which entry of a manifest is missing, unknown or invalid; None if all are valid."""
 
     def texts(value: Any) -> bool:
         return all(type(text) is str for text in value)
@@ -253,13 +230,13 @@ def _fault(content: Mapping[str, Any]) -> str | None:
 
 
 def _files_fault(content: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the list of files; no name in it reaches the disk unless it is one of three."""
+    """Return what is wrong with the list of files; only three known names ever reach the disk."""
     expected = {MODEL_FILES[content["model_format"]], STATE_TENSORS, STATE}
     for name in sorted(content["files"].keys() ^ expected):
-        return f"lists the file {name!r:.80}, which is no part of it" if name not in expected else f"lacks {name}"
+        return f"lists the file {name!r:.80}, which is not part of it" if name not in expected else f"lacks {name}"
     for name, entry in content["files"].items():
         if type(entry) is not dict or entry.keys() != FileEntry.__annotations__.keys():
-            return f"describes {name} in another way than {list(FileEntry.__annotations__)}"
+            return f"describes {name} with other entries than {list(FileEntry.__annotations__)}"
         if type(entry["size"]) is not int or entry["size"] < 0:
             return f"gives {name} the size {entry['size']!r:.80}"
         if type(entry["sha256"]) is not str or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):

@@ -1,53 +1,52 @@
-"""The names that checkpoints have on the disk, and those of the formats."""
+"""Names on the disk: checkpoints, the files in them, and the hidden names that they have while they are replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
 import socket
-from pathlib import PurePath
+from pathlib import Path
 
-from zae.errors import ConfigError
+from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = [
+    "KNOWN",
+    "MANIFEST",
+    "MODEL_FILES",
+    "STATE",
+    "STATE_TENSORS",
     "aside_name",
     "checkpoint_name",
+    "entries_of",
+    "holds_checkpoint",
     "is_abandoned",
+    "locate",
     "original_name",
-    "parse_format",
+    "refuse_foreign",
     "set_aside",
     "staging_name",
     "step_of",
-    "weights_format",
 ]
 
+MANIFEST = "manifest.json"
+MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt"}  # By format.
+STATE_TENSORS = "state.safetensors"
+STATE = "state.json"
+KNOWN = {MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
+"""All files that a checkpoint may have."""
+
 _STEP = re.compile(r"step-(\d{8,18})")
+_OURS = re.compile(r"(?:step|crash)-\d{8,18}")
 _ASIDE = re.compile(r"\.(replaced|deleting)-(.+)-[0-9a-f]{16}")
 _STAGED = re.compile(r"\.staging-.+-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}")
-_FORMATS = {"safetensors": "safetensors", "safetensor": "safetensors", "ckpt": "ckpt"}
-_SUFFIXES = {**{f".{name}": kind for name, kind in _FORMATS.items()}, ".pt": "ckpt", ".pth": "ckpt"}
 _OLD = 24 * 3600.0
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of a step.
-
-    Parameters
-    ----------
-    step : int
-        The number of optimizer steps done.
-
-    Returns
-    -------
-    str
-        Names sort as their steps do.
-
-    Raises
-    ------
-    ConfigError
-        The step is negative.
+    """Return the directory name for the checkpoint of a step; names sort as their steps do.
 
     Examples
     --------
@@ -60,110 +59,33 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a directory name stands for.
-
-    Parameters
-    ----------
-    name : str
-        Any name.
-
-    Returns
-    -------
-    int or None
-        None where `checkpoint_name` does not make such names.
-
-    Examples
-    --------
-    >>> step_of("step-00000012"), step_of("best")
-    (12, None)
-    """
+    """Return the step that a directory name stands for; None if `checkpoint_name` does not return such names."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
 
+# -------------------------------------------------------------------------------------------------- hidden names
+
+
 def staging_name(name: str) -> str:
-    """Return an unpredictable hidden name under which `name` is written, with this host and process in it.
-
-    Parameters
-    ----------
-    name : str
-        What is to be written.
-
-    Returns
-    -------
-    str
-        ``.staging-<name>-<host>-<pid>-<token>``.
-
-    Examples
-    --------
-    >>> staging_name("best") == staging_name("best")
-    False
-    """
+    """Return an unpredictable hidden name to write under: ``.staging-<name>-<host>-<pid>-<token>``."""
     return f".staging-{name}-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def is_abandoned(name: str, age: float) -> bool:
-    """Say whether a staging name is of a process that no longer runs.
-
-    Parameters
-    ----------
-    name : str
-        Any name; it is not one that this process is writing at the moment.
-    age : float
-        Seconds since something was written there. After a day nobody is writing, on whatever host.
-
-    Returns
-    -------
-    bool
-        False for names that `staging_name` does not make.
-
-    Examples
-    --------
-    >>> is_abandoned(staging_name("best"), 0.0), is_abandoned("best", 1e9)
-    (True, False)
-    """
+    """Return whether this is a staging name of a process that no longer runs, last written `age` seconds ago."""
     match = _STAGED.fullmatch(name)
     return match is not None and (age > _OLD or (match[1] == _host() and not _runs(int(match[2]))))
 
 
 def aside_name(name: str, kind: str) -> str:
-    """Return a new hidden name for a directory that makes room.
-
-    Parameters
-    ----------
-    name : str
-        Its name; of one that is hidden so already, the name it had before.
-    kind : str
-        "replaced" or "deleting".
-
-    Returns
-    -------
-    str
-        ``.<kind>-<name>-<token>``.
-
-    Examples
-    --------
-    >>> set_aside(aside_name(aside_name("best", "replaced"), "deleting"), "deleting")
-    'best'
-    """
+    """Return a new hidden name, of kind "replaced" or "deleting", for a directory that makes room."""
     match = _ASIDE.fullmatch(name)
     return f".{kind}-{name if match is None else match[2]}-{secrets.token_hex(8)}"
 
 
 def set_aside(name: str, kind: str) -> str | None:
-    """Return the name that a directory had before it was hidden.
-
-    Parameters
-    ----------
-    name : str
-        Any name.
-    kind : str
-        "replaced" or "deleting".
-
-    Returns
-    -------
-    str or None
-        None where `aside_name` does not make such names of this kind.
+    """Return the name that a directory had before it was hidden; None if it is not hidden in this way.
 
     Examples
     --------
@@ -175,101 +97,66 @@ def set_aside(name: str, kind: str) -> str | None:
 
 
 def original_name(name: str) -> str:
-    """Return the name that a checkpoint is to have, also of one that a killed save has left moved aside.
-
-    Parameters
-    ----------
-    name : str
-        Any name.
-
-    Returns
-    -------
-    str
-        Where `aside_name` has not made it for what is replaced, the name itself.
-
-    Examples
-    --------
-    >>> original_name(aside_name("step-00000012", "replaced")), original_name("step-00000012")
-    ('step-00000012', 'step-00000012')
-    """
+    """Return the name of a checkpoint, also of one that a killed save has left moved aside."""
     return set_aside(name, "replaced") or name
 
 
-def parse_format(name: str) -> str:
-    """Return the one name of a model format.
-
-    Parameters
-    ----------
-    name : str
-        "safetensors", "safetensor" or "ckpt", with or without a leading dot.
-
-    Returns
-    -------
-    str
-        "safetensors" or "ckpt".
-
-    Raises
-    ------
-    ConfigError
-        Any other name.
-
-    Examples
-    --------
-    >>> parse_format(".safetensor")
-    'safetensors'
-    >>> parse_format("pickle")
-    Traceback (most recent call last):
-    ...
-    zae.errors.ConfigError: the model format 'pickle' is unknown; write 'safetensors' or 'ckpt'
-    """
-    found = _FORMATS.get(str(name).removeprefix("."))
-    if found is None:
-        raise ConfigError(f"the model format {name!r} is unknown; write 'safetensors' or 'ckpt'")
-    return found
+# ---------------------------------------------------------------------------------------------------- directories
 
 
-def weights_format(path: PurePath) -> str:
-    """Return the format that the suffix of a file of weights stands for.
+def entries_of(parent: Path) -> list[os.DirEntry[str]]:
+    """List a directory; a missing one is empty."""
+    try:
+        with os.scandir(parent) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError as error:
+        raise ConfigError(f"{parent} is a file, not a directory; give the directory that holds checkpoints") from error
 
-    Parameters
-    ----------
-    path : PurePath
-        The file.
 
-    Returns
-    -------
-    str
-        "safetensors" or "ckpt".
+def holds_checkpoint(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint, perhaps a damaged one, and not only a user's own files."""
+    try:
+        names = {entry.name for entry in entries_of(directory)}
+    except OSError:  # Without permission to list it; reading it will say so.
+        return True
+    return not names or not names.isdisjoint(KNOWN)  # An empty one has lost its files.
 
-    Raises
-    ------
-    ConfigError
-        Any other suffix.
 
-    Examples
-    --------
-    >>> weights_format(PurePath("model.pth"))
-    'ckpt'
-    """
-    found = _SUFFIXES.get(path.suffix.lower())
-    if found is None:
-        *most, last = _SUFFIXES
-        raise ConfigError(
-            f"{path}: the suffix {path.suffix!r} is no format of weights; write {', '.join(most)} or {last}"
+def locate(directory: Path) -> Path:
+    """Return the directory, or the one that a killed save has moved aside to replace it; raise if there is neither."""
+    if directory.is_dir():
+        return directory
+    with contextlib.suppress(ConfigError):
+        twins = [entry for entry in entries_of(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
+        twins = [entry for entry in twins if holds_checkpoint(Path(entry.path))]
+        if twins and not os.path.lexists(directory):
+            return Path(max(twins, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime).path)
+    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {MANIFEST}")
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raise if a directory to be replaced or removed contains a user's files and is not named like a checkpoint."""
+    if not os.path.lexists(directory) or _OURS.fullmatch(original_name(directory.name)):
+        return
+    foreign = sorted(entry.name for entry in entries_of(directory) if entry.name not in KNOWN)
+    if foreign:
+        raise CheckpointError(
+            f"{directory} contains {foreign[0]!r}, which is not part of a checkpoint; it is neither replaced nor "
+            "removed: choose another directory"
         )
-    return found
 
 
 def _host() -> str:
-    """Return a short name of this host that fits into a file name."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def _runs(pid: int) -> bool:
-    """Say whether another process of this number runs on this host."""
-    if pid == os.getpid():  # left by an earlier process of this number, as in a container that was started again
+    """Return whether another process with this number runs on this host."""
+    if pid == os.getpid():  # Left by an earlier process with this number, as in a container that was restarted.
         return False
-    if os.name == "nt":  # where signal 0 is Ctrl-C
+    if os.name == "nt":  # Signal 0 is Ctrl-C there.
         return True
     try:
         os.kill(pid, 0)

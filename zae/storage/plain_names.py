@@ -1,7 +1,7 @@
-"""The names that a plain module has for its weights, whatever torch has put around it or around a part of it.
+"""Names of weights in the plain module, without the prefixes of wrappers around it or around a part of it.
 
 ``torch.compile(model)`` names a weight ``_orig_mod.weight``, and ``DataParallel`` and ``DistributedDataParallel`` name
-it ``module.weight``. What is saved has the names of the module itself, so that plain PyTorch can load it.
+it ``module.weight``. Checkpoints use the names of the module itself, so that plain PyTorch can load them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _WRAPPERS = (_COMPILED, "module")
 
 
 def _inner_name(module: nn.Module) -> str:
-    """Return what a wrapper of torch calls the module in it; empty for any other module."""
+    """Return the name of the module inside a wrapper of torch; empty for any other module."""
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return "module"
-    # The class that torch.compile returns is private; no other module has this child alone.
+    # The class that torch.compile returns is private; no other module has only this child.
     return _COMPILED if [name for name, _ in module.named_children()] == [_COMPILED] else ""
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module in a wrapper, or in several; a plain one itself.
+    """Return the module inside one or several wrappers; a plain one itself.
 
     Examples
     --------
@@ -50,14 +50,7 @@ def without_wrappers(module: nn.Module) -> nn.Module:
 
 
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the plain name of each name that a module has for a weight.
-
-    Parameters
-    ----------
-    module : Module
-        It may contain wrappers.
-    names : iterable of str
-        Keys of its ``state_dict``, or names of its parameters.
+    """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names.
 
     Examples
     --------
@@ -80,7 +73,7 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def own_names(module: nn.Module) -> dict[str, str]:
-    """Return the key that a module's ``state_dict`` has for each plain name."""
+    """Map plain names to the keys of a module's ``state_dict``."""
     return {plain: own for own, plain in plain_names(module, module.state_dict()).items()}
 
 
@@ -107,19 +100,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fit_name(name: str, known: Mapping[str, Any]) -> str:
-    """Return the known name that a saved one stands for: without what wrappers put before it, or into it.
-
-    Parameters
-    ----------
-    name : str
-        As it was saved, perhaps by a module that was wrapped.
-    known : mapping of str to object
-        By plain names.
-
-    Returns
-    -------
-    str
-        The name itself where nothing fits.
+    """Return the known plain name that a saved one stands for, without wrappers; the name itself if none fits.
 
     Examples
     --------
@@ -138,7 +119,7 @@ def fit_name(name: str, known: Mapping[str, Any]) -> str:
 
 
 def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under the keys that a module loads, whatever was around the module that was saved."""
+    """Return weights under the keys that a module loads, whatever wrappers the saved module had."""
     known, own = own_names(module), module.state_dict()
     made: dict[str, Tensor] = {}
     for name, value in weights.items():

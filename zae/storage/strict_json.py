@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it and no more, from an author who is not trusted."""
+"""Parse JSON from an untrusted author: RFC 8259 and nothing else."""
 
 from __future__ import annotations
 
@@ -25,27 +25,10 @@ _STEP[[ord("]"), ord("}")]] = -1
 
 
 def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
-    """Parse JSON that must be what RFC 8259 says, in time and depth that do not depend on its author.
+    """Parse JSON from the file `where`, in time and depth that its author cannot raise.
 
-    Parameters
-    ----------
-    data : bytes
-        UTF-8 text.
-    where : str
-        The file it comes from, for messages.
-    spaces : int, optional
-        The most white space that it may hold, in bytes, beside one for each other byte.
-
-    Returns
-    -------
-    Any
-        The value.
-
-    Raises
-    ------
-    CheckpointDamaged
-        No JSON, nested deeper than `DEPTH_LIMIT`, one key twice in an object, a NaN or an infinity,
-        or an integer beyond 64 bits.
+    Raise CheckpointDamaged if it is not JSON, nested deeper than `DEPTH_LIMIT`, has one key twice in an object, a NaN,
+    an infinity or an integer beyond 64 bits, or more white space than `spaces` bytes beside one for each other byte.
 
     Examples
     --------
@@ -54,7 +37,7 @@ def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
     >>> strict_json(b'{"step": 12, "step": 16}', "manifest.json")
     Traceback (most recent call last):
     ...
-    zae.errors.CheckpointDamaged: manifest.json: no JSON that zae writes (the key 'step' stands twice in one object).
+    zae.errors.CheckpointDamaged: manifest.json: not JSON as zae writes it (the key 'step' stands twice in one object).
     """
     try:
         if spaces is not None:
@@ -69,12 +52,12 @@ def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
                 parse_float=_finite,
             )
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where}: no JSON that zae writes ({str(error)[:200]}).") from None
+        raise CheckpointDamaged(f"{where}: not JSON as zae writes it ({str(error)[:200]}).") from None
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause the collector of cycles: it would look through half a million new lists again and again.
+    """Pause the garbage collector, which would search half a million new lists again and again.
 
     Examples
     --------
@@ -92,16 +75,16 @@ def without_collector() -> Iterator[None]:
 
 
 def _refuse_spaces(data: bytes, limit: int) -> None:
-    """Refuse a text that is mostly white space: its size is no measure of what it holds."""
+    """Refuse a text that is mostly white space, whose size is not a measure of its content."""
     count = sum(data.count(space) for space in (b" ", b"\n", b"\t", b"\r"))
     if count > limit + len(data) // 2:
         raise ValueError(f"{count} of its {len(data)} bytes are white space")
 
 
 def _refuse_depth(data: bytes) -> None:
-    """Refuse deep nesting before a parser recurses into it; one pass over the bytes, whatever they are."""
-    # Without escapes every quotation mark opens or closes a text. A backslash outside of a text is no JSON, and
-    # the parser stops there: what this pass takes for brackets behind it is never reached.
+    """Refuse deep nesting before the parser recurses into it, in one pass over the bytes."""
+    # Without escapes every quotation mark opens or closes a text. A backslash outside of a text is not JSON, and the
+    # parser stops there: what this pass takes for brackets after it is never reached.
     marks = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     inside, depth = 0, 0
     for start in range(0, len(marks), 1 << 20):
@@ -114,7 +97,7 @@ def _refuse_depth(data: bytes) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse one key twice: two readers could each take another of them."""
+    """Refuse a key that occurs twice: two readers could choose differently."""
     made = dict(pairs)
     if len(made) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -123,12 +106,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
-    """Refuse NaN and Infinity, which Python would read but JSON lacks."""
-    raise ValueError(f"{text} is no number in JSON")
+    """Refuse NaN and Infinity, which Python reads and JSON lacks."""
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _small_int(text: str) -> int:
-    """Return an integer of at most 64 bits; Python's own takes time that grows with the square of the digits."""
+    """Return an integer of at most 64 bits; Python takes time with the square of the digits."""
     number = int(text) if len(text) <= 20 else 2**63
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"the integer {text[:20]}... is beyond 64 bits")
@@ -136,7 +119,7 @@ def _small_int(text: str) -> int:
 
 
 def _finite(text: str) -> float:
-    """Return a float that was not too large for one."""
+    """Return a float, checked not to be too large for one."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:20]} is beyond a float")

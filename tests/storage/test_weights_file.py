@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.hashed_io import Input, opened
-from zae.storage.tensor_files import DTYPES, read_ckpt, read_safetensors, write_ckpt, write_safetensors
+from zae.storage.tensor_bytes import DTYPES
+from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt, write_safetensors
 
 
 def written(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -144,10 +145,10 @@ def test_a_note_that_looks_like_a_tie_is_none() -> None:
     [
         ({"w": torch.ones(1, dtype=torch.complex128)}, "'w' is of torch.complex128, .* save it as .ckpt"),
         ({"w": torch.ones(1).to_sparse()}, "w is a Tensor on cpu"),
-        ({"w": {"a": 1}}, "holds a dict at 'w', where a tensor belongs; .*get_extra_state"),
-        ({"__metadata__": torch.ones(1)}, "the key '__metadata__', which no file can hold"),
-        ({"\ud800": torch.ones(1)}, "which no file can hold"),
-        ({3: torch.ones(1)}, "the key 3, which no file can hold"),
+        ({"w": {"a": 1}}, "contains a dict at 'w'; expected a tensor: .*get_extra_state"),
+        ({"__metadata__": torch.ones(1)}, "the key '__metadata__', which files cannot hold"),
+        ({"\ud800": torch.ones(1)}, "which files cannot hold"),
+        ({3: torch.ones(1)}, "the key 3, which files cannot hold"),
     ],
 )
 def test_c6_what_a_file_cannot_hold(state: Any, message: str) -> None:
@@ -326,8 +327,8 @@ def test_c1_programs_and_bombs_are_not_loaded() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, r"holds a dict with the keys \['state_dict', 'epoch'\]"),
-        (torch.ones(1), "holds a Tensor, not a dict of tensors by name"),
+        ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, r"contains a dict with the keys \['state_dict', 'epoch'\]"),
+        (torch.ones(1), "contains a Tensor; expected a dict of tensors"),
     ],
 )
 def test_a_ckpt_of_something_else_says_what_it_holds(value: object, message: str) -> None:

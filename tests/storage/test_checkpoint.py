@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from test_tensor_files import Tied, wrapped
+from test_weights_file import Tied, wrapped
 from torch import Tensor, nn
 
 from kit.faults import RefusingDisk, installed
@@ -28,23 +28,12 @@ from zae.errors import (
     CheckpointNotFound,
     ConfigError,
 )
-from zae.storage import files
-from zae.storage.files import (
-    FileSystem,
-    checkpoint_name,
-    list_checkpoints,
-    load_checkpoint,
-    load_weights,
-    make_directory,
-    newest_valid,
-    parse_format,
-    remove_checkpoint,
-    save_checkpoint,
-    save_weights,
-    sweep,
-    verify,
-)
-from zae.storage.names import staging_name
+from zae.storage import filesystem
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, save_checkpoint
+from zae.storage.filesystem import FileSystem, make_directory, remove_checkpoint, sweep
+from zae.storage.manifest import verify
+from zae.storage.names import checkpoint_name, staging_name
+from zae.storage.weights_file import load_weights, parse_format, save_weights
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
 
@@ -117,7 +106,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watched]]:
 
     def put(before: Callable[[int, str, tuple[Any, ...]], None] = lambda number, name, given: None) -> Watched:
         watched = Watched(before)
-        monkeypatch.setattr(files, "filesystem", watched)
+        monkeypatch.setattr(filesystem, "disk", watched)
         return watched
 
     yield put
@@ -186,7 +175,7 @@ def test_p20_c6_a_tied_model_stays_tied(tmp_path: Path) -> None:
 
 def test_p21_formats(tmp_path: Path) -> None:
     assert [parse_format(name) for name in (".ckpt", ".safetensor", "safetensors")] == ["ckpt"] + ["safetensors"] * 2
-    with pytest.raises(ConfigError, match="'zip' is unknown; write 'safetensors' or 'ckpt'"):
+    with pytest.raises(ConfigError, match="unknown model format 'zip'; write 'safetensors' or 'ckpt'"):
         save(tmp_path, 1, model_format="zip")
     assert os.listdir(tmp_path) == []
 
@@ -250,11 +239,11 @@ def test_the_disk_is_told_of_large_pieces_while_the_next_are_prepared(
     if how == "not on this system":
         monkeypatch.delattr(os, "posix_fadvise")
     small, large = b"s" * 1000, os.urandom((1 << 20) + 5)
-    handle = files.filesystem.create(tmp_path / "file")
+    handle = filesystem.disk.create(tmp_path / "file")
     for piece in (small, large, small, large):
-        files.filesystem.write(handle, memoryview(piece))
-    files.filesystem.fsync(handle)
-    files.filesystem.close(handle)
+        filesystem.disk.write(handle, memoryview(piece))
+    filesystem.disk.fsync(handle)
+    filesystem.disk.close(handle)
     assert (tmp_path / "file").read_bytes() == small + large + small + large
     expected = [(1000, len(large)), (2000 + len(large), len(large))]
     assert told == ([] if how == "not on this system" else expected)
@@ -555,7 +544,7 @@ def test_a_wrong_path_costs_nobodys_files(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "text.tex").write_text("years")
     for act in (lambda: save(tmp_path, 1, name="thesis"), lambda: remove_checkpoint(tmp_path / "thesis")):
-        with pytest.raises(CheckpointError, match=r"holds 'text.tex', which is no part of a checkpoint"):
+        with pytest.raises(CheckpointError, match=r"contains 'text.tex', which is not part of a checkpoint"):
             act()
     assert (tmp_path / "thesis" / "text.tex").read_text() == "years"
     directory = save(tmp_path, 1)
@@ -603,7 +592,7 @@ def test_weights_that_are_not_there_or_not_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="there is no file"):
         load_weights(tmp_path / "x.safetensors")
     for act in (lambda path: load_weights(path), lambda path: save_weights(path, {})):
-        with pytest.raises(ConfigError, match=r"the suffix '\.h5' .* write \.safetensors, .* or \.pth"):
+        with pytest.raises(ConfigError, match=r"unknown suffix '\.h5' .* write \.safetensors, .* or \.pth"):
             act(tmp_path / "x.h5")
     (tmp_path / "x.pt").write_bytes(wrapped(nn.Linear(2, 2), "zip"))
     with pytest.raises(CheckpointDamaged, match=r"x\.pt: not loaded: contains code"):

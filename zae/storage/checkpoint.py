@@ -1,0 +1,312 @@
+"""Checkpoints: directories that are whole or absent, written, read and listed.
+
+A checkpoint has four files::
+
+    step-00000012/
+        model.safetensors     the state of the model (or model.ckpt, the zip file of torch.save)
+        state.safetensors     every other tensor
+        state.json            everything else, and where the tensors belong (see zae.storage.encoding)
+        manifest.json         step, run, add-ons; size and SHA-256 of the files above; a hash of itself
+
+`save_checkpoint` writes them under a hidden name beside their place, waits for the disk, and renames them (see
+zae.storage.filesystem). `load_checkpoint` reads each byte once and hashes what it has read, and returns nothing before
+every hash has been compared with the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.storage import filesystem
+from zae.storage.encoding import decode, encode
+from zae.storage.filesystem import install, is_whole, make_directory, staged, sweep, write_file
+from zae.storage.hashed_io import CURE, read_whole
+from zae.storage.manifest import STATE_LIMIT, FileEntry, Manifest, draft, read_manifest, seal, verify
+from zae.storage.names import (
+    KNOWN,
+    MANIFEST,
+    MODEL_FILES,
+    STATE,
+    STATE_TENSORS,
+    entries_of,
+    holds_checkpoint,
+    locate,
+    original_name,
+    refuse_foreign,
+    step_of,
+)
+from zae.storage.strict_json import strict_json
+from zae.storage.tensor_bytes import byte_count, separate, to_device
+from zae.storage.weights_file import load_safetensors, parse_format, read_model, write_ckpt, write_safetensors
+
+__all__ = ["list_checkpoints", "load_checkpoint", "load_state", "newest_valid", "put_back", "save_checkpoint"]
+
+_Content = TypeVar("_Content")
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    *,
+    model_format: str = "safetensors",
+    manifest_info: Mapping[str, Any],
+    check: Callable[[], object] = lambda: None,
+) -> Path:
+    """Write a checkpoint; when this returns, the disk has all of it.
+
+    An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
+    processes have left beside it is removed.
+
+    Parameters
+    ----------
+    directory : path-like
+        The checkpoint; missing directories above it are made.
+    model_state : mapping of str to Tensor
+        The state of the model.
+    state : mapping
+        Everything else, as `zae.storage.encoding.encode` takes it.
+    model_format : {"safetensors", "ckpt"}
+        The format of the model's file.
+    manifest_info : mapping
+        ``run_id``, ``step``, ``epoch``, ``composition`` (names of add-ons), ``world_size``, and optionally ``info``, a
+        dict of plain values.
+    check : callable
+        Called when the files are written, while they are hashed; if it raises, there is no checkpoint.
+
+    Returns
+    -------
+    Path
+        The directory.
+
+    Raises
+    ------
+    CheckpointError
+        The state contains what a checkpoint cannot hold, or the disk refuses; older checkpoints are unchanged.
+    ConfigError
+        The format is unknown, or an entry of `manifest_info` is invalid.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_checkpoint(Path(folder, "last"), {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
+    ...     manifest, model_state, state = load_checkpoint(path)
+    >>> manifest["step"], model_state, state
+    (12, {'w': tensor([1., 1.])}, {'lr': 0.1})
+    """
+    directory = Path(os.path.abspath(directory))
+    manifest = draft(parse_format(model_format), separate(model_state)[1], manifest_info)
+    structure, tensors = encode(dict(state))
+    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > STATE_LIMIT:
+        raise CheckpointError(
+            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
+            "keep long lists of numbers as tensors or numpy arrays"
+        )
+    write_model = write_ckpt if manifest["model_format"] == "ckpt" else write_safetensors
+    writers: dict[str, Callable[[Callable[[Any], object]], object]] = {
+        MODEL_FILES[manifest["model_format"]]: partial(write_model, tensors=model_state),
+        STATE_TENSORS: partial(write_safetensors, tensors=tensors),
+        STATE: lambda write: write(text),
+    }
+    needed = byte_count(*model_state.values(), *tensors.values()) + len(text)
+    refuse_foreign(directory)
+    make_directory(directory.parent)
+    with staged(directory, needed) as staging:
+        filesystem.disk.mkdir(staging)
+        with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
+            outputs = {name: write_file(staging / name, writer, hashing) for name, writer in writers.items()}
+            check()
+        step, run_id = manifest["step"], manifest["run_id"]
+        for name, output in outputs.items():
+            manifest["files"][name] = FileEntry(size=output.size, sha256=output.hexdigest(), step=step, run_id=run_id)
+        write_file(staging / MANIFEST, lambda write: write(seal(manifest)))
+        filesystem.disk.fsync_directory(staging)
+        install(staging, directory)
+    sweep(directory.parent)
+    return directory
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    map_location: str | torch.device = "cpu",
+    allow_partial: Collection[str] = (),
+) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
+    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
+
+    Parameters
+    ----------
+    directory : path-like
+        The checkpoint.
+    map_location : str or torch.device
+        The device of the model's tensors. The others stay on the CPU: random states must, and an optimizer moves its
+        own.
+    allow_partial : collection of str
+        Names of files that may be missing or damaged. Without its file the model's state is empty; without one of its
+        two files the other state is.
+
+    Returns
+    -------
+    manifest : Manifest
+        The content of manifest.json.
+    model_state : dict of str to Tensor
+        The state of the model; tied names have the same tensor.
+    state : dict
+        Everything else.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no such directory.
+    CheckpointDamaged
+        A file is missing, not a regular file, has another size or hash, or contains what zae does not write.
+    CheckpointMismatch
+        It was written by a newer zae.
+    ConfigError
+        `allow_partial` names a file that checkpoints do not have.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_checkpoint(Path(folder, "last"), {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
+    ...     Path(path, "state.json").unlink()
+    ...     load_checkpoint(path, allow_partial=["state.json"])[1:]
+    ({'w': tensor([1., 1.])}, {})
+    """
+    if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
+        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
+    directory = locate(Path(directory))
+    manifest = read_manifest(directory)
+    model_state: dict[str, Tensor] = {}
+    try:
+        model_state = read_model(directory, manifest)
+    except CheckpointDamaged:
+        if MODEL_FILES[manifest["model_format"]] not in allow_partial:
+            raise
+    state = load_state(directory, manifest, allow_partial)
+    return manifest, to_device(model_state, map_location), state
+
+
+def load_state(
+    directory: Path, manifest: Manifest | None = None, allow_partial: Collection[str] = ()
+) -> dict[Any, Any]:
+    """Read and verify what a checkpoint holds beside the model; arguments and errors as for `load_checkpoint`."""
+    manifest, state = manifest or read_manifest(directory), dict[Any, Any]()
+    reading = STATE_TENSORS
+    try:
+        tensors = load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
+        reading = STATE
+        entry, where = manifest["files"][STATE], str(directory / STATE)
+        text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
+        state = decode(strict_json(text, where), tensors, where=where)
+    except CheckpointDamaged:
+        if reading not in allow_partial:
+            raise
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {CURE}")
+    return state
+
+
+def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
+    """List the directories named like checkpoints, the highest step first, without reading them.
+
+    One that a killed save was about to replace comes right after the one that took its place. Raise ConfigError if
+    `save_path` is a file.
+
+    Examples
+    --------
+    >>> list_checkpoints("runs/no-such-run")
+    []
+    """
+    found: list[tuple[int, bool, float, Path]] = []
+    for entry in entries_of(Path(save_path)):
+        own = original_name(entry.name)
+        if (step := step_of(own)) is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # Removed since it was listed.
+            age = entry.stat(follow_symlinks=False).st_mtime
+            if not holds_checkpoint(Path(entry.path)):
+                continue
+            found.append((step, own == entry.name, age, Path(entry.path)))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def newest_valid(
+    save_path: str | os.PathLike[str],
+    read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
+) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
+    """Find the newest checkpoint that can be read.
+
+    Parameters
+    ----------
+    save_path : path-like
+        The directory of the checkpoints.
+    read : callable
+        How to read a checkpoint: `verify`, or `load_checkpoint` to have its content without reading it again.
+
+    Returns
+    -------
+    path, content, passed_over : tuple, or None
+        The checkpoint, what `read` returned for it, and the newer ones that are damaged, each with the reason. None
+        if there is no checkpoint at all: then, and only then, a run may start from scratch.
+
+    Raises
+    ------
+    CheckpointDamaged
+        There are checkpoints, and all of them are damaged.
+    CheckpointMismatch
+        The newest was written by a newer zae; to take an older one would lose its progress.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> about = {"run_id": "demo", "step": 3, "epoch": 1, "composition": [], "world_size": 1}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in 3, 6:
+    ...         path = Path(folder, f"step-{step:08d}")
+    ...         path = save_checkpoint(path, {}, {}, manifest_info=about | {"step": step})
+    ...     Path(path, "state.json").unlink()
+    ...     best, manifest, passed_over = newest_valid(folder)
+    >>> best.name, [path.name for path, reason in passed_over]
+    ('step-00000003', ['step-00000006'])
+    """
+    passed_over: list[tuple[Path, str]] = []
+    for path in list_checkpoints(save_path):
+        try:
+            return path, read(path), passed_over
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            passed_over.append((path, str(error)))
+    if not passed_over:
+        return None
+    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in passed_over)
+    raise CheckpointDamaged(
+        f"{save_path}: all of {len(passed_over)} checkpoints are damaged; restore one from a copy, or move them away "
+        f"to start from scratch:\n{reasons}"
+    )
+
+
+def put_back(parent: str | os.PathLike[str]) -> None:
+    """Rename what a killed save has moved aside back to its place, unless a whole checkpoint stands there.
+
+    No other process may save into this directory meanwhile.
+    """
+    for path in list_checkpoints(parent):
+        place = path.with_name(original_name(path.name))
+        if place != path and not is_whole(place) and is_whole(path):
+            with contextlib.suppress(OSError):  # It stands in until it can be renamed.
+                install(path, place)

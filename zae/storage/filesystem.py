@@ -1,0 +1,311 @@
+"""Every change of the disk: files and directories that are whole or absent, whatever happens while they are written.
+
+What is written gets a hidden name beside its place, is brought to the disk, and is renamed, so that no reader ever sees
+a part of it::
+
+    .staging-<name>-<host>-<pid>-<token>     being written; left behind only by a process that was killed
+    .replaced-<name>-<token>                 what stood at <name> before; it stands in while <name> is missing
+    .deleting-<name>-<token>                 being removed
+
+Nothing else in zae changes a checkpoint, and nothing here changes the disk but through `disk`, one operation at a time:
+a test that replaces it sees, and can break, each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zae.errors import CheckpointError, ConfigError
+from zae.storage.hashed_io import Output, reason
+from zae.storage.manifest import verify
+from zae.storage.names import (
+    KNOWN,
+    aside_name,
+    entries_of,
+    is_abandoned,
+    locate,
+    original_name,
+    refuse_foreign,
+    set_aside,
+    staging_name,
+)
+
+__all__ = [
+    "FileSystem",
+    "disk",
+    "install",
+    "is_whole",
+    "make_directory",
+    "not_saved",
+    "remove_checkpoint",
+    "staged",
+    "sweep",
+    "write_file",
+]
+
+_LARGE = 1 << 20  # bytes: smaller pieces are left to the system
+
+_active: set[str] = set()  # names that this process is staging at this moment, in any thread
+
+
+class FileSystem:
+    """The operations that change the disk, one method each; every method raises OSError as the system reports it.
+
+    Assign an object with these methods to ``zae.storage.filesystem.disk`` to see, delay or break each operation.
+    """
+
+    def mkdir(self, path: Path) -> None:
+        """Make one directory, which must be new; only its owner may write to it."""
+        os.mkdir(path, 0o755)
+
+    def create(self, path: Path) -> int:
+        """Create one file, which must be new, and return its handle; only its owner may write to it."""
+        # The last two flags are missing on some platforms: O_NOFOLLOW on Windows, O_BINARY elsewhere.
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        return os.open(path, flags, 0o644)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Write all of these bytes; the disk starts on a large piece while the next one is prepared."""
+        size = len(data)
+        while data:
+            data = data[os.write(handle, data) :]
+        if size >= _LARGE and hasattr(os, "posix_fadvise"):
+            # Linux starts to bring such a range to the disk without waiting for it, so that the later fsync has less
+            # to wait for. Elsewhere it is only a hint.
+            with contextlib.suppress(OSError):
+                start = os.lseek(handle, 0, os.SEEK_CUR) - size
+                os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self, handle: int) -> None:
+        """Wait until the disk has the file."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Close the file."""
+        os.close(handle)
+
+    def fsync_directory(self, path: Path) -> None:
+        """Wait until the disk has the names in a directory."""
+        if os.name == "nt":  # Windows cannot open directories; its renames are journaled.
+            return
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # Some network disks do not support it.
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or a directory atomically; a file with that name is replaced."""
+        os.replace(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove one file, or one link."""
+        os.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove one empty directory."""
+        os.rmdir(path)
+
+
+disk = FileSystem()
+"""What every function uses; it is looked up at each call."""
+
+
+# -------------------------------------------------------------------------------------------------------- writing
+
+
+def make_directory(path: str | os.PathLike[str]) -> Path:
+    """Make a directory and the missing ones above it; raise CheckpointError if that fails or a file is in the way."""
+    path = Path(path)
+    try:
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+        for place in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # Another process was quicker.
+                disk.mkdir(place)
+            disk.fsync_directory(place.parent)
+    except OSError as error:
+        raise not_saved(path, error, 0) from error
+    if not path.is_dir():
+        refused = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints") from refused
+    return path
+
+
+@contextlib.contextmanager
+def staged(target: Path, needed: int) -> Iterator[Path]:
+    """Yield a hidden path beside the target to write to; if the block fails, remove what was written there."""
+    staging = target.with_name(staging_name(target.name))
+    _active.add(staging.name)
+    try:
+        yield staging
+    except BaseException as error:
+        free = _free_bytes(target.parent)  # Before the removal changes it.
+        with contextlib.suppress(OSError):
+            _clear(staging)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise not_saved(target, error, needed, free) from error
+        raise
+    finally:
+        _active.discard(staging.name)
+
+
+def write_file(
+    path: Path, writer: Callable[[Callable[[Any], object]], object], hashing: contextlib.ExitStack | None = None
+) -> Output:
+    """Write one new file and wait until the disk has it; its hash is complete when ``hashing`` is closed."""
+    handle = disk.create(path)
+    output = Output(lambda data: disk.write(handle, data))
+    with contextlib.ExitStack() as here:
+        (hashing or here).enter_context(output)
+        try:
+            writer(output.write)
+            output.flush()
+            disk.fsync(handle)
+        except BaseException:
+            with contextlib.suppress(OSError):  # The first error is the one to report.
+                disk.close(handle)
+            if output.error is not None:
+                raise output.error from None
+            raise
+        disk.close(handle)
+    return output
+
+
+def install(staging: Path, directory: Path) -> None:
+    """Rename a staged directory to its place; what stands there is moved aside, and `sweep` removes it."""
+    aside = directory.with_name(aside_name(directory.name, "replaced")) if os.path.lexists(directory) else None
+    if aside is not None:
+        # If the process is killed between the two renames, `locate` finds the old one under its new name.
+        disk.rename(directory, aside)
+        disk.fsync_directory(directory.parent)
+    try:
+        disk.rename(staging, directory)
+    except OSError:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                disk.rename(aside, directory)
+        raise
+    disk.fsync_directory(directory.parent)
+
+
+# ------------------------------------------------------------------------------------------------------- removing
+
+
+def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, whole or damaged; a process that is killed meanwhile leaves it whole or gone.
+
+    What a user has put into its directory stays there, and the directory with it. Raise CheckpointError if it is not
+    named like a checkpoint and contains such files, or if it cannot be removed.
+    """
+    directory = locate(Path(directory))
+    refuse_foreign(directory)
+    gone = directory.with_name(aside_name(directory.name, "deleting"))
+    try:
+        disk.rename(directory, gone)
+        disk.fsync_directory(directory.parent)
+        _clear(gone)
+    except OSError as error:
+        raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it yourself") from error
+
+
+def sweep(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError, ConfigError):
+        for entry in entries_of(Path(parent)):
+            path = Path(entry.path)
+            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
+                if _is_stray(path) and _clear(path):
+                    removed.append(path)
+    return removed
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint stands at this place and verifies."""
+    try:
+        return directory.is_dir() and bool(verify(directory))
+    except CheckpointError:
+        return False
+
+
+def _is_stray(path: Path) -> bool:
+    """Return whether a directory entry is a left-over that nobody needs."""
+    if set_aside(path.name, "deleting") is not None:
+        return True
+    if (replaced := set_aside(path.name, "replaced")) is not None:
+        return is_whole(path.with_name(replaced))
+    return path.name not in _active and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
+
+
+def _clear(path: Path) -> bool:
+    """Remove a file, a link, or a checkpoint that was moved aside, and return whether it is gone.
+
+    Only the files of a checkpoint are removed from a directory: others are a user's, and go back where they were.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            disk.remove_file(path)
+            return True
+        entries = entries_of(path)
+        ours = [entry for entry in entries if entry.name in KNOWN and not entry.is_dir(follow_symlinks=False)]
+        for entry in ours:
+            disk.remove_file(Path(entry.path))
+        foreign = [Path(entry.path) for entry in entries if entry not in ours]
+        if not foreign or not _give_back(path, foreign):
+            disk.remove_directory(path)
+    except FileNotFoundError:  # Another process was quicker.
+        return True
+    return not foreign
+
+
+def _give_back(path: Path, foreign: list[Path]) -> bool:
+    """Return a user's files to the directory that was moved aside with them; return whether some are still aside."""
+    home = path.with_name(set_aside(path.name, "deleting") or original_name(path.name))
+    if home == path:
+        return True
+    if not os.path.lexists(home):
+        disk.rename(path, home)
+        return True
+    taken = [each for each in foreign if os.path.lexists(home / each.name)]
+    for each in foreign:
+        if each not in taken:
+            disk.rename(each, home / each.name)
+    return bool(taken)
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
+    """Return the error for what the disk refused to write.
+
+    Examples
+    --------
+    >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
+    'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = _free_bytes(path.parent) if free is None else free
+        cure = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"
+    else:
+        is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        cure = "Give another path" + ", or change its permissions" * is_refused
+    return CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
+
+
+def _free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a path is on, or would be on; 0 if the system does not say."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0

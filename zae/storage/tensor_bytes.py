@@ -1,0 +1,208 @@
+"""Tensors and their bytes: which tensors are the same, what can be stored, and views without a copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zae.errors import CheckpointError
+
+__all__ = [
+    "AXES_LIMIT",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "byte_count",
+    "byte_view",
+    "dense",
+    "from_bytes",
+    "separate",
+    "to_device",
+    "view_key",
+]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name)
+    for name, torch_name in {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "C64": "complex64",
+    }.items()
+    if hasattr(torch, torch_name)  # An older torch lacks some.
+}
+"""The dtypes that safetensors can hold, by their names in its header."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+AXES_LIMIT = 1024
+"""The most axes of a tensor that is read: torch takes time with the square of their number."""
+
+
+def view_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """Return a key that is equal for two tensors that are the same view of the same memory.
+
+    None for an empty tensor, and for one without its own memory: they are not compared.
+
+    Examples
+    --------
+    >>> weight = torch.ones(2, 3)
+    >>> view_key(weight) == view_key(weight.detach()), view_key(weight) == view_key(weight.t())
+    (True, False)
+    """
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+        if not pointer or not tensor.numel():
+            return None
+        place = (str(tensor.device), pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+
+
+def dense(tensor: Tensor, name: str) -> Tensor:
+    """Return a contiguous tensor on the CPU with the same values, sharing memory where possible.
+
+    Raise CheckpointError for one without bytes of its own: sparse, quantized, on the meta device, or distributed.
+
+    Examples
+    --------
+    >>> dense(torch.ones(2, 3).t(), "weight").is_contiguous()
+    True
+    >>> dense(torch.ones(2, device="meta"), "weight")
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointError: weight is a Tensor on meta (torch.strided), which has no bytes to store; \
+store the dense tensor that it stands for
+    """
+    try:
+        host = tensor.detach()
+        if host.layout is torch.strided and not host.is_quantized and not host.is_meta:
+            host = host.to("cpu").resolve_conj().resolve_neg().contiguous()
+            # A tensor that wraps others (DTensor) fails only when its memory is read.
+            if host.untyped_storage().data_ptr() or not host.numel():
+                return host
+    except (RuntimeError, NotImplementedError, ValueError):
+        pass
+    where = f"on {tensor.device} ({tensor.layout})"
+    raise CheckpointError(
+        f"{name} is a {type(tensor).__name__} {where}, which has no bytes to store; "
+        "store the dense tensor that it stands for"
+    )
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor as `dense` returns it, without a copy; writing to the view writes to the tensor.
+
+    Examples
+    --------
+    >>> bytes(byte_view(torch.tensor([1, 2], dtype=torch.int16)))
+    b'\\x01\\x00\\x02\\x00'
+    """
+    size = tensor.element_size()
+    count = tensor.numel() * size
+    if not count:
+        return memoryview(bytearray())
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (count,), (1,))
+    return flat.numpy().data
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor with this dtype and shape over the memory of a contiguous uint8 tensor.
+
+    Raise ValueError unless the shape takes exactly these bytes.
+
+    Examples
+    --------
+    >>> from_bytes(torch.tensor([1, 0, 2, 0], dtype=torch.uint8), torch.int16, (2,))
+    tensor([1, 2], dtype=torch.int16)
+    """
+    made = torch.empty(0, dtype=dtype, device="cpu")
+    size = made.element_size()
+    # set_ would enlarge the memory to fit, and what it adds is not initialised.
+    if len(shape) > AXES_LIMIT or data.dtype is not torch.uint8 or math.prod(shape) * size != data.numel():
+        raise ValueError(f"{data.numel()} values of {data.dtype} are not a tensor of shape {shape!s:.80} and {dtype}")
+    if not data.numel():
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return made.set_(data.untyped_storage(), 0, shape, strides)
+
+
+def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split the state of a model into the tensors to write, and the names that are tied to one of them.
+
+    Only identical views are tied; views that overlap are each written by themselves.
+
+    Raises
+    ------
+    CheckpointError
+        A value is not a tensor, or a file cannot hold a name.
+
+    Examples
+    --------
+    >>> shared = torch.ones(2)
+    >>> kept, tied = separate({"embed.weight": shared, "head.weight": shared, "row": shared[:1]})
+    >>> list(kept), tied
+    (['embed.weight', 'row'], {'head.weight': 'embed.weight'})
+    """
+    kept: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == "__metadata__" or not name.isprintable():
+            raise CheckpointError(f"the model's state has the key {name!r:.80}, which files cannot hold; rename it")
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"the model's state contains a {type(tensor).__name__} at {name!r}; expected a tensor: "
+                "return a tensor from get_extra_state(), or leave it out of the model's state"
+            )
+        key = view_key(tensor)
+        first = name if key is None else seen.setdefault(key, name)
+        if first == name:
+            kept[name] = tensor
+        else:
+            tied[name] = first
+    return kept, tied
+
+
+def byte_count(*tensors: Tensor) -> int:
+    """Return how many bytes tensors take, each counted separately.
+
+    Examples
+    --------
+    >>> byte_count(torch.zeros(2, 3), torch.zeros(1, dtype=torch.bool))
+    25
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def to_device(tensors: Mapping[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
+    """Return tensors on a device; tied ones stay tied.
+
+    Examples
+    --------
+    >>> shared = torch.ones(2)
+    >>> made = to_device({"a": shared, "b": shared}, "cpu")
+    >>> made["a"] is made["b"]
+    True
+    """
+    made = {id(tensor): tensor.to(device) for tensor in tensors.values()}
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
