@@ -331,9 +331,9 @@ def test_plan_of_a_stream_says_what_cannot_be_known() -> None:
 def test_plan_refuses_an_unknown_monitor_with_the_names_there_are() -> None:
     """P-35: a typo is found before the first batch."""
     loader, valid = loaders()
-    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; there are loss, accuracy, spread"):
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy, spread"):
         make(monitor="acuracy", monitor_mode="max").plan(2, loader, valid)
-    with pytest.raises(MonitorError, match="there are loss, size"):
+    with pytest.raises(MonitorError, match="available: loss, size"):
         make(monitor="accuracy").plan(2, loader)
     for name in ("accuracy", "valid/accuracy", "spread", "train/loss"):
         assert name in str(make(monitor=name, monitor_mode="max").plan(2, loader, valid))

@@ -14,19 +14,10 @@ import pytest
 from test_checkpoint import FILES, is_of, save
 from test_weights_file import HOSTILE, payloads, wrapped
 
+from kit.faults import reseal
 from zae.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
 from zae.storage.manifest import read_manifest, seal, verify
-
-
-def reseal(directory: Path, **changes: Any) -> None:
-    """Make the manifest fit the files again, as somebody would who means harm."""
-    manifest = json.loads((directory / "manifest.json").read_bytes())
-    for name, entry in manifest["files"].items():
-        data = (directory / name).read_bytes()
-        entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    (directory / "manifest.json").write_bytes(seal({**manifest, **changes}))
-
 
 # ---------------------------------------------------------------- damage
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint import save
-from test_checkpoint_hostile import reseal
 
+from kit.faults import reseal
 from zae import Trainer
 from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
 from zae.cli.diff import read_ledger

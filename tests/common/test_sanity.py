@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_hostile import reseal
 from torch import nn
 
+from kit.faults import reseal
 from zae import Trainer
 from zae.addons import StateManagerAddon
 from zae.common.sanity import check_counters, check_rates
