@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,7 +26,7 @@ from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loading import Position, length_of
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.error_notes import explain_error, undisturbed
+from zae.loop.error_notes import explain_error
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.progress import Every, ProgressChecker
@@ -294,8 +294,7 @@ class Trainer(metaclass=TrainerMeta):
             self.on_run_end()
         return self.metrics
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self) -> AbstractContextManager[None]:
         """Set the trainer up for the block, and tear it down afterwards; an error gets a note of where it happened.
 
         ``run``, ``evaluate`` and ``inference`` enter it themselves. Enter it around calls of ``run_epoch`` and
@@ -318,20 +317,7 @@ class Trainer(metaclass=TrainerMeta):
         >>> trainer.progress_checker.step
         3
         """
-        run = self.current_run
-        if run.is_ready and not run.is_new:
-            yield
-            return
-        try:
-            self._set_up()
-            yield
-        except BaseException as error:
-            with undisturbed():
-                self.on_exception(error) if run.is_call else explain_error(self, error)
-            raise
-        finally:
-            if self.current_run is run:  # Else a call of ``run`` in the block has torn down.
-                self.teardown()
+        return self.current_run.scope(self)
 
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:
         """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
@@ -346,7 +332,7 @@ class Trainer(metaclass=TrainerMeta):
         Metrics
             The epoch's means.
         """
-        self._set_up()
+        self.current_run.set_up(self)
         if self.mode == "test":
             return evaluation.test_epoch(self, loader, None)
         # Anew, for the model may have grown.
@@ -371,13 +357,15 @@ class Trainer(metaclass=TrainerMeta):
         batch : object
             One batch, or the batches of one accumulation window.
         """
-        if not self.current_run.is_ready:
-            self._set_up()
+        run = self.current_run
+        if not run.is_ready:
+            run.set_up(self)
             if self.mode == "train":
                 optimizer_modes.begin_training(self)
         if self.mode == "test":
             evaluation.test_batch(self, batch)
             return
+        run.batch = batch
         with self.batch_context():
             outputs = [*map(StepOutput, self.gradients(batch))]
             self.unscale()
@@ -389,6 +377,7 @@ class Trainer(metaclass=TrainerMeta):
         self.progress_checker.advance(len(outputs), not stepped)
         for step_dict, weight in outputs:
             self.logging(step_dict, weight)
+        run.batch = None
 
     @seam
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
@@ -409,8 +398,9 @@ class Trainer(metaclass=TrainerMeta):
         """
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
-        outputs, num_targets = list[tuple[Mapping[str, Any], float]](), []
+        run, outputs, num_targets = self.current_run, list[tuple[Mapping[str, Any], float]](), []
         for index, micro_batch in enumerate(micro_batches, start=1):
+            run.batch = micro_batch
             with self.sync_context(index == count):
                 output = StepOutput(self.micro_step(self.to_device(micro_batch), count))
             outputs.append(output)
@@ -645,7 +635,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def on_exception(self, error: BaseException) -> None:
         """Called when a run ends by an exception, which goes on afterwards with a note of where it happened."""
-        explain_error(self, error)
+        explain_error(self.current_run, error)
 
     @seam
     def checkpoint(self) -> None:
@@ -941,11 +931,3 @@ class Trainer(metaclass=TrainerMeta):
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
         vars(self).update(state)
         optim.mark_copied(self.scheduler)
-
-    def _set_up(self) -> None:
-        run = self.current_run
-        run.trainer, run.is_new = self, False
-        if not run.is_ready:
-            self.setup()
-            run.is_ready = True
-            binding.bind(self)

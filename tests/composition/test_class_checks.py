@@ -342,7 +342,7 @@ def test_an_override_of_nothing_is_refused(kind):
         "function": ("backwards", override(backwards)),
         "property": ("backwards", property(override(backwards))),
         "contextmanager": ("backwards", contextlib.contextmanager(override(backwards))),
-        "private": ("_set_upp", override(backwards)),
+        "private": ("_begin_emty", override(backwards)),
     }
     name, value = values[kind]
     with pytest.raises(TaskError, match=f"X.{name} is marked @override, but no base has '{name}'"):
@@ -659,7 +659,7 @@ def test_an_init_that_loses_what_it_was_given_is_refused():
                 super().__init__(**kwargs)
 
 
-@pytest.mark.parametrize("name", ["_noted", "_in_training", "_position", "_set_up", "_optimizers"])
+@pytest.mark.parametrize("name", ["_noted", "_in_training", "_position", "_begin_empty", "_optimizers"])
 @pytest.mark.parametrize("base", [Task, AddOnBase])
 def test_the_trainers_own_attributes_are_not_for_others(base, name):
     namespace = {}

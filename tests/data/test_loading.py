@@ -170,7 +170,7 @@ def test_p13_a_long_epoch_is_skipped_in_the_sampler() -> None:
     trainer = build()
     batches = DataLoader(data, 1, shuffle=True)
     torch.manual_seed(1)
-    trainer._set_up()
+    trainer.current_run.set_up(trainer)
     trainer._position.loader = batches
     begin = trainer._position._capture()
     state = trainer.state_dict()

@@ -274,11 +274,11 @@ def test_fd7_a_worker_dies_while_its_error_is_caught(folder: Path) -> None:
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
             """Kill a worker, and wait for its SIGCHLD, when the trainer has caught the error."""
-            if event == "line" and frame.f_code.co_name == "ready" and sys.exc_info()[1] is not None and not strikes:
+            if event == "line" and frame.f_code.co_name == "scope" and sys.exc_info()[1] is not None and not strikes:
                 strikes.append(frame.f_lineno)
                 os.kill(loader.inner._workers[0].pid, signal.SIGKILL)
                 os.waitid(os.P_PID, loader.inner._workers[0].pid, os.WEXITED | os.WNOWAIT)
-            return trace if frame.f_code.co_name == "ready" else None
+            return trace if frame.f_code.co_name == "scope" else None
 
         sys.settrace(trace)
         try:

@@ -547,7 +547,7 @@ def test_a_load_holds_a_state_once(how: str, tmp_path: Path) -> None:
     if how == "load_state":
         trainer.load_state(first.last_path)
     elif how == "resume":
-        trainer._set_up()
+        trainer.current_run.set_up(trainer)
     else:
         trainer.load_state_dict(state)
     is_over.set()

@@ -1,4 +1,4 @@
-"""What a failed run adds to its exception: a note of where it happened; the traceback stays as it is."""
+"""Notes on the exception of a failed run: where it happened, in which batch, or from which loader."""
 
 from __future__ import annotations
 
@@ -6,31 +6,27 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import getattr_static
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import describe_batch
-from zae.common.torch_private import shut_down_workers
 from zae.data.loading import describe
 from zae.data.workers import mute_workers, part_from_workers, unmute_workers
 
 if TYPE_CHECKING:
-    from zae.trainer import Trainer
+    from zae.loop.run import Run
 
 __all__ = ["explain_error", "undisturbed"]
 
 
-def explain_error(trainer: Trainer, error: BaseException) -> None:
-    """Note on an exception in which epoch, step and batch it was raised, or of which loader.
-
-    Nothing is kept for it while all goes well: the batch is read from the frames of the traceback.
+def explain_error(run: Run, error: BaseException) -> None:
+    """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it.
 
     Parameters
     ----------
-    trainer : Trainer
-        Whose run failed.
+    run : Run
+        The run that failed; it knows its batch and its loader.
     error : BaseException
-        Its notes are printed after its own message.
+        Its notes are printed after its message.
 
     Examples
     --------
@@ -48,25 +44,47 @@ def explain_error(trainer: Trainer, error: BaseException) -> None:
     ...     print(error.__notes__[0])
     zae: in epoch 1, step 1 (batch 1), on cpu; the batch was Tensor[8, 2] float32
     """
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or run.trainer is None:
         return
-    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
-        error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
-    progress = trainer.progress_checker
-    where = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
+    place = _place(run)
     try:
-        note = _note(trainer, error, where)
-    except Exception as other:  # Of the user's objects, which are asked for their shapes and names: theirs comes first.
-        note = f"{where}, on {trainer.device}; what is known of it could not be told ({type(other).__name__}: {other})"
+        note = _note(run, error, place)
+    except Exception as other:  # Raised by an object of the user that is described here; the first error matters more.
+        note = f"{place}; what is known of it could not be told ({type(other).__name__}: {other})"
     if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
         return
     has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
-    if not (has_died and _say_in_text(error, f"a worker of a loader has died {note}")):
+    if not (has_died and _add_to_text(error, f"a worker of a loader has died {note}")):
         error.add_note(f"zae: {note}")
 
 
-def _say_in_text(error: Exception, text: str) -> bool:
-    """Add to the message of an exception, where it has one; of a dead worker torch says no more than its number."""
+def _place(run: Run) -> str:
+    progress = run.trainer.progress_checker
+    if run.is_evaluating:
+        return f"in an evaluation after step {progress.step}, on {run.trainer.device}"
+    return (
+        f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1}), "
+        f"on {run.trainer.device}"
+    )
+
+
+def _note(run: Run, error: Exception, place: str) -> str:
+    """Return what is known: the batch, or the loader that was asked for one; empty outside of steps and loaders."""
+    is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
+    if run.batch is not None and not is_of_worker:
+        return f"{place}; the batch was {describe_batch(run.batch)}"
+    if not run.is_loading and not is_of_worker:
+        return ""
+    progress, loader = run.trainer.progress_checker, run.walked
+    asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+    if run.is_evaluating:
+        asked = f"while a batch was asked for in an evaluation after step {progress.step}"
+    workers = getattr(loader, "num_workers", 0)
+    return f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead_workers(error)
+
+
+def _add_to_text(error: Exception, text: str) -> bool:
+    """Add to the message of an exception, where it has one; return whether it is there."""
     text = f"{text}; a system that runs out of memory kills processes"
     if isinstance(error, OSError) and error.strerror:
         error.strerror = f"{error.strerror} ({text})"
@@ -75,29 +93,9 @@ def _say_in_text(error: Exception, text: str) -> bool:
     return text in str(error)
 
 
-def _note(trainer: Trainer, error: Exception, where: str) -> str:
-    """What is known of the place of an error: its batch, or the loader that failed; empty when it is elsewhere."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    walked = _walked(trainer, frames, error)
-    if walked is not None:
-        asked, loader = walked
-        workers = getattr(loader, "num_workers", 0)
-        return f"{asked}, from {describe(loader)}" + (f", num_workers={workers}" if workers else "") + _dead(frames)
-    tested = [f for f in frames if any(_is(f, name, "zae.loop.evaluation") for name in ("_test", "_record_all"))]
-    if tested and "batch" in tested[0].f_locals and not _asks_for_data(frames, tested[-1]):
-        batch = describe_batch(tested[0].f_locals["batch"])
-        return (
-            f"in an evaluation after step {trainer.progress_checker.step}, on {trainer.device}; the batch was {batch}"
-        )
-    if any(_is(frame, "run_batch", "zae.trainer") for frame in frames) and trainer.mode == "train":
-        batch = _local(frames, "gradients", "micro_batch", _local(frames, "run_batch", "batch", None))
-        return f"{where}, on {trainer.device}; the batch was {describe_batch(batch)}"
-    return ""
-
-
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep torch from raising once more, for a loader's worker that died, while an error is dealt with."""
+    """Keep torch from raising for a dead worker of a loader while another error is handled."""
     mute_workers()
     try:
         yield
@@ -105,57 +103,21 @@ def undisturbed() -> Iterator[None]:
         unmute_workers()
 
 
-def _dead(frames: list[FrameType]) -> str:
-    """Which workers of a loader have died: what is raised then may be no more than a broken connection."""
-    # Looked up without asking the objects: one whose making was interrupted may answer with any error.
-    selves: list[Any] = [frame.f_locals.get("self") for frame in frames]
+def _dead_workers(error: Exception) -> str:
+    """Describe the dead workers of the loader that raised; the error itself may only name a broken connection."""
+    # Read without __getattr__: an object whose creation was interrupted may answer with any error.
+    selves: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = [getattr_static(each, "_workers", None) for each in selves]
     dead = []
     for index, worker in enumerate(next((each for each in found if isinstance(each, list)), [])):
-        worker.join(1.0 if index == 0 else 0.1)  # It is on its way, when it is why this was raised.
+        worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
             dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
-    if dead:  # Its other workers have nobody to work for, and torch is not to tell of this one again when they end.
+    if dead:  # End the other workers, so that torch does not raise for this one again when they end.
         for iterator in selves:
             if getattr_static(iterator, "_shutdown_workers", None) is not None:
                 part_from_workers(iterator)
                 with suppress(Exception):
-                    shut_down_workers(iterator)
+                    iterator._shutdown_workers()
     return "".join(dead)
-
-
-def _asks_for_data(frames: list[FrameType], frame: FrameType) -> bool:
-    """Whether what a frame called, and what failed there, was a loader."""
-    called = frames[frames.index(frame) + 1 :][:1]
-    modules = ("torch.utils.data.", "torchdata.", "zae.data.gather", "zae.loop.stop_signals")
-    return any(str(each.f_globals.get("__name__")).startswith(modules) for each in called)
-
-
-def _walked(trainer: Trainer, frames: list[FrameType], error: Exception) -> tuple[str, Any] | None:
-    """When a loader was asked for a batch, and which: that of the evaluation, or that of the epoch."""
-    progress = trainer.progress_checker
-    tests = [
-        f for f in frames if _is(f, "test_epoch", "zae.loop.evaluation") or _is(f, "outputs_of", "zae.loop.evaluation")
-    ]
-    below = frames[frames.index(tests[-1]) :] if tests else []
-    inside = [f for f in below if f.f_globals.get("__name__") != "zae.loop.evaluation"]
-    if inside and _asks_for_data([tests[-1], *inside], tests[-1]):
-        return f"while a batch was asked for in an evaluation after step {progress.step}", tests[-1].f_locals["loader"]
-    walks = [
-        f for f in frames if f.f_globals.get("__name__") == "zae.data.loading" and f.f_code.co_name != "check_loader"
-    ]
-    if walks or "DataLoader worker" in str(error):
-        batch = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-        return batch, trainer._position.loader
-    return None
-
-
-def _is(frame: FrameType, function: str, module: str) -> bool:
-    return frame.f_code.co_name == function and frame.f_globals.get("__name__") == module
-
-
-def _local(frames: list[FrameType], function: str, name: str, default: Any) -> Any:
-    """Return a local variable of the outermost frame of one of the trainer's methods."""
-    found = [f for f in frames if _is(f, function, "zae.trainer")]
-    return next((f.f_locals[name] for f in found if name in f.f_locals), default)

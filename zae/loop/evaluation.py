@@ -92,10 +92,10 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
         own = trainer.wrap_loader(loader, False)
         batches = batches_of(own, trainer.fast_data)
         if signals is None or trainer.world_size == 1:
-            count = _record_all(trainer, batches, signals)
+            count = _record_all(trainer, loader, batches, signals)
         else:
             agreed = DistributedStopFlag(trainer, signals, len(shares_of(own) or ()))
-            count = _record_all(trainer, agreed.walk(batches), agreed.signals)
+            count = _record_all(trainer, loader, agreed.walk(batches), agreed.signals)
             count = None if agreed.signals else count
         if count is not None:
             further = trainer.metric_on_epoch_end
@@ -114,28 +114,29 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
     return metrics
 
 
-def _record_all(trainer: Trainer, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
+def _record_all(
+    trainer: Trainer, loader: Any, batches: Iterator[Any], signals: Sequence[int] | None = None
+) -> int | None:
     """Test and record each batch; return how many there were, or None where a signal ended it early."""
-    to_device, test_step, logging, count = trainer.to_device, trainer.test_step, trainer.logging, 0
-    for batch in batches:
-        if signals:
-            return None
-        if batch is None:
-            continue
-        logging(*call_step(trainer, test_step, to_device(batch)))
-        count += 1
+    to_device, test_step, logging = trainer.to_device, trainer.test_step, trainer.logging
+    run, count = trainer.current_run, 0
+    with run.evaluating(loader):
+        for batch in batches:
+            if signals:
+                return None
+            if batch is None:
+                continue
+            run.batch = batch
+            logging(*call_step(trainer, test_step, to_device(batch)))
+            run.batch = None
+            count += 1
     return count
 
 
 def test_batch(trainer: Trainer, batch: Any) -> None:
     """Evaluate and record one batch, in an evaluation or outside of one."""
     with NOTHING if trainer._position.is_evaluating else testing(trainer, None):
-        _record_all(trainer, iter([batch]))
-
-
-def _test(trainer: Trainer, batch: Any) -> Mapping[str, Any]:
-    """Return what ``test_step`` returns for a batch."""
-    return call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]
+        _record_all(trainer, None, iter([batch]))
 
 
 def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:
@@ -157,6 +158,12 @@ def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
     """List what ``test_step`` returns for each batch, on the host; those of all ranks in turn."""
     check_loader(loader)
     with trainer.ready(), testing(trainer, loader):
-        batches = batches_of(trainer.wrap_loader(loader, False), trainer.fast_data)
-        outputs = [to_host(_test(trainer, batch)) for batch in batches if batch is not None]
+        run, outputs = trainer.current_run, []
+        with run.evaluating(loader):
+            for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
+                if batch is None:
+                    continue
+                run.batch = batch
+                outputs.append(to_host(call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]))
+                run.batch = None
         return in_turn(trainer.gather(outputs))

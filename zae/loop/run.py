@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from zae.data.loading import check_loader, describe, length_of
 from zae.errors import ConfigError, LoaderError, MonitorError
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import merge_sums
+from zae.loop.error_notes import explain_error, undisturbed
 from zae.loop.history import Metrics
 from zae.loop.progress import Every
 from zae.loop.progress_bar import Bar
@@ -90,6 +91,10 @@ class Run:
         Where the call ends at the latest.
     is_call, is_new : bool
         Whether it is a call of ``run``, and whether that is still to be set up.
+    batch, walked : object
+        For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
+    is_loading, is_evaluating : bool
+        Whether that loader is being asked for a batch, and whether it is of an evaluation.
     """
 
     def __init__(
@@ -108,6 +113,9 @@ class Run:
         self.last_epoch = self.last_step = _NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.signals: list[int] = []
+        self.batch: Any = None
+        self.walked: Any = None
+        self.is_loading = self.is_evaluating = False
 
     def __reduce__(self) -> Any:
         return Run, ()
@@ -121,6 +129,31 @@ class Run:
         """Return a call of ``run``; the trainer may be set up already."""
         self.close()
         return Run(trainer, loader, valid_loader, limits, is_ready=self.is_ready)
+
+    def set_up(self, trainer: Trainer) -> None:
+        """Set the trainer up, unless it is."""
+        self.trainer, self.is_new = trainer, False
+        if not self.is_ready:
+            trainer.setup()
+            self.is_ready = True
+            binding.bind(trainer)
+
+    @contextmanager
+    def scope(self, trainer: Trainer) -> Iterator[None]:
+        """Set up on entering, note an error, and tear down; within a scope, or after a lone step, do nothing."""
+        if self.is_ready and not self.is_new:
+            yield
+            return
+        try:
+            self.set_up(trainer)
+            yield
+        except BaseException as error:
+            with undisturbed():
+                trainer.on_exception(error) if self.is_call else explain_error(self, error)
+            raise
+        finally:
+            if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
+                trainer.teardown()
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -269,6 +302,7 @@ class Run:
     def batches(self, wrapped: Any) -> Iterator[Any]:
         """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
         trainer, progress = self.trainer, self.trainer.progress_checker
+        self.walked, self.is_loading, self.is_evaluating = wrapped, True, False
         if progress.epoch_batch and progress.epoch_step == self.epoch_steps:
             trainer._position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
             return iter(())
@@ -277,7 +311,7 @@ class Run:
 
     def after_step(self) -> bool:
         """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
-        trainer = self.trainer
+        trainer, self.is_loading = self.trainer, False
         progress, every = trainer.progress_checker, trainer.log_every
         step = progress.step
         if every.steps and every.due_at_step(step):
@@ -288,6 +322,7 @@ class Run:
         trainer.checkpoint()
         if self.bar.shown and self.bar.due():
             self.bar.update(progress.epoch_batch, self.shown)
+        self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
     def ends_epoch(self, wrapped: Any, batches: Iterator[Any]) -> bool:
@@ -303,6 +338,7 @@ class Run:
     def close_epoch(self, wrapped: Any, is_complete: bool) -> Metrics:
         """Compute the means of an epoch, step its schedulers, and count it."""
         trainer, progress, history = self.trainer, self.trainer.progress_checker, self.trainer.history
+        self.is_loading = False
         self.bar.close()
         if not progress.epoch_batch:
             used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
@@ -350,6 +386,14 @@ class Run:
         self.bar.line(shown, "best" if history.best.get("step") == step else "")
 
     # ------------------------------------------------------------------------------------------------ validation
+
+    @contextmanager
+    def evaluating(self, loader: Any) -> Iterator[None]:
+        """Hold, for error notes, which loader is evaluated."""
+        before = self.batch, self.walked, self.is_loading, self.is_evaluating
+        self.batch, self.walked, self.is_loading, self.is_evaluating = None, loader, True, True
+        yield
+        self.batch, self.walked, self.is_loading, self.is_evaluating = before  # After an error its note comes first.
 
     def resume_pending_validation(self) -> None:
         """Repeat the validation that the loaded state was saved in, and what follows it."""

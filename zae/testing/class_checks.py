@@ -27,7 +27,7 @@ __all__ = [
     "check_super",
 ]
 
-FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "_run", "_set_up")
+FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "_run")
 
 
 def check_class(kit: Kit) -> Iterator[str]:
