@@ -5,44 +5,15 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zae import AddOnBase, replaces
-
-
-class SAMAddon(AddOnBase):
-    """Step by the gradient at the worst point within ``rho`` of the weights (sharpness-aware minimization)."""
-
-    layer = "loop"
-
-    def __init__(self, *args: Any, rho: float = 0.05, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rho = rho
-
-    @replaces  # It calls super() twice.
-    def gradients(self, batch: Any) -> Any:
-        outputs = super().gradients(batch)
-        trained = [parameter for parameter in self.parameters if parameter.grad is not None]
-        before = [parameter.detach().clone() for parameter in trained]
-        norm = torch.stack([parameter.grad.norm() for parameter in trained]).norm()
-        with torch.no_grad():
-            for parameter in trained:
-                parameter.add_(parameter.grad * (self.rho / (norm + 1e-12)))
-        self.zero_grad()
-        try:
-            super().gradients(batch)
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(trained, before):
-                    parameter.copy_(value)
-        return outputs  # The loss of the weights themselves, not of the worst point.
+from zae import AddOnBase
 
 
 class SWAAddon(AddOnBase):
@@ -73,32 +44,6 @@ class SWAAddon(AddOnBase):
                 parameter.copy_(self.swa_mean[name])
 
 
-class MixupAddon(AddOnBase):
-    """Train on mixtures of neighbouring samples; the targets have to be numbers that can be mixed."""
-
-    layer = "model"
-
-    def __init__(self, *args: Any, mixup_alpha: float = 0.4, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mixup_alpha = mixup_alpha
-        self.mixup_random = random.Random(0)
-
-    def train_step(self, batch: Any) -> Mapping[str, Any]:
-        if self.mode == "test":
-            return super().train_step(batch)
-        share = self.mixup_random.betavariate(self.mixup_alpha, self.mixup_alpha)
-        return super().train_step([share * each + (1 - share) * each.roll(1, 0) for each in batch])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "MixupAddon": self.mixup_random.getstate()}
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        own, rest = self.take(state, "MixupAddon", strict)
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            self.mixup_random.setstate(own)
-
-
 class WarmUpAddon(AddOnBase):
     """Let the learning rate rise from zero in the first steps; it multiplies what the schedule gives."""
 
@@ -120,61 +65,6 @@ class WarmUpAddon(AddOnBase):
                 group["lr"] = rate
 
 
-class GradientNoiseAddon(AddOnBase):
-    """Add normal noise to every gradient before it is clipped, from a random stream of its own."""
-
-    layer = "loop"
-
-    def __init__(self, *args: Any, noise_std: float = 0.01, noise_seed: int = 0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.noise_std = noise_std
-        self.noise = torch.Generator().manual_seed(noise_seed)
-
-    def unscale(self) -> None:
-        super().unscale()
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                noise = torch.randn(parameter.shape, generator=self.noise, dtype=parameter.dtype)
-                parameter.grad.add_(noise.to(parameter.device), alpha=self.noise_std)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "GradientNoiseAddon": self.noise.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        own, rest = self.take(state, "GradientNoiseAddon", strict)
-        super().load_state_dict(rest, strict)
-        if own is not None:
-            self.noise.set_state(own)
-
-
-class ThawAddon(AddOnBase):
-    """Keep the layers whose names begin with ``thaw_prefix`` frozen until epoch ``thaw_at``."""
-
-    layer = "loop"
-
-    def __init__(self, *args: Any, thaw_prefix: str, thaw_at: int = 1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.thaw_prefix, self.thaw_at = thaw_prefix, thaw_at
-        self.to_thaw: list[str] = []
-
-    def setup(self) -> None:
-        super().setup()
-        named = self.unwrap().named_parameters()  # What the user has frozen stays so.
-        self.to_thaw = [name for name, p in named if p.requires_grad and name.startswith(self.thaw_prefix)]
-
-    def on_epoch_begin(self) -> None:
-        super().on_epoch_begin()
-        self._require(self.progress_checker.epoch >= self.thaw_at)
-
-    def teardown(self) -> None:
-        self._require(True)
-        super().teardown()
-
-    def _require(self, value: bool) -> None:
-        for name in self.to_thaw:
-            self.unwrap().get_parameter(name).requires_grad_(value)
-
-
 class HistogramAddon(AddOnBase):
     """Keep a histogram of every weight, as it is at the end of the last epoch."""
 
@@ -187,29 +77,6 @@ class HistogramAddon(AddOnBase):
         super().on_epoch_end()
         weights = {name: weight.detach().float() for name, weight in self.unwrap().named_parameters()}
         self.histograms = {name: torch.histc(weight, self.bins).tolist() for name, weight in weights.items()}
-
-
-class DistillationAddon(AddOnBase):
-    """Add the distance to the outputs of a teacher to the loss."""
-
-    layer = "model"
-
-    def __init__(self, *args: Any, teacher: nn.Module, teacher_weight: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.teacher, self.teacher_weight = teacher, teacher_weight
-
-    def setup(self) -> None:
-        super().setup()
-        self.teacher.to(self.device).eval()
-
-    def train_step(self, batch: Any) -> Mapping[str, Any]:
-        out = super().train_step(batch)
-        if self.mode == "test":
-            return out
-        with torch.no_grad():
-            wanted = self.teacher(batch[0])
-        distance = nn.functional.mse_loss(self.model(batch[0]), wanted)
-        return {**out, "loss": out["loss"] + self.teacher_weight * distance, "distance": distance.detach()}
 
 
 class CurriculumAddon(AddOnBase):
@@ -231,30 +98,6 @@ class CurriculumAddon(AddOnBase):
         order = self.difficulty(batch).argsort()
         easiest = order[: math.ceil(share * len(order))]
         return [each[easiest] for each in batch]
-
-
-class LookAheadAddon(AddOnBase):
-    """Pull the weights back towards slow ones every ``slow_every`` steps (LookAhead)."""
-
-    layer = "loop"
-    state_attributes = ("slow",)
-
-    def __init__(self, *args: Any, slow_every: int = 5, slow_share: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.slow_every, self.slow_share = slow_every, slow_share
-        self.slow: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def optimizer_step(self) -> bool:
-        weights = dict(self.unwrap().named_parameters())
-        if not self.slow:
-            self.slow = {name: weight.detach().clone() for name, weight in weights.items()}
-        stepped = super().optimizer_step()
-        if stepped and (self.progress_checker.step + 1) % self.slow_every == 0:
-            for name, slow in self.slow.items():
-                slow.lerp_(weights[name], self.slow_share)
-                weights[name].copy_(slow)
-        return stepped
 
 
 class CSVAddon(AddOnBase):
@@ -342,16 +185,10 @@ def size_of_inputs(batch: Any) -> Tensor:
 
 
 RIGHT: list[tuple[Any, dict[str, Any]]] = [
-    (SAMAddon, {}),
     (SWAAddon, {}),
-    (MixupAddon, {}),
     (WarmUpAddon, {"warm_up_steps": 5}),
-    (GradientNoiseAddon, {}),
-    (ThawAddon, {"thaw_prefix": "0."}),
     (HistogramAddon, {}),
-    (DistillationAddon, {"teacher": nn.Linear(3, 2)}),
     (CurriculumAddon, {"difficulty": size_of_inputs}),
-    (LookAheadAddon, {"slow_every": 3}),
     (CSVAddon, {"csv_path": "log.csv"}),
     (TimeLimitAddon, {"seconds": 3600}),
     (NoDecayAddon, {}),
