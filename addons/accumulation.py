@@ -77,7 +77,7 @@ class GradientAccumulationAddon(AddOnBase):
             left -= len(window)
             yield window
         for _ in batches:  # A loader may count what it gave only when it is asked once more.
-            raise LoaderError(f"the loader has a length of {length}, and gave more batches; mend its __len__")
+            raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
     def _may_repeat(self) -> bool:
         """Whether an override of ``gradients`` may compute those of one window several times."""
@@ -133,7 +133,7 @@ class _Window(Sequence[Any]):
         if self._given < self._count:
             raise LoaderError(
                 f"the loader ended after {self._given} of the {self._count} batches of a window that its length "
-                "promised; mend its __len__, or drop it (batches that are None count as well)"
+                "promised; fix its __len__, or remove it (batches that are None count as well)"
             )
 
 

@@ -291,14 +291,14 @@ class DistributedAddon(ShardingAddon):
             return super().load_state_dict(rest, strict)
         own = {"world_size": 1, "ranks": []} if own is None else own
         if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):
-            raise CheckpointMismatch(f"the state of {self._name()} holds no list of ranks")
+            raise CheckpointMismatch(f"the state of {self._name()} does not contain a list of ranks")
         world, saved, ranks = self._planned_world(), int(own["world_size"]), list(own["ranks"])
         if saved != world:
             if not rest["position"].get("may_deal_anew"):
                 raise CheckpointMismatch(
                     f"the state was saved with {saved} rank{'s' * (saved > 1)}, and this run has {world}: the batches "
                     f"of an epoch are others. Go on with {saved}, or write reshard=True (an option of "
-                    "StateManagerAddon) to deal the rest of the data anew"
+                    "StateManagerAddon) to distribute the rest of the data again"
                 )
             rest, ranks = _of_others(rest, saved, ranks, self._rank), []
         if len(ranks) == self._world > 1:

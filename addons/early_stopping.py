@@ -88,7 +88,7 @@ class EarlyStoppingAddon(AddOnBase):
         score = self.score_of(metrics)
         if score is None:
             raise MonitorError(
-                f"early stopping watches {self.monitor!r}, and no step returns it; there are {', '.join(metrics)}: "
+                f"early stopping monitors {self.monitor!r}, which no step returns; available: {', '.join(metrics)}; "
                 "give monitor=..."
             )
         if self.early_stopper is not None:

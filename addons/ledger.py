@@ -230,7 +230,7 @@ class LedgerAddon(AddOnBase):
                 self._file.close()
             self._file = Path(os.devnull).open("w")  # noqa: SIM115  (teardown closes it; the rest goes there)
             _log.warning(
-                "the ledger %s cannot be written: %s. Training goes on, and its steps from here on are missing there; "
+                "the ledger %s cannot be written: %s. Training continues, but the next steps are missing in it; "
                 "free some space, or give another ledger_path", self.ledger_path, reason(error),
             )  # fmt: skip
 

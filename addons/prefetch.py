@@ -122,6 +122,6 @@ def _why_not(loader: Any) -> str:
     if gives_pinned(loader):
         return ""
     return (
-        f"the loader ({describe(loader)}) does not give pinned memory of its own with each batch; "
+        f"the loader ({describe(loader)}) does not return each batch in its own pinned memory; "
         "write DataLoader(..., num_workers=2, pin_memory=True)"
     )

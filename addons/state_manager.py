@@ -406,7 +406,7 @@ class StateManagerAddon(AddOnBase):
         """Take the list of checkpoints over."""
         own, rest = self.take(state, "StateManagerAddon", strict=False)  # The state of a run without it is welcome.
         if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scores"), Mapping)):
-            raise CheckpointMismatch("the state of StateManagerAddon holds no list of scores")
+            raise CheckpointMismatch("the state of StateManagerAddon does not contain a list of scores")
         super().load_state_dict(rest, strict)
         if own is not None:
             self._retention.take_over(scores_now(self, own["scores"], rest), self.save_path)

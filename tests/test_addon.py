@@ -67,9 +67,7 @@ def test_take_splits_a_state_and_leaves_it_as_it_is():
 
 @pytest.mark.parametrize("state", [{"model": {}}, {"model": {}, "EmptyAddon": None}], ids=["absent", "None"])
 def test_take_refuses_a_state_without_the_part(state):
-    with pytest.raises(
-        CheckpointMismatch, match=r"the state holds nothing of EmptyAddon: .* load it with strict=False"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"the state has no entry of EmptyAddon: .* load it with strict=False"):
         AddOnBase.take(state, "EmptyAddon")
     assert AddOnBase.take(state, "EmptyAddon", strict=False) == (None, {"model": {}})
 

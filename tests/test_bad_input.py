@@ -161,7 +161,7 @@ def test_a_factory_that_cannot_be_called(options, line):
         (1.5, "is a float, not a device"),
         ([], "names no device"),
         (["cpu", "cuda"], "mixes cpu and cuda"),
-        (["cpu", "cpu"], r"device is a list of 2, and Task trains on one; .* .add_on\(MultiGPUAddon\)"),
+        (["cpu", "cpu"], r"device is a list of 2, but Task trains on one device; .* .add_on\(MultiGPUAddon\)"),
     ],
     ids=str,
 )

@@ -237,7 +237,7 @@ def test_loaders_that_lie_about_their_length() -> None:
         options = {"task": Regression, "model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
         assert build(**options).run(2, Lying(pairs(2, 2, 2, 2, 2), said))["step"] == 10
         trainer = build(GradientAccumulationAddon, gradient_accumulation_steps=2, **options)
-        with pytest.raises(LoaderError, match="mend its __len__"):
+        with pytest.raises(LoaderError, match="fix its __len__"):
             trainer.run(2, Lying(pairs(2, 2, 2, 2, 2), said))
 
 

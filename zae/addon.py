@@ -234,8 +234,8 @@ class AddOnBase(Trainer):
         """
         if state.get(name) is None and strict:
             raise CheckpointMismatch(
-                f"the state holds nothing of {name}: it was saved without this add-on (it holds "
-                f"{', '.join(map(str, state))}); load it with strict=False to start {name} afresh"
+                f"the state has no entry of {name}: it was saved without this add-on (its entries: "
+                f"{', '.join(map(str, state))}); load it with strict=False to start {name} from its initial state"
             )
         return state.get(name), {key: value for key, value in state.items() if key != name}
 

@@ -341,8 +341,8 @@ def with_step_in_a_wrapper(parameters: Any) -> Any:
 
 REFUSED: dict[str, Any] = {
     "running statistics of BatchNorm or the like (1)": ((), {"model": lambda: normalized()}),
-    "the step of optimizer 0, a Rprop and none of SGD, Adam and AdamW": ((), {"optimizer": torch.optim.Rprop}),
-    "the step of optimizer 0, a OwnAdamW and none of SGD": ((), {"optimizer": OwnAdamW}),
+    "the step of optimizer 0, a Rprop, which is not SGD, Adam or AdamW": ((), {"optimizer": torch.optim.Rprop}),
+    "the step of optimizer 0, a OwnAdamW, which is not SGD": ((), {"optimizer": OwnAdamW}),
     "hooks of the step of optimizer 0": ((), {"optimizer": with_hook}),
     "a step() of your own in optimizer 0": ((), {"optimizer": with_own_step}),
     "a step() of your own in optimizer": ((), {"optimizer": with_step_in_a_wrapper}),  # One that says what it wraps.

@@ -124,7 +124,7 @@ def test_options_that_cannot_be_meant(options: Any) -> None:
 
 def test_f_e16_a_metric_that_is_not_there() -> None:
     """F-E16, P-35: with the names there are."""
-    with pytest.raises(MonitorError, match=r"watches 'loss', and no step returns it; there are score: give monitor="):
+    with pytest.raises(MonitorError, match=r"monitors 'loss', which no step returns; available: score; give monitor="):
         build([1.0] * 3, "score").run(3, loader(8), loader(4))
     with pytest.raises(MonitorError, match="did you mean 'score'"):
         build([1.0] * 3, "score", monitor="scor", monitor_mode="max").run(3, loader(8), loader(4))

@@ -112,7 +112,7 @@ def test_fd13_a_path_that_cannot_be_written_is_found_at_construction(tmp_path, m
     (tmp_path / "folder").mkdir()
     for path, text in [
         (tmp_path / "folder", "is a folder; give a file in it"),
-        (tmp_path / "file" / "run.jsonl", "is a file, and must be a folder"),
+        (tmp_path / "file" / "run.jsonl", "is a file, not a folder"),
         ("", "must be the path of a file"),
         (3, "must be the path of a file"),
     ]:

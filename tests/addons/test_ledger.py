@@ -182,7 +182,7 @@ def test_ledger_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, said in (
         (tmp_path, r"is a folder; give a file in it: .*ledger\.jsonl"),
-        (tmp_path / "file" / "ledger.jsonl", "is a file, and must be a folder"),
+        (tmp_path / "file" / "ledger.jsonl", "is a file, not a folder"),
         (None, "ledger_path=None; it must be the path of a file"),
         (3, "ledger_path=3; it must be the path of a file"),
     ):
@@ -391,7 +391,7 @@ def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["step"], found["stage"], found["what"]) == (False, 7, "clip", "gradients")
     assert main(["diff", str(a), str(tmp_path / "missing")]) == 2
-    assert "holds no ledger (No such file or directory)" in capsys.readouterr().err
+    assert "contains no ledger (No such file or directory)" in capsys.readouterr().err
     (tmp_path / "weights").write_bytes(b"\xff\xfe\n{}\n")
     assert main(["diff", str(a), str(tmp_path / "weights")]) == 2  # Not 1: nothing was compared.
     assert "weights, line 1 is not one of a ledger" in capsys.readouterr().err

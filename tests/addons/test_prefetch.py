@@ -194,7 +194,7 @@ def test_where_it_stands_aside_it_says_why(streams: Streams, caplog: pytest.LogC
     (unpinned,) = words(there.plan(1, DataLoader(hand.data(8), batch_size=4)).notes)
     assert unpinned == (
         "PrefetchAddon does nothing: the loader (DataLoader, dataset TensorDataset of length 8, batch_size=4, "
-        "drop_last=False) does not give pinned memory of its own with each batch; write DataLoader(..., num_workers=2, "
+        "drop_last=False) does not return each batch in its own pinned memory; write DataLoader(..., num_workers=2, "
         "pin_memory=True)"
     )
     there.wrap_loader(DataLoader(hand.data(8)), True)

@@ -140,7 +140,9 @@ def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any,
     assert digest(later.model) == digest(first.model)
     later.evaluate(loader(4))
     assert digest(later.model) == digest(first.model)
-    with pytest.raises(CheckpointNotFound, match=r"holds 2 checkpoints of another run.*; write resume=True to take"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"holds 2 checkpoints of another run.*; write resume=True to continue"
+    ):
         build(tmp_path, scores, *more, **options).restore_best()
     with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
         build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
@@ -161,7 +163,7 @@ def test_resume_p23_another_monitor_judges_what_was_saved_anew(tmp_path: Path, c
     first = make(monitor="accuracy")
     first.run(3, loader(4), loader(4))
     assert (first.best["score"], first.restore_best().name) == (0.8, "step-00000002")
-    assert "judged anew" not in caplog.text
+    assert "determined again" not in caplog.text
     other = make(resume="auto")  # By "loss", of which less is better.
     assert other.restore_best().name == "step-00000001"
     assert (other.best["score"], other.best["epoch"], other.best["loss"]) == (0.1, 1, 0.1)
@@ -244,7 +246,7 @@ def test_f_b1_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
 
 def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
     """F-A7: nothing is begun afresh unless that is asked for."""
-    with pytest.raises(CheckpointNotFound, match="write resume='auto' to begin afresh"):
+    with pytest.raises(CheckpointNotFound, match="write resume='auto' to start a new run"):
         build(tmp_path / "none", resume=True).run(1, loader())
     first = build(tmp_path / "a")
     first.run(1, loader())
@@ -293,10 +295,10 @@ def test_fa7_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogC
     )
     with pytest.raises(ZeroDivisionError):
         first.run(1, loader())
-    with pytest.raises(CheckpointNotFound, match=r"crash-00000003' goes on from what a failed run has left"):
+    with pytest.raises(CheckpointNotFound, match=r"crash-00000003' resumes from what a failed run has saved"):
         build(tmp_path, resume=True).run(1, loader())
     build(tmp_path, resume="auto").setup()
-    assert [r.levelname for r in caplog.records if "beginning afresh; resume=" in r.getMessage()] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if "a new run begins; resume=" in r.getMessage()] == ["WARNING"]
     went_on = build(tmp_path, resume=tmp_path / "crash-00000003")
     went_on.setup()
     assert went_on.progress_checker.step == 3
@@ -492,7 +494,7 @@ def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         build(tmp_path, **options)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file, and must be a folder"):
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
         build(tmp_path / "file" / "states")
 
 
@@ -502,7 +504,7 @@ def test_p18_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path
     made = build(tmp_path, (), *add_ons, keep_best=0)
     made.metric_on_epoch_end = lambda: {} if made.mode == "train" else made.save_state() and {}
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"an evaluation is under way.*on_epoch_end\(\)"):
+        with pytest.raises(CheckpointError, match=r"an evaluation is running.*on_epoch_end\(\)"):
             made.run(1, loader(), valid())
     assert names(tmp_path) == set()
     made.metric_on_epoch_end = dict
@@ -546,14 +548,14 @@ def test_fa7_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Pat
 def test_p17_other_add_ons_than_were_saved(tmp_path: Path) -> None:
     """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run goes on from there."""
     build(tmp_path).run(1, loader(), valid())
-    with pytest.raises(CheckpointMismatch, match="the state holds nothing of EMAAddon") as caught:
+    with pytest.raises(CheckpointMismatch, match="the state has no entry of EMAAddon") as caught:
         build(tmp_path, (), EMAAddon, resume="auto").run(2, loader(), valid())
     assert "trainer.load_state(strict=False) before run()" in caught.value.__notes__[0]
     made = build(tmp_path, (), EMAAddon)
     made.load_state(strict=False)
     assert made.run(1, loader(), valid())["step"] == 12
     assert made.best_path is not None
-    with pytest.raises(CheckpointMismatch, match="nobody here takes the state of EMAAddon") as caught:
+    with pytest.raises(CheckpointMismatch, match="this trainer has no add-on for the state of EMAAddon") as caught:
         build(tmp_path, resume="auto").run(2, loader(), valid())
     assert "load_state(strict=False)" in caught.value.__notes__[0]
 

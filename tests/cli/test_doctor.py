@@ -46,7 +46,7 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "EMAAddon, StateManagerAddon",
         "0.0 MB",
         "0.1.0",
-        "resume=True goes on from",
+        "resume=True resumes from",
     ):
         assert word in text
     status, text = doctor(capsys, run, "--json")
@@ -69,7 +69,7 @@ def test_f_a8_the_newest_is_damaged(run: Path, name: str, capsys: pytest.Capture
     assert status == 1
     assert "DAMAGED" in text
     assert name in text
-    assert "passes over step-00000018 and goes on from step-00000012" in text
+    assert "skips step-00000018 and resumes from step-00000012" in text
     found = newest_valid(run)
     assert found is not None
     assert found[0].name == "step-00000012"

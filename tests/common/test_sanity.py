@@ -59,7 +59,7 @@ def changed(saved: Path, folder: Path, where: tuple[str, ...], value: Any, **man
 
 GROUP = ("optimizer", "0", "param_groups", "0")
 CASES = [
-    (("progress", "step"), -4, "step=-4 is not a whole number|step of epoch|of step"),
+    (("progress", "step"), -4, "step=-4 is not a whole number|step of epoch|the manifest says step"),
     (("progress", "batch"), -1, "batch=-1 is not a whole number"),
     (("progress", "batch"), 3, "step=6 is more than batch=3"),
     (("progress", "epoch_batch"), -1, "epoch_batch=-1"),
@@ -70,7 +70,7 @@ CASES = [
     (("progress", "run_starts"), [[0, "0"]], "a call of run began at"),
     (("progress", "run_starts"), [3], "a call of run began at 3"),
     (("progress", "stop_reason"), 3, "stop_reason=3 is not text"),
-    (("progress", "step"), {"$int": hex(2**80)}, "of step"),
+    (("progress", "step"), {"$int": hex(2**80)}, "the manifest says step"),
     ((*GROUP, "lr"), "0.1", "lr='0.1', which is not a number"),
     ((*GROUP, "lr"), -0.1, "lr=-0.1, which is not a rate"),
     ((*GROUP, "lr"), {"$float": "nan"}, "lr=nan, which is not a rate"),
@@ -101,11 +101,11 @@ def test_what_cannot_be_is_refused_and_nothing_is_loaded(
 @pytest.mark.parametrize(("name", "value"), [("step", -4), ("epoch", 999_999_999)])
 def test_a_manifest_that_was_changed_too(saved: Path, tmp_path: Path, name: str, value: int) -> None:
     found = changed(saved, tmp_path, ("progress", name), value, **({name: value} if value > 0 else {}))
-    with pytest.raises(CheckpointMismatch, match=f"{name}={value} is more than batch=6|of {name} 6"):
+    with pytest.raises(CheckpointMismatch, match=f"{name}={value} is more than batch=6|the manifest says {name} 6"):
         build(tmp_path / "other", resume=str(found)).run(3, [torch.ones(4, 2)] * 3)
     alone = changed(saved, tmp_path / "manifest", ("progress", "step"), 6, **{name: abs(value)})
     with pytest.raises(
-        CheckpointError, match=f"the manifest is of {name} {abs(value)}, and the state|mixed checkpoints"
+        CheckpointError, match=f"the manifest says {name} {abs(value)}, and the state|mixed checkpoints"
     ):
         build(tmp_path / "other", resume=str(alone)).run(3, [torch.ones(4, 2)] * 3)
 

@@ -267,7 +267,7 @@ def test_an_applied_add_on_may_be_required_and_may_require():
             return type("Needy", (cls, base_cls), {})
 
     assert Task.add_on(NeedyAddon, NeededAddon) is Task.add_on(NeededAddon, NeedyAddon)
-    with pytest.raises(AddOnRequirement, match=r"NeedyAddon needs NeededAddon, which is not there"):
+    with pytest.raises(AddOnRequirement, match=r"NeedyAddon needs NeededAddon, which is missing"):
         Task.add_on(NeedyAddon)
 
 
@@ -285,7 +285,7 @@ def test_apply_that_returns_something_else_is_refused(returned):
 
 
 def test_apply_must_be_a_classmethod():
-    with pytest.raises(AddOnError, match=r"WrongAddon.apply is no classmethod; write @classmethod def apply"):
+    with pytest.raises(AddOnError, match=r"WrongAddon.apply is not a classmethod; write @classmethod def apply"):
 
         class WrongAddon(AddOnBase):
             def apply(self, base_cls):
@@ -315,7 +315,7 @@ def test_requirements_give_the_line_to_write():
 
     with pytest.raises(
         AddOnRequirement,
-        match=r"NeedyAddon needs InnerAddon, which is not there; write \.add_on\(InnerAddon, NeedyAddon\)",
+        match=r"NeedyAddon needs InnerAddon, which is missing; write \.add_on\(InnerAddon, NeedyAddon\)",
     ):
         Task.add_on(NeedyAddon)
     with pytest.raises(AddOnRequirement, match=r"needs MiddleAddon"):

@@ -22,9 +22,9 @@ from zae.addons import GradientAccumulationAddon
             lambda: loader(4, drop_last=True),
             r"length 4, batch_size=8, drop_last=True\); give it data, or drop_last=False",
         ),
-        (lambda: iter([]), "the loader gave 0 batches in epoch 1"),
-        (lambda: (b for b in ()), r"the loader gave 0 batches in epoch 1 \(generator\); give it data"),
-        (lambda: [None] * 3, r"3 of 3 batches were None \(list\); mend the collate_fn"),
+        (lambda: iter([]), "the loader yielded 0 batches in epoch 1"),
+        (lambda: (b for b in ()), r"the loader yielded 0 batches in epoch 1 \(generator\); give it data"),
+        (lambda: [None] * 3, r"3 of 3 batches were None \(list\); fix the collate_fn"),
         (lambda: (None for _ in range(3)), r"3 of 3 batches were None"),
     ],
     ids=["list", "drop_last", "iterator", "generator", "Nones", "Nones unsized"],
@@ -45,7 +45,7 @@ def test_e6_an_empty_valid_loader():
         trainer.run(1, loader(), {})
     with refused(trainer, LoaderError, r"valid_loader\['b'\] has 0 batches"):
         trainer.run(1, loader(), {"a": loader(), "b": []})
-    with pytest.raises(LoaderError, match=r"gave 0 batches .* nothing to evaluate"):
+    with pytest.raises(LoaderError, match=r"yielded 0 batches .* nothing to evaluate"):
         trainer.run(1, loader(), iter([]))
 
 
@@ -83,7 +83,7 @@ def test_e7_loaders_of_every_kind(kind):
         assert make().run(2, make_loader())["step"] == 6
     else:
         with pytest.raises(
-            LoaderError, match=r"gave 0 batches in epoch 2 .*used up after one epoch: give a list, or a cla"
+            LoaderError, match=r"yielded 0 batches in epoch 2 .*exhausted after one epoch: give a list, or a cla"
         ):
             make().run(2, make_loader())
 
@@ -173,8 +173,8 @@ def test_e8_batches_of_every_kind(kind):
         (torch.randn(8, 3), "loader is a Tensor, not batches"),
         ("data/train", "loader is a str, not batches"),
         (None, "loader is not iterable"),
-        ({"a": [1]}, r"loader is a dict \(a\), and only valid_loader can be several; give one loader"),
-        ([loader(), loader()], r"loader is a list of loaders; give valid_loader a dict: \{name: loader\}"),
+        ({"a": [1]}, r"loader is a dict \(a\), but only valid_loader may be a dict; give one loader"),
+        ([loader(), loader()], r"loader is a list of loaders; give a dict: valid_loader=\{name: loader\}"),
     ],
     ids=["dataset", "model", "tensor", "path", "None", "dict", "list of loaders"],
 )

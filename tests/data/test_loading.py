@@ -212,7 +212,7 @@ def test_f_e6_batches_that_are_none_are_passed_over_and_counted(stop: int, caplo
 def test_f_e6_mostly_none_is_an_error(batches: list[Any]) -> None:
     """F-E6: more than half."""
     given = [next(iter(hand.loader())) if batch == "x" else batch for batch in batches]
-    with pytest.raises(LoaderError, match=rf"2 of {len(given)} batches were None \(list\); mend the collate_fn"):
+    with pytest.raises(LoaderError, match=rf"2 of {len(given)} batches were None \(list\); fix the collate_fn"):
         build().run(1, given)
 
 
@@ -228,7 +228,7 @@ def test_f_e6_empty_loaders() -> None:
         build().run(1, DataLoader(empty, 4))
     with pytest.raises(LoaderError, match="length 22, batch_size=100, drop_last=True"):
         build().run(1, hand.loader(batch_size=100, drop_last=True))
-    with pytest.raises(LoaderError, match="gave 0 batches in epoch 1"):
+    with pytest.raises(LoaderError, match="yielded 0 batches in epoch 1"):
         build().run(1, iter([]))
     with pytest.raises(LoaderError, match="valid_loader is an empty dict"):
         build().run(1, hand.loader(), {})
@@ -266,10 +266,10 @@ def test_f_e7_loaders_without_a_length() -> None:
     assert length_of(Unhelpful()) is None
     assert build().run(2, Unhelpful())["step"] == 4
     assert build().run(1, (batch for batch in list(hand.loader())))["step"] == 6
-    with pytest.raises(LoaderError, match=r"0 batches in epoch 2 .*; a generator is used up after one epoch"):
+    with pytest.raises(LoaderError, match=r"0 batches in epoch 2 .*; a generator is exhausted after one epoch"):
         build().run(2, iter(list(hand.loader())))
     assert build().run(3, DataLoader(Endless(), 4), steps_per_epoch=5)["step"] == 15
-    with pytest.raises(LoaderError, match="an iterator is used up after one evaluation"):
+    with pytest.raises(LoaderError, match="an iterator is exhausted after one evaluation"):
         build().run(2, hand.loader(), iter(list(hand.loader(8))))
 
 

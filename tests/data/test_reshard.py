@@ -81,7 +81,9 @@ def test_p24_resume_of_what_deals_by_itself_is_refused() -> None:
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     assert why_not_again(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler deals by itself"]
     assert why_not_again(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
-    assert why_not_again(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == ["a map has no order to be dealt again"]
+    assert why_not_again(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
+        "a map has no order that can be resharded"
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])

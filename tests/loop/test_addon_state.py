@@ -98,7 +98,7 @@ def test_declared_attributes_are_copied_where_a_state_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        (None, "holds nothing of SlowerAddon: it was saved without this add-on"),
+        (None, "has no entry of SlowerAddon: it was saved without this add-on"),
         ({"count": 1}, "the state of SlowerAddon contains count; expected count, drawn, far, notes. Load"),
         ({"more": 1}, "contains count, drawn, far, more, notes; expected count, drawn, far, notes"),
         ({"count": "1"}, "does not fit: count was a str and is a int here"),

@@ -15,15 +15,15 @@ OUTPUTS = {
     "None": (lambda self, b: None, r"returned NoneType \(is a return missing\?\); return a dict"),
     "a vector alone": (lambda self, b: self.model(b[0]), r"returned Tensor of shape \(8, 1\)"),
     "a tuple": (lambda self, b: (mse(self, b), 1), "returned tuple of 2 entries; return a dict"),
-    "no loss": (lambda self, b: {"output": 1, "acc": 2}, r"without 'loss'; it holds 'output', 'acc'; return"),
-    "an empty dict": (lambda self, b: {}, "it holds no key"),
+    "no loss": (lambda self, b: {"output": 1, "acc": 2}, r"without 'loss'; its keys are 'output', 'acc'; return"),
+    "an empty dict": (lambda self, b: {}, "its keys are none"),
     "los": (lambda self, b: {"los": mse(self, b)}, "rename 'los' to 'loss'"),
     "a float": (lambda self, b: {"loss": mse(self, b).item()}, r"loss of type float; return the tensor, with"),
     "None as loss": (lambda self, b: {"loss": None}, "loss of type NoneType"),
     "a vector": (lambda self, b: {"loss": self.model(b[0])}, r"loss of shape \(8, 1\); reduce it to a scalar: l"),
     "detached": (lambda self, b: {"loss": mse(self, b).detach()}, "no gradient; was it detached, or computed"),
     "an array": (lambda self, b: {"loss": mse(self, b).detach().numpy()}, "a loss of type (ndarray|float32)"),
-    "several": (lambda self, b: {"loss": {"a": mse(self, b)}}, r"losses for \['a'\], and the optimizers are \['0'\]"),
+    "several": (lambda self, b: {"loss": {"a": mse(self, b)}}, r"losses for \['a'\], but the optimizers are \['0'\]"),
     "text targets": (lambda self, b: {"loss": mse(self, b), "num_targets": "eight"}, "num_targets 'eight'; return"),
     "all targets": (lambda self, b: {"loss": mse(self, b), "num_targets": b[1]}, r"num_targets of shape \(8, 1\)"),
 }  # fmt: skip
@@ -46,11 +46,11 @@ def test_e4_a_count_of_targets_that_is_none(count, add_ons):
     step = lambda self, batch: {"loss": mse(self, batch), "num_targets": count}  # noqa: E731
     trainer = make(stepping(step).add_on(*add_ons))
     with refused(
-        trainer, StepError, r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return how many targets"
+        trainer, StepError, r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return the number of targets"
     ):
         trainer.run(1, loader())
     trainer = make(stepping(step, "test_step").add_on(*add_ons))
-    with refused(trainer, StepError, r"Task.*\.test_step returned num_targets .*; return how many targets"):
+    with refused(trainer, StepError, r"Task.*\.test_step returned num_targets .*; return the number of targets"):
         trainer.evaluate(loader())
 
 

@@ -214,7 +214,7 @@ def test_a_step_may_leave_everything_to_the_metrics_of_the_epoch() -> None:
     trainer = build(task=Counting)
     assert trainer.evaluate(valid()) == {"share": trainer.right / 10}
     trainer.right, trainer.seen = 0.0, 0
-    with pytest.raises(LoaderError, match="gave 0 batches"):
+    with pytest.raises(LoaderError, match="yielded 0 batches"):
         trainer.evaluate(iter([]))
 
 
@@ -265,6 +265,6 @@ def test_no_gradient_is_recorded() -> None:
     trainer = build()
     trainer.evaluate(valid())
     assert all(p.grad is None for p in trainer.model.parameters())
-    with pytest.raises(LoaderError, match="gave 0 batches"):
+    with pytest.raises(LoaderError, match="yielded 0 batches"):
         trainer.evaluate(iter([]))
     assert trainer.evaluate([None, *valid()])["loss"] == expected(network())

@@ -509,7 +509,7 @@ def test_a_name_is_found_with_and_without_its_split() -> None:
     assert "loss" in row
     assert "accuracy" not in row
     assert row.get("accuracy") is None
-    with pytest.raises(MonitorError, match="no metric is called 'los'; did you mean"):
+    with pytest.raises(MonitorError, match="unknown metric 'los'; did you mean"):
         row["los"]
     assert split_prefix("train_x") == ("train", "x")
     assert split_prefix("training") == ("", "training")
@@ -525,7 +525,7 @@ def test_the_direction_of_a_metric(name: str, direction: str) -> None:
 
 
 def test_a_direction_that_the_name_does_not_tell() -> None:
-    with pytest.raises(ConfigError, match="does not tell"):
+    with pytest.raises(ConfigError, match="not a metric that is known"):
         direction_of("foo")
     with pytest.raises(ConfigError, match="must be 'auto', 'min' or 'max'"):
         direction_of("loss", "down")
@@ -697,7 +697,7 @@ def test_p33_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor:
     assert (best["valid_score"], best["valid_epoch"], best["valid_split"]) == (70.5, 71.5, 72.5)
     names = [name for name in ("score", "epoch", "split") if name != "score" or monitor != "score"]
     assert [each.message for each in caplog.records] == [
-        f"the best row has entries of its own called {', '.join(names)}; your metrics of these names are in it as "
+        f"the best row has its own entries named {', '.join(names)}; your metrics of these names are stored as "
         + ", ".join(f"valid_{name}" for name in names)
     ]
     trainer.history.recompute_best()

@@ -284,7 +284,7 @@ def test_a_factory_gets_the_planned_number_of_steps(arguments: Any, accumulate: 
     assert found == [total]
     with_end = stream()
     if total is None:
-        with pytest.raises(ValueError, match="gave 0 batches in epoch 2"):
+        with pytest.raises(ValueError, match="yielded 0 batches in epoch 2"):
             trainer.run(loader=with_end, **given)
     else:
         trainer.run(loader=with_end, **given)

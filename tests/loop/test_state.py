@@ -59,7 +59,10 @@ def spoil(name: str, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if name == "shape":
         return {**state, "model": {**model, "0.bias": torch.ones(3)}}, r"0.bias is \(3,\) and must be \(8,\)"
     if name == "leftover":
-        return {**state, "EMAAddon": {}}, r"nobody here takes the state of EMAAddon; add it with .add_on\(EMAAddon\)"
+        return {
+            **state,
+            "EMAAddon": {},
+        }, r"this trainer has no add-on for the state of EMAAddon; add it with .add_on\(EMAAddon\)"
     if name == "other optimizers":
         return {**state, "optimizer": {"g": state["optimizer"]["0"]}}, r"of the optimizers \['g'\], and this .* \['0'\]"
     if name == "groups":
@@ -354,8 +357,8 @@ def test_strict_false_leaves_out_what_nobody_takes(caplog: Any) -> None:
     trainer = build()
     trainer.load_state_dict(trained(EMAAddon).state_dict(), strict=False)
     assert trainer.progress_checker.step == 12
-    assert "nobody here takes the state of EMAAddon" in caplog.text
-    with pytest.raises(CheckpointMismatch, match=r"the state holds nothing of EMAAddon: .* strict=False"):
+    assert "this trainer has no add-on for the state of EMAAddon" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=r"the state has no entry of EMAAddon: .* strict=False"):
         build(EMAAddon).load_state_dict(trained().state_dict())
     build(EMAAddon).load_state_dict(trained().state_dict(), strict=False)
 

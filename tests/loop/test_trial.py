@@ -16,7 +16,7 @@ from kit.hand import digest
 from zae import MonitorError, Trainer
 from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon
 
-NOTE = "zae: before the first batch of training, one batch of the valid_loader was tried with a copy of the model"
+NOTE = "zae: before training, one batch of valid_loader was tried with a copy of the model"
 
 
 class Task(Trainer):
@@ -162,7 +162,7 @@ def test_a_fault_of_test_step_is_raised_before_the_first_step() -> None:
     with pytest.raises(LookupError, match="of the task") as caught:
         trainer.run(2, batches(), batches())
     assert caught.value.__notes__[0].startswith(NOTE)
-    assert "try_validation=False leaves the trial out" in caught.value.__notes__[0]
+    assert "try_validation=False skips this trial" in caught.value.__notes__[0]
     assert trainer.progress_checker.step == 0
     assert not Path("saved").exists()
     left_out = make(Failing, try_validation=False)

@@ -526,7 +526,7 @@ def test_a_trainer_without_an_optimizer_is_not_planned_to_train(scheduler: Any) 
     assert "optimizer_step()" in trainer.explain()
     with pytest.raises(ConfigError, match="optimizer is None, and training needs one"):
         trainer.plan(1, data)
-    with pytest.raises(ConfigError, match="has no optimizer to drive" if scheduler else "optimizer is None, and train"):
+    with pytest.raises(ConfigError, match="has no optimizer; give" if scheduler else "optimizer is None, and train"):
         trainer.run(1, data)
 
 

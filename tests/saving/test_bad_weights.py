@@ -71,11 +71,17 @@ def test_e12_the_prefixes_of_wrappers_are_taken_off(prefix):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda s: {k: v for k, v in s.items() if k != "optimizer"}, "the state has no optimizer; it holds model"),
-        (lambda s: {**s, "AMPAddon": {}}, r"nobody here takes the state of AMPAddon; add it with .add_on\(AMPAddon\)"),
+        (
+            lambda s: {k: v for k, v in s.items() if k != "optimizer"},
+            "the state has no optimizer; its entries are model",
+        ),
+        (
+            lambda s: {**s, "AMPAddon": {}},
+            r"this trainer has no add-on for the state of AMPAddon; add it with .add_on\(AMPAddon\)",
+        ),
         (lambda s: {**s, "progress": {"step": "3"}}, "the progress in the state has no proper"),
         (lambda s: s["model"], r"load weights alone with apply_weights\(...\)"),
-        (lambda s: {}, "it holds nothing"),
+        (lambda s: {}, "its entries are none"),
     ],
     ids=["no optimizer", "left over", "no counters", "weights", "nothing"],
 )
@@ -95,7 +101,7 @@ def test_e13_optimizer_groups_that_differ():
     groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1, momentum=0.9)
     trainer = make(model=model, optimizer=groups)
     with refused(
-        trainer, CheckpointMismatch, r"has parameter groups of \[1, 1\] parameters, and the state was saved with"
+        trainer, CheckpointMismatch, r"has parameter groups of \[1, 1\] parameters, but the state was saved with"
     ):
         trainer.load_state_dict(saved)
     model = torch.nn.Linear(3, 1)

@@ -452,7 +452,7 @@ def test_fa7_resume_auto(folder: Path, caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.INFO, "zae")
     place = folder / "run"
     train(place, 3, keep_last=3)
-    assert sum("beginning afresh" in record.getMessage() for record in caplog.records) == 1
+    assert sum("a new run begins" in record.getMessage() for record in caplog.records) == 1
     (place / "step-00000003" / "state.json").write_bytes(b"{")
     caplog.clear()
     made = trainer(place, keep_last=3)
@@ -570,7 +570,7 @@ def test_p16_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> No
     made.setup()
     assert faults.fingerprint(dict(made.model_state())) == faults.fingerprint(dict(weights))
     assert made.progress_checker.step == 0
-    assert "all but the weights begins afresh" in caplog.text
+    assert "all but the weights starts a new run" in caplog.text
     with pytest.raises(ValueError, match="give resume=<its path>"):
         trainer(folder / "partial", allow_partial=["state.json"])
 

@@ -443,7 +443,7 @@ def test_p24_reshard_refuses_what_has_another_order(folder: Path) -> None:
         (hand.loader(26, 8), "dataset length was 22 and is 26"),
         (hand.loader(batch_size=8, shuffle=False), "sampler was RandomSampler and is SequentialSampler"),
         (list(hand.loader(batch_size=8)), "batch sampler was BatchSampler and is unknown"),
-        (DataLoader(Stream(), batch_size=8), "has no order to be dealt again"),
+        (DataLoader(Stream(), batch_size=8), "has no order that can be resharded"),
     ):
         with pytest.raises(CheckpointMismatch, match=message):
             case.build(folder, reshard=True).run(EPOCHS, loader)
@@ -462,7 +462,7 @@ def test_p24_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
         return made.progress_checker
 
     assert forked(lambda: run(4, kill_at=2) and None).status == -signal.SIGKILL
-    with pytest.raises(CheckpointMismatch, match="a StatefulDataLoader keeps a place of its own"):
+    with pytest.raises(CheckpointMismatch, match="a StatefulDataLoader keeps its own position"):
         run(8, reshard=True)
     with pytest.raises(CheckpointMismatch, match="batch_size was 4 and is 8"):
         run(8, mid_epoch="restart")
@@ -508,7 +508,7 @@ def test_p24_another_world_size(folder: Path) -> None:
     made = Two.add_on(StateManagerAddon)(
         model, "cpu", optimizer=torch.optim.AdamW(model.parameters()), save_path=folder / "run", resume=True
     )
-    with pytest.raises(CheckpointMismatch, match="is of 1 ranks, and this run has 2"):
+    with pytest.raises(CheckpointMismatch, match="was saved by 1 processes; this run has 2"):
         made.setup()
 
 

@@ -235,7 +235,7 @@ def test_e12_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -
     plain = build(tmp_path / "d", None, ())
     plain.run(1, hand.loader())
     lacks = build(tmp_path / "e", None, start_from=plain.save_path, start_with=("model", "EMAAddon"))
-    with pytest.raises(CheckpointMismatch, match="holds nothing of EMAAddon"):
+    with pytest.raises(CheckpointMismatch, match="has no entry of EMAAddon"):
         lacks.setup()
 
 
@@ -249,7 +249,7 @@ def test_e12_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -
         ({"start_with": ()}, ConfigError, "a tuple of parts"),
         ({"start_from": None, "start_with": ("model",)}, ConfigError, "give its path: start_from="),
         ({"start_from": 3}, ConfigError, "must be the path of a checkpoint"),
-        ({"start_from": "no-such-run"}, CheckpointNotFound, "there is no such folder"),
+        ({"start_from": "no-such-run"}, CheckpointNotFound, "the folder does not exist"),
         ({"start_from": "."}, CheckpointDamaged, "manifest.json"),
         ({"resume": True}, ConfigError, "begins a new run, and resume=True continues one"),
         ({"resume": "elsewhere"}, ConfigError, "begins a new run, and resume='elsewhere' continues one"),

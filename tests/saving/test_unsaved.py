@@ -130,7 +130,7 @@ def test_fb2_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.Lo
     named = [*(f"Keeps.{name}" for name in names), *(f"model.1.{name}" for name in ("calls", "last", "stream"))]
     assert told.levelno == logging.WARNING
     shown = f"{', '.join(map(repr, named[:10]))} and 1 more"
-    assert told.message.startswith(f"the state that this run goes on from lacks {shown}, which")
+    assert told.message.startswith(f"the state that this run resumes from lacks {shown}, which")
     assert again.state_dict()["StateManagerAddon"]["unsaved"] == named
 
 

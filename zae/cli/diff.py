@@ -68,8 +68,8 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
         lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"{path} holds no ledger ({error.strerror}); give the file that LedgerAddon wrote, or the folder of a run "
-            "with a ledger.jsonl in it"
+            f"{path} contains no ledger ({error.strerror}); give the file that LedgerAddon wrote, or the folder of a "
+            "run with a ledger.jsonl in it"
         ) from None
     entries: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
-        sys.stderr.write(f"{_plain(path)} is no folder; give the save_path of a run, or one checkpoint\n")
+        sys.stderr.write(f"{_plain(path)} is not a folder; give the save_path of a run, or one checkpoint\n")
         return 2
     report = examine(path)
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else _table(report))
@@ -63,7 +63,7 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
     Examples
     --------
     >>> examine("runs/no-such-run")["advice"]
-    ['there is no checkpoint: resume="auto" begins afresh here']
+    ['there is no checkpoint: resume="auto" starts a new run here']
     """
     from zae.saving.crash import crashes_in
     from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
@@ -104,22 +104,22 @@ def _examined(path: Path) -> dict[str, Any]:
 def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
     """What to do."""
     if not checkpoints:
-        return ['there is no checkpoint: resume="auto" begins afresh here']
+        return ['there is no checkpoint: resume="auto" starts a new run here']
     damaged = [each["name"] for each in checkpoints if not each["whole"]]
     if not damaged:
-        return [f"all are whole: resume=True goes on from {whole[0]['name']}"]
+        return [f"all are intact: resume=True resumes from {whole[0]['name']}"]
     if not whole:
         return [
-            "none is whole: restore one from a copy, or move them away to begin afresh",
+            "all are damaged: restore one from a copy, or move them away to start a new run",
             "weights whose own file is whole can be saved: resume=<path>, allow_partial=['state.json', "
             "'state.safetensors']",
         ]
     names = ", ".join(damaged)
     if checkpoints[0]["whole"]:
-        return [f"resume=True goes on from {whole[0]['name']}", f"delete what is damaged: {names}"]
+        return [f"resume=True resumes from {whole[0]['name']}", f"delete what is damaged: {names}"]
     lost = "" if checkpoints[0].get("step") is None else f" of step {checkpoints[0]['step']}"
     return [
-        f"resume=True passes over {names} and goes on from {whole[0]['name']} (step {whole[0]['step']})",
+        f"resume=True skips {names} and resumes from {whole[0]['name']} (step {whole[0]['step']})",
         f"restore {checkpoints[0]['name']}{lost} from a copy to lose nothing, or delete it",
     ]
 

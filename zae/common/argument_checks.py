@@ -61,7 +61,7 @@ def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> li
     """Refuse several devices for a trainer that uses one."""
     if len(devices) > 1 and "parallel" not in slots:
         raise ConfigError(
-            f"device is a list of {len(devices)}, and {name} trains on one; add what trains on several: "
+            f"device is a list of {len(devices)}, but {name} trains on one device; to train on several, write "
             ".add_on(MultiGPUAddon)"
         )
     return devices
@@ -125,7 +125,7 @@ def check_file(path: Any, name: str, example: str) -> Path:
         raise ConfigError(f"{name}={str(file)!r} is a folder; give a file in it: {str(file / example)!r}")
     _check_place(file.parent, f"{name}={str(path)!r}")
     if os.path.exists(file) and stat.S_IFMT(os.stat(file).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK):
-        raise ConfigError(f"{name}={str(file)!r} is a pipe or a socket, which may wait for ever; give a file")
+        raise ConfigError(f"{name}={str(file)!r} is a pipe or a socket, which may block; give a file")
     if os.path.exists(file) and not os.access(file, os.W_OK):
         raise ConfigError(f"{name}={str(file)!r} cannot be written to; give another path or change its rights")
     return file
@@ -152,7 +152,7 @@ def _check_place(folder: Path, option: str) -> None:
     # Unlike those of a Path, these tests say False of what may not even be looked at.
     present = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(present):
-        raise ConfigError(f"{option}: {present} is a file, and must be a folder; give another path")
+        raise ConfigError(f"{option}: {present} is a file, not a folder; give another path")
     if not os.access(present, os.W_OK | os.X_OK):
         raise ConfigError(f"{option}: {present} cannot be written to; give another path or change its rights")
 

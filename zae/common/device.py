@@ -361,7 +361,7 @@ def _require(device: torch.device, entry: object, where: str) -> None:
         return
     written = f"{where}={_written(entry)!r}"
     if device.type == "meta":
-        raise ConfigError(f"{written} holds no data, so nothing can be trained on it; write device='cpu'")
+        raise ConfigError(f"{written} has no data, so nothing can be trained on it; write device='cpu'")
     count = _count(device.type)
     if device.index >= count:
         name = f"{device.type.upper()} device{' is' if count == 1 else 's are'}"

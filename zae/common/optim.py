@@ -268,7 +268,7 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
     if saved != present:
         grew = saved[: len(present)] == present
         raise CheckpointMismatch(
-            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, and the "
+            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
             f"state was saved with {saved}; build it as it was"
             + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
             + ", or load only the weights: apply_weights(path)"
@@ -509,9 +509,7 @@ def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
     if name.isdecimal() and list(optimizers) == [_SINGLE]:
         return optimizers[_SINGLE]
     if not optimizers:
-        raise ConfigError(
-            f"scheduler {name} has no optimizer to drive; give the trainer one, or leave the scheduler out"
-        )
+        raise ConfigError(f"scheduler {name} has no optimizer; give the trainer one, or leave the scheduler out")
     if name not in optimizers:
         raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
     return optimizers[name]

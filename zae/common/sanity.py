@@ -92,7 +92,7 @@ def check_manifest(found: Path, manifest: Mapping[str, Any], state: Mapping[str,
     for name in ("step", "epoch"):
         if progress.get(name) != manifest[name]:
             raise CheckpointMismatch(
-                f"{found}: the manifest is of {name} {manifest[name]}, and the state of {name} "
+                f"{found}: the manifest says {name} {manifest[name]}, and the state {name} "
                 f"{progress.get(name)!r:.40}; somebody has changed it: load another checkpoint"
             )
 

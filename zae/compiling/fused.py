@@ -76,9 +76,9 @@ def why_not(trainer: Trainer) -> str | None:
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
     seams = [f"{seam}() of {owner.__name__}" for seam, owner in _acting(trainer)]
     reasons: dict[str, Any] = {
-        f"the device {trainer.device}: it has been held against the loop by hand on a CPU": trainer.device.type
+        f"the device {trainer.device}: it is tested against the manual loop on a CPU only": trainer.device.type
         != "cpu",
-        f"the step of optimizer {name}, a {kind.__name__} and none of SGD, Adam and AdamW": kind not in _OPTIMIZERS,
+        f"the step of optimizer {name}, a {kind.__name__}, which is not SGD, Adam or AdamW": kind not in _OPTIMIZERS,
         f"optimizer {name}, which is capturable or differentiable": any(
             group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups
         ),

@@ -90,8 +90,8 @@ def check_compiler(mode: str, backend: Any) -> None:
         )
     if isinstance(backend, str) and backend not in backends:
         raise ConfigError(
-            f"compile_backend={backend!r} is no backend of torch.compile{did_you_mean(backend, backends)}; there are "
-            f"{', '.join(backends)}"
+            f"compile_backend={backend!r} is not a backend of torch.compile{did_you_mean(backend, backends)}; "
+            f"available: {', '.join(backends)}"
         )
     if mode != "model" and not hasattr(compiler("config"), "trace_autograd_ops"):
         raise ConfigError(

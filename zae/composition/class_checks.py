@@ -94,7 +94,7 @@ def _check_declaration(cls: Any) -> None:
             f"@classmethod def apply(cls, base_cls): return base_cls.add_on({names})"
         )
     if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
-        raise AddOnError(f"{name}.apply is no classmethod; write @classmethod def apply(cls, base_cls)")
+        raise AddOnError(f"{name}.apply is not a classmethod; write @classmethod def apply(cls, base_cls)")
     for fixed in FIXED:
         if fixed in cls.__dict__:
             raise AddOnError(
@@ -256,7 +256,7 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
             p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in wanted if p.kind in _POSITIONAL
         )
         raise _error(klass)(
-            f"{klass.__name__}.{name}{signature} cannot take what the loop gives it; write def {name}({right})"
+            f"{klass.__name__}.{name}{signature} does not fit the call in the loop; write def {name}({right})"
         ) from None
 
 
@@ -273,8 +273,8 @@ def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> N
         return  # Nothing stands for no metrics there.
     if not hasattr(value, "__wrapped__") and _gives_nothing(value):
         raise _error(klass)(
-            f"{klass.__name__}.{name} calls super().{name}(...) and returns nothing, where the loop needs what that "
-            f"gives; write return super().{name}(...), or keep it and return it at the end"
+            f"{klass.__name__}.{name} calls super().{name}(...) but returns None, and the loop needs its return "
+            f"value; write return super().{name}(...), or store it and return it at the end"
         )
 
 
@@ -319,9 +319,9 @@ def _has(add_on: Any, name: str) -> bool:
 
 
 def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
-    dropped = f"drops what {below[0].__name__} does there" if below else "drops what is inside of it"
+    dropped = f"skips what {below[0].__name__} does there" if below else "skips the add-ons inside it and the default"
     call = f"super().{name}" + ("" if isinstance(klass.__dict__[name], property) else "(...)")
-    mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it does the whole work itself"
+    mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it replaces them on purpose"
     what = (
         "a seam" if name not in (*_STEPS, "__init__") else "__init__" if name == "__init__" else "the task's own step"
     )

@@ -39,7 +39,7 @@ def check_init_names(cls: Any) -> None:
         if not any(i.argval == name for i in dis.get_instructions(function) if i.opname != "RESUME"):
             stars = "*" if name == _rest_of(function)[0] and function.__code__.co_flags & 0x04 else "**"
             raise error(
-                f"{cls.__name__}.__init__ takes {stars}{name} and hands them on to nobody, so what is given by them is "
+                f"{cls.__name__}.__init__ takes {stars}{name} but does not pass them on, so these arguments are "
                 "lost; write super().__init__(*args, **kwargs)"
             )
     private = _private_names(_root(cls)) if is_trainer(cls) else set()
@@ -94,7 +94,7 @@ def _check_replaced(cls: Any, mro: list[Any]) -> None:
             inner = next((c for c in holders[index + 1 :] if c not in outer.__mro__), None)
             if inner is not None:
                 raise AddOnConflict(
-                    f"{outer.__name__} replaces {name}, and so leaves out what {inner.__name__} does there; "
+                    f"{outer.__name__} replaces {name}, so what {inner.__name__} does there is skipped; "
                     f"use one of them, or do that work in another seam"
                 )
 

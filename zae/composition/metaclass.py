@@ -330,7 +330,7 @@ def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
             if not any(_named_in(other, [need]) for other in add_ons):
                 names = ", ".join(sorted({a.__name__ for a in add_ons} | {_label(need)}))
                 raise AddOnRequirement(
-                    f"{add_on.__name__} needs {_label(need)}, which is not there; write .add_on({names})"
+                    f"{add_on.__name__} needs {_label(need)}, which is missing; write .add_on({names})"
                 )
     check_owners(add_ons, cls)
 

@@ -156,12 +156,12 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
             if owner is None:
                 break
             return (
-                f": {klass.__name__}.__init__ does not hand it on to {owner.__name__}.__init__, whose it is; write "
-                "def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
+                f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
+                "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
         if not is_add_on(klass) and name in _words(klass.__dict__["__init__"]):
             return (
-                f", as {klass.__name__}.__init__ does not declare it; write "
+                f": {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
     # The last one owns it: not one that somebody derives from it.
@@ -195,7 +195,7 @@ def _explain_missing(trainer: Any, name: str) -> str:
         return text
     owners = [a for a in _known_add_ons() if name in a.__dict__]
     if owners:
-        return f"{text}: it is one of {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
+        return f"{text}: it belongs to {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
     foreign = foreign_method(name)
     if foreign:
         return f"{text}; {foreign}"

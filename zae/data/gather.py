@@ -113,7 +113,7 @@ def why_not(loader: Any) -> str | None:
     --------
     >>> from torch.utils.data import DataLoader
     >>> why_not(DataLoader([1, 2, 3], batch_size=2))
-    'its dataset, a list, is no TensorDataset and has no __getitems__'
+    'its dataset, a list, is not a TensorDataset and has no __getitems__'
     """
     if type(loader) is not DataLoader:
         return f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader itself"
@@ -125,7 +125,7 @@ def why_not(loader: Any) -> str | None:
         "it has a worker_init_fn": loader.worker_init_fn,
         f"it has timeout={loader.timeout}": loader.timeout,
         "it has batch_size=None": loader.batch_sampler is None,
-        "it has a collate_fn of its own": loader.collate_fn is not default_collate,
+        "it has a custom collate_fn": loader.collate_fn is not default_collate,
         "the default collate was given other functions": not _collates_as_usual(),
         "its _get_iterator was replaced": "_get_iterator" in vars(loader),
         f"torch's default device is {torch.get_default_device()}": torch.get_default_device().type != "cpu",
@@ -143,13 +143,13 @@ def _why_not_over(dataset: Any) -> str | None:
     if not _is_of_tensors(source):
         if getattr(dataset, "__getitems__", None):
             return None
-        return f"its dataset, a {type(dataset).__name__}, is no TensorDataset and has no __getitems__"
+        return f"its dataset, a {type(dataset).__name__}, is not a TensorDataset and has no __getitems__"
     for index, tensor in enumerate(source.tensors):
         reason = _why_not_tensor(tensor)
         if reason is not None:
             return f"tensor {index} of its dataset {reason}"
         if len(tensor) != len(source):
-            return f"tensor {index} of its dataset is of another length than tensor 0"
+            return f"tensor {index} of its dataset differs in length from tensor 0"
     return None
 
 

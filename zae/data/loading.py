@@ -113,7 +113,7 @@ def check_loader(loader: Any, name: str = "loader") -> None:
         raise LoaderError(f"{name} is a {type(loader).__name__}, not batches; give a DataLoader or a list of batches")
     if isinstance(loader, Mapping):
         raise LoaderError(
-            f"{name} is a dict ({', '.join(map(str, loader))}), and only valid_loader can be several; give one loader"
+            f"{name} is a dict ({', '.join(map(str, loader))}), but only valid_loader may be a dict; give one loader"
         )
     if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
         raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give valid_loader a dict: {{name: loader}}")
@@ -218,10 +218,10 @@ class Position:
             return
         reasons = why_not_again(given, before, ranks, self._pad, progress.epoch_batch)
         if progress.epoch_batch and resume["loader"] is not None:
-            reasons.append(f"a {type(given).__name__} keeps a place of its own, in batches as they were")
+            reasons.append(f"a {type(given).__name__} keeps its own position, counted in the batches of before")
         if reasons:
             raise CheckpointMismatch(
-                f"reshard=True cannot deal the rest of the epoch anew: {'; '.join(reasons)}. Build the loader as it "
+                f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it "
                 "was, or add mid_epoch='restart': the epoch then begins again"
             )
         if progress.epoch_batch:
@@ -230,7 +230,7 @@ class Position:
             wrapped = trainer.wrap_loader(given, True)
             steps, batches = trainer.steps_in(wrapped) or 0, length_of(wrapped) or 1
             progress.epoch_step = -(-steps * progress.epoch_batch // batches)
-            _log.info("the rest of epoch %d is dealt anew: every sample that was not used comes once",
+            _log.info("the rest of epoch %d is resharded: every unused sample comes once",
                       progress.epoch + 1)  # fmt: skip
         kept = {key: value for key, value in resume.items() if key not in ("may_deal_anew", "ranks")}
         self._resume = {**kept, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
@@ -426,7 +426,7 @@ class Position:
         absent = len(self._absent)
         if absent > given:
             raise LoaderError(
-                f"{absent} of {absent + given} batches were None ({describe(self.loader)}); mend the collate_fn"
+                f"{absent} of {absent + given} batches were None ({describe(self.loader)}); fix the collate_fn"
             )
         if absent:
             _log.warning("%d of %d batches were None and passed over", absent, absent + given)
@@ -480,7 +480,7 @@ def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:
     return CheckpointMismatch(
         f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, "
-        "write reshard=True (an option of StateManagerAddon) to deal the samples that are left anew, or begin "
+        "write reshard=True (an option of StateManagerAddon) to distribute the remaining samples again, or begin "
         "a new run from the weights alone: apply_weights(path)"
     )
 
@@ -559,7 +559,7 @@ def _skip(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bool]:
     if rest is not None:
         return rest, True
     if isinstance(loader, DataLoader):
-        what = f"a {type(loader).__name__}, whose __iter__ is its own" if is_map else "an IterableDataset"
+        what = f"a {type(loader).__name__}, which overrides __iter__" if is_map else "an IterableDataset"
         _log.warning("resuming in the middle of an epoch of %s: %d batches are read again and passed over", what, count)
     elif not isinstance(loader, Sequence):
         _log.info("%d batches of %s are read again and passed over", count, type(loader).__name__)

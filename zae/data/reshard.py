@@ -121,7 +121,7 @@ def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int]
     >>> why_not_again([1, 2, 3], {"loader": "list", "number of batches": 3}, (1, 2), 0, 1)
     []
     >>> why_not_again(iter([1, 2, 3]), {"loader": "list_iterator"}, (1, 2), 0, 1)
-    ['a list_iterator has no order to be dealt again']
+    ['a list_iterator has no order that can be resharded']
     """
     now = facts_of(loader)
     if not used:
@@ -131,7 +131,7 @@ def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int]
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
     if not (is_map or (has_length and not isinstance(loader, DataLoader))):
-        return [f"a {type(loader).__name__} has no order to be dealt again"]
+        return [f"a {type(loader).__name__} has no order that can be resharded"]
     if isinstance(sampler, DistributedSampler):
         return ["a DistributedSampler deals by itself"]
     names = ["dataset length"]

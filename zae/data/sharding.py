@@ -274,7 +274,7 @@ def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
     if length != len(entries):
         raise LoaderError(
             f"{who} has a length of {length} and gave {len(entries)} entries, and {ranks.size} ranks share them by "
-            "its length; mend its __len__"
+            "its length; fix its __len__"
         )
     try:
         main = ranks.from_main(entries)
@@ -322,7 +322,7 @@ def _without_state(kind: type) -> type:
     """A class of loaders that keep no place of their own: theirs would be in an order that one rank draws alone."""
 
     def absent(_: Any) -> Any:
-        raise AttributeError("a rank's share of a loader has no state of its own")
+        raise AttributeError("a rank's shard of a loader has no state")
 
     return type(kind.__name__, (kind,), dict.fromkeys(("state_dict", "load_state_dict"), property(absent)))
 

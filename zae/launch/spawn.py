@@ -173,7 +173,7 @@ def spawn(
         raise ConfigError("there must be a device for at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
-            "a run on several devices was begun while a new process was importing the main script, which would go on "
+            "a run on several devices was started while a new process was importing the main script, which would go on "
             'for ever; put what begins it under: if __name__ == "__main__":'
         )
     if _runs_unguarded():
@@ -268,7 +268,7 @@ def _address_of(text: str) -> SplitResult:
     except ValueError as error:
         why = str(error)
     if address.scheme == "file" and address.path and not os.path.isdir(folder := os.path.dirname(address.path)):
-        why = f"there is no folder {folder}"  # The ranks would wait for it until their time is over.
+        why = f"the folder {folder} does not exist"  # The ranks would wait for it until their time is over.
     if why:
         raise ConfigError(f"init_method={text!r}: {why}; leave init_method out, a free port is found then")
     return address

@@ -185,9 +185,11 @@ class EpochLog(Mapping[str, list[Any]]):
             return self._kept[key]
         if key in self._dropped:
             raise self._not_kept(key)
-        cure = ": use one of these, or return it from the step" if len(self) else ""
+        cure = "; use one of these, or return it from the step" if len(self) else ""
         known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
-        error = MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; it holds {known}{cure}")
+        error = MonitorError(
+            f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; available: {known}{cure}"
+        )
         error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
         raise error
 

@@ -106,9 +106,9 @@ def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> 
         raise EvaluationAborted
     # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
     if not len(trainer.log_test) and not any(trainer.gather(count)):
-        once = "; an iterator is used up after one evaluation: give a list, or a class with __iter__"
+        once = "; an iterator is exhausted after one evaluation: give a list, or a class with __iter__"
         raise LoaderError(
-            f"the loader gave 0 batches ({describe(loader)}), so there is nothing to evaluate"
+            f"the loader yielded 0 batches ({describe(loader)}), so there is nothing to evaluate"
             + (once if isinstance(loader, Iterator) else "")
         )
     return metrics

@@ -87,10 +87,10 @@ class Metrics(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         found = _find(self, key)
         if found is None:
-            known = f"{', '.join(self)}: use one of these" if self else ""
+            known = f"{', '.join(self)}; use one of these" if self else ""
             known = known or "none: no epoch (or no validation) has returned the monitored metric"
             names = [*(split_prefix(name)[1] for name in self), *self]
-            raise MonitorError(f"no metric is called {key!r}{did_you_mean(key, names)}; there are {known}")
+            raise MonitorError(f"unknown metric {key!r}{did_you_mean(key, names)}; available: {known}")
         return self[found]
 
     def __contains__(self, key: object) -> bool:
@@ -359,7 +359,7 @@ class History:
         best = _best_row(split, metrics, score, place)
         hidden = [key for key, value in metrics.items() if best[key] is not value]
         if hidden and not self.best:
-            said = "the best row has entries of its own called %s; your metrics of these names are in it as %s"
+            said = "the best row has its own entries named %s; your metrics of these names are stored as %s"
             _log.warning(said, ", ".join(hidden), ", ".join(f"{split}_{key}" for key in hidden))
         self.best = best
 

@@ -175,7 +175,7 @@ class NonFiniteGuard:
         who = "" if own else " on another rank (here"
         text = f"{where} is not finite{who}: {found}{norm}{'' if own else ')'}; {_rates(trainer)}"
         if self.policy == "raise":
-            raise NonFiniteError(f"{text}. The optimizer has not stepped: the weights are those of step "
+            raise NonFiniteError(f"{text}. The optimizer did not step: the weights are those after step "
                                  f"{progress.step}. {_CURE}")  # fmt: skip
         progress.nonfinite_steps += 1
         if self.policy == "warn" and trainer.world_size > 1:
@@ -188,7 +188,7 @@ class NonFiniteGuard:
 
 _CURE = (
     "Look for a division by 0, a log of 0 or a bad sample (torch.autograd.set_detect_anomaly(True) names the "
-    "operation), lower the learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' leaves such steps out"
+    "operation), lower the learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
 )
 
 

@@ -186,9 +186,9 @@ class Run:
             calls.planned_steps = self.limits.total_steps(in_epoch)
         if calls.planned_steps is ...:
             raise ConfigError(
-                "the scheduler's factory takes total_steps, the optimizer steps that a run is planned to take, which "
-                "are only known within run() in mode 'train'; call run(n_epoch, loader) first (resume=... takes a "
-                "state up within it), or give a factory of the optimizer alone: scheduler=lambda optimizer: ..."
+                "the scheduler's factory takes total_steps, the number of optimizer steps of the run, which "
+                "is known only within run() in mode 'train'; call run(n_epoch, loader) first (resume=... loads a "
+                "state within it), or give a factory that takes only the optimizer: scheduler=lambda optimizer: ..."
             )
         found: int | None = calls.planned_steps
         return found
@@ -284,7 +284,7 @@ class Run:
         for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
             if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
                 raise ConfigError(
-                    f"trainer.{name} was replaced within a run, which goes on with the one it has; replace it between "
+                    f"trainer.{name} was replaced within a run, which keeps the one it has; replace it between "
                     "two calls of run, or change what is in its param_groups"
                 )
         self._leave_epoch(wrapped)
@@ -341,9 +341,9 @@ class Run:
         self.is_loading = False
         self.bar.close()
         if not progress.epoch_batch:
-            used_up = "; a generator is used up after one epoch: give a list, or a class with __iter__"
+            used_up = "; a generator is exhausted after one epoch: give a list, or a class with __iter__"
             raise LoaderError(
-                f"the loader gave 0 batches in epoch {progress.epoch + 1} ({describe(wrapped)})"
+                f"the loader yielded 0 batches in epoch {progress.epoch + 1} ({describe(wrapped)})"
                 + (used_up if progress.epoch else "; give it data")
             )
         trainer.nonfinite.share(trainer)
@@ -444,7 +444,7 @@ class Run:
             if is_plateau(scheduler):
                 if score is None:
                     raise MonitorError(
-                        f"scheduler {name} needs monitor={history.monitor!r}; there are {', '.join(metrics)}"
+                        f"scheduler {name} needs monitor={history.monitor!r}; available: {', '.join(metrics)}"
                     )
                 scheduler.step(score)
 

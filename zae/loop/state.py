@@ -131,9 +131,10 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
     if missing:
         raise _incomplete(missing, state)
     if leftover:
-        text = f"nobody here takes the state of {', '.join(leftover)}; add it with .add_on({', '.join(leftover)})"
+        names = ", ".join(leftover)
+        text = f"this trainer has no add-on for the state of {names}; add it with .add_on({names})"
         if strict:
-            raise CheckpointMismatch(f"{text}, or load with strict=False to leave it out")
+            raise CheckpointMismatch(f"{text}, or load with strict=False to ignore it")
         _log.warning("%s", printable(text))
 
 
@@ -171,7 +172,7 @@ def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping
 def _recompute_best(history: History, saved: Any) -> None:
     """Find the best so far by the present monitor, and say so."""
     history.recompute_best()
-    said = "the state was saved with monitor=%s, and here it is %s: what was the best so far is judged anew by that"
+    said = "the state was saved with monitor=%s, and here it is %s: the best epoch so far is determined again by it"
     _log.warning(said, printable(str(saved)), history.criterion)
 
 
@@ -294,7 +295,7 @@ def _build_factories(trainer: Trainer) -> None:
 def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMismatch:
     is_model = all(isinstance(value, Tensor) for value in state.values())
     return CheckpointMismatch(
-        f"the state has no {', '.join(missing)}; it holds {', '.join(map(str, state)) or 'nothing'}; give what "
+        f"the state has no {', '.join(missing)}; its entries are {', '.join(map(str, state)) or 'none'}; give what "
         "state_dict() returned" + (", or load weights alone with apply_weights(...)" if is_model else "")
     )
 

@@ -91,16 +91,16 @@ def _check_output(trainer: Trainer, out: Mapping[str, Any], batch: Any) -> None:
     """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
     where, keys = _name_of(trainer, batch), list(trainer._optimizers)
     if "loss" not in out:
-        found = ", ".join(map(repr, out)) or "no key"
+        found = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
         cure = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
-        raise StepError(f"{where} returned a dict without 'loss'; it holds {found}; {cure}")
+        raise StepError(f"{where} returned a dict without 'loss'; its keys are {found}; {cure}")
     loss = out["loss"]
     if isinstance(loss, Mapping):
         if not keys or set(map(str, loss)) != set(keys):
             raise StepError(
-                f"{where} returned losses for {list(loss)}, and the optimizers are {keys or ['0']}; "
-                "return one scalar, or a dict with one entry for each optimizer of the dict that was given"
+                f"{where} returned losses for {list(loss)}, but the optimizers are {keys or ['0']}; "
+                "return one scalar loss, or a dict with one loss for each optimizer"
             )
         for key, each in loss.items():
             _check_loss(f"{where}, loss[{key!r}]", each)
@@ -123,8 +123,8 @@ def _check_targets(where: str, count: Any) -> Any:
     good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
     if count is not None and not good:
         raise StepError(
-            f"{where} returned num_targets {describe_value(count)}; return how many targets the loss is the mean over, "
-            "for instance 'num_targets': targets.numel()"
+            f"{where} returned num_targets {describe_value(count)}; return the number of targets that the loss is "
+            "averaged over, for instance 'num_targets': targets.numel()"
         )
     return count
 

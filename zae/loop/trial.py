@@ -82,15 +82,15 @@ def try_validation(trainer: Trainer, loader: Any) -> None:
             return
         _log.warning(
             "metric_on_epoch_end failed with one batch of the valid_loader, before training (%s: %s); if it needs more "
-            "than one batch, this is no fault, and try_validation=False leaves the trial out",
+            "than one batch, this is not a fault, and try_validation=False skips this trial",
             type(tried.fault).__name__, tried.fault,
         )  # fmt: skip
     except (NotTried, torch.OutOfMemoryError) as error:
         _log.debug("the validation is not tried before training: %s", error)
     except Exception as error:
         note = (
-            "zae: before the first batch of training, one batch of the valid_loader was tried with a copy of the "
-            "model: the validation would have failed after the first epoch. try_validation=False leaves the trial out"
+            "zae: before training, one batch of valid_loader was tried with a copy of the "
+            "model: the validation would have failed after the first epoch. try_validation=False skips this trial"
         )
         error.__notes__ = [note, *getattr(error, "__notes__", ())]
         raise
@@ -114,7 +114,7 @@ def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
     if trainer.history.score_of(dict.fromkeys(names, 0.0)) is None and any(
         is_plateau(each) for each in optim.named(trainer.scheduler).values()
     ):
-        raise MonitorError(f"no step returns {trainer.monitor!r}; there are {', '.join(names)}: give monitor=...")
+        raise MonitorError(f"no step returns {trainer.monitor!r}; available: {', '.join(names)}; give monitor=...")
 
 
 def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:

@@ -144,7 +144,7 @@ def load_from(
     check_manifest(found, manifest, state)
     say_what_it_lacks(found, manifest)
     if manager.allow_partial and not (model and state):
-        _log.warning("%s is not whole: %s begins afresh", found, "all but the weights" if model else "the model")
+        _log.warning("%s is damaged: %s starts a new run", found, "all but the weights" if model else "the model")
     if not state and manager.allow_partial:
         manager.apply_weights(model, strict)
         return
@@ -222,12 +222,13 @@ def find_checkpoint(resume: bool | str | Path, save_path: Path) -> tuple[Path | 
     _refuse_links(folder, found[0] if found else None)
     if found is None:
         crashed = next(iter(crashes_in(folder)), None)
-        hint = f"; resume={str(crashed)!r} goes on from what a failed run has left" if crashed else ""
+        hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
         if resume == "auto":
-            _log.log(logging.WARNING if hint else logging.INFO, "no checkpoint in %s: beginning afresh%s", folder, hint)
+            _log.log(logging.WARNING if hint else logging.INFO, "no checkpoint in %s: a new run begins%s", folder, hint)
             return None, None, set()
         raise CheckpointNotFound(
-            f"resume={resume!r}, and {folder} holds no checkpoint; write resume='auto' to begin afresh then{hint}"
+            f"resume={resume!r}, but {folder} contains no checkpoint; write resume='auto' to start a new run in that "
+            f"case{hint}"
         )
     path, content, passed_over = found
     for damaged, why in passed_over:
@@ -289,9 +290,9 @@ def foreign_checkpoints(
     ]
     if others and not overwrite:
         raise ConfigError(
-            f"save_path={str(save_path)!r} holds {len(others)} checkpoints of another run, or newer than this one "
-            f"(newest: {others[0].name}); write resume='auto' to go on from it, another save_path, or overwrite=True "
-            "to replace them"
+            f"save_path={str(save_path)!r} contains {len(others)} checkpoints of another run, or newer than this "
+            f"one (newest: {others[0].name}); write resume='auto' to resume from it, give another save_path, or "
+            "overwrite=True to replace them"
         )
     return others
 
@@ -329,8 +330,9 @@ def check_ranks(found: Path, saved: int, present: int, reshard: bool) -> None:
     """
     if saved != present and not reshard:
         raise CheckpointMismatch(
-            f"{found} is of {saved} ranks, and this run has {present}; use as many ranks, write reshard=True to deal "
-            "the rest of the epoch anew, or take only the weights: apply_weights(path)"
+            f"checkpoint {found} was saved by {saved} processes; this run has {present}; use as many "
+            "processes, write reshard=True to reshard the rest of the epoch, or load only the weights: "
+            "apply_weights(path)"
         )
 
 

@@ -176,7 +176,7 @@ def best_of(trainer: Any) -> Path:
     if trainer.last_path is None and (older := list_checkpoints(folder)):
         raise CheckpointNotFound(
             f"{folder} holds {len(older)} checkpoints of another run (newest: {older[0].name}), and none of this "
-            "trainer's; write resume=True to take that run up"
+            "trainer; write resume=True to continue that run"
         )
     raise CheckpointNotFound(
         f"no checkpoint in {folder} has a score: no validation returned monitor={trainer.monitor!r}; give run() a "

@@ -72,7 +72,7 @@ class Job(NamedTuple):
         weights = self.state["model"]
         if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
             raise NonFiniteError(
-                f"{self.target} was not saved: the parameter {sorted(bad)[0]} holds NaN or an infinity"
+                f"{self.target} was not saved: the parameter {sorted(bad)[0]} contains NaN or infinite values"
                 + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
                 + "; go on from an older checkpoint, with a lower learning rate or gradient_clip=1.0"
             )
@@ -168,7 +168,7 @@ def _check_moment(trainer: Trainer, target: Path) -> None:
     """Refuse a save within an evaluation, and say what one within a step is worth."""
     if trainer._position.is_evaluating:
         raise CheckpointError(
-            f"{target} was not saved: an evaluation is under way, whose weights and random numbers are not those of "
+            f"{target} was not saved: an evaluation is running, with other weights and random numbers than "
             "training; call save_state() in on_epoch_end(), which comes after the validation"
         )
     frame = inspect.currentframe()

@@ -63,7 +63,7 @@ class Start:
         assert self.path is not None
         if not self.path.is_dir():
             raise CheckpointNotFound(
-                f"start_from={str(self.path)!r}: there is no such folder; give that of a checkpoint"
+                f"start_from={str(self.path)!r}: the folder does not exist; give that of a checkpoint"
             )
         if not list_checkpoints(self.path):
             return self.path, read(self.path)
@@ -188,7 +188,7 @@ def _merged(
     for name in parts:
         if name not in _PARTS:
             if saved.get(name) is None:
-                raise CheckpointMismatch(f"{found} holds nothing of {name}; leave {name!r} out of start_with")
+                raise CheckpointMismatch(f"{found} has no entry of {name}; leave {name!r} out of start_with")
             made[name] = saved[name]
     return made
 

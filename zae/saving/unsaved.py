@@ -68,7 +68,7 @@ class Unsaved:
         if self.names and self._begun is None and trainer.is_main:
             more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
             _log.warning(
-                "the state that this run goes on from lacks %s, which had changed when it was saved: what training "
+                "the state that this run resumes from lacks %s, which had changed when it was saved: what training "
                 "takes from there is not that of an uninterrupted run. Save it in state_dict() and load_state_dict() "
                 "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
             )  # fmt: skip

@@ -236,7 +236,7 @@ class Guard:
                     "records in a local file and trains on"
                 )
             else:
-                text = "the logger %s failed: %s. Training goes on, and its records go to %s. To mend it, %s"
+                text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
                 _log.warning(text, name, reason, self.path, remedy)
                 for call, args in self._calls:
                     if call == "write":

@@ -54,7 +54,7 @@ def _simulated(kit: Kit) -> Iterator[str]:
         first, second = next((a, b) for a, b in pairs if a != b)
         yield (
             f"calls a collective on some ranks only: where rank 0 calls {first or 'nothing more'}, rank 1 calls "
-            f"{second or 'nothing more'}, and one of them would wait for ever; call reduce, gather and barrier on "
+            f"{second or 'nothing more'}, and one of them would wait forever; call reduce, gather and barrier on "
             "every rank, outside of `if self.is_main`"
         )
 
