@@ -97,7 +97,7 @@ class DistributedAddon(ShardingAddon):
         """Let the ranks go on from where the last ones ended, unless somebody has drawn or seeded here since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
             self._ranks = []
-            self._position = Position(self.fast_data)
+            self.loader_position = Position(self.fast_data)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
@@ -155,11 +155,11 @@ class DistributedAddon(ShardingAddon):
         self._placed = True
         if self._ranks:
             own, self._ranks = self._ranks[self._rank], []
-            self._position.load_state_dict(own["position"])
+            self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
             addon_state.load_entries(self, own.get("add_ons"))
-        elif self._position.is_restored:
-            self._position.load_state_dict(_apart(self._position.state_dict(), self._rank))
+        elif self.loader_position.is_restored:
+            self.loader_position.load_state_dict(_apart(self.loader_position.state_dict(), self._rank))
 
     def _own_device(self) -> torch.device:
         """The device of this rank among those that were asked for."""
@@ -180,10 +180,10 @@ class DistributedAddon(ShardingAddon):
 
     def _rng_of_rank(self) -> None:
         """Seed as rank 0 is, for what all ranks must draw alike, and then apart."""
-        if self.seed is not None and not self._seeded and self._rank:
+        if self.seed is not None and not self.is_seeded and self._rank:
             random_state.seed_everything(self.seed)
             random_state.restore(random_state_of(self._rank, random_state.capture()))
-            self._seeded = True
+            self.is_seeded = True
 
     def on_exception(self, error: BaseException) -> None:
         """Tell at once that this rank fails."""
@@ -310,7 +310,7 @@ class DistributedAddon(ShardingAddon):
             rest["position"] = _apart(rest["position"], self._rank)
         super().load_state_dict(rest, strict)
         addon_state.warn_of_other_ranks(self, own, world)
-        is_waiting = self._world == 1 and self._position.is_restored
+        is_waiting = self._world == 1 and self.loader_position.is_restored
         self._ranks, self._placed = ranks if is_waiting else [], self._world > 1
 
 
@@ -318,7 +318,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
-    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "_seeded")}
+    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
     return result, addon_state.gather_entries(trainer, trainer.state_dict()), rest
 
 

@@ -89,7 +89,7 @@ class PrefetchAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Copy on the other stream; what is computed from now on waits for it."""
-        if self._side is None or not self._position.pinned or plain_tensors(batch) is None:
+        if self._side is None or not self.loader_position.pinned or plain_tensors(batch) is None:
             return super().to_device(batch)
         with self._side:
             moved = super().to_device(batch)

@@ -173,8 +173,8 @@ class Trainer(metaclass=TrainerMeta):
         self.progress_checker = ProgressChecker()
         self.grad_norm = cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
-        self._position, self.current_run = Position(self.fast_data), Run()
-        self._seeded = self._tells_settings = False
+        self.loader_position, self.current_run = Position(self.fast_data), Run()
+        self.is_seeded = self._tells_settings = False
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
         self._noted = dict[Any, Any]()
 
@@ -418,7 +418,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def to_device(self, batch: Any) -> Any:
         """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be."""
-        return to_device(batch, self.device, self._position.pinned and copies_by_itself(self.device))
+        return to_device(batch, self.device, self.loader_position.pinned and copies_by_itself(self.device))
 
     @seam
     def batch_context(self) -> AbstractContextManager[None]:
@@ -556,9 +556,9 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def setup(self) -> None:
         """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
-        if self.seed is not None and not self._seeded:
+        if self.seed is not None and not self.is_seeded:
             random_state.seed_everything(self.seed)
-        self._seeded = True
+        self.is_seeded = True
         argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
         self.model = self._wrapped = self.wrap_model(self._module)
         self.optimizer = self.build_optimizer()
@@ -594,12 +594,12 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the loader to iterate over, for instance with a sampler for this rank."""
-        return self._position.dealt(loader) if training else loader
+        return self.loader_position.dealt(loader) if training else loader
 
     @seam
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield what ``run_batch`` takes, from where the epoch stands."""
-        return self._position.batches(loader, self.progress_checker.epoch_batch, self.progress_checker.batch)
+        return self.loader_position.batches(loader, self.progress_checker.epoch_batch, self.progress_checker.batch)
 
     @seam
     def steps_in(self, loader: Any) -> int | None:

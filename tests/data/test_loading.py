@@ -171,8 +171,8 @@ def test_p13_a_long_epoch_is_skipped_in_the_sampler() -> None:
     batches = DataLoader(data, 1, shuffle=True)
     torch.manual_seed(1)
     trainer.current_run.set_up(trainer)
-    trainer._position.loader = batches
-    begin = trainer._position._capture()
+    trainer.loader_position.loader = batches
+    begin = trainer.loader_position._capture()
     state = trainer.state_dict()
     state["progress"].update(batch=19998, epoch_batch=19998, step=19998, epoch_step=19998)
     state["position"].update(begin=begin)
@@ -395,7 +395,7 @@ def test_p54_only_batches_pinned_by_workers_are_copied_without_waiting(monkeypat
     trainer = Moving(model, "cpu", optimizer=AdamW(model.parameters()))
     trainer.run(1, pinned)
     assert Parcel.asked == [True, False] * 2
-    assert not trainer._position.pinned
+    assert not trainer.loader_position.pinned
     trainer.run(1, DataLoader(data, batch_size=4, num_workers=1))
     assert Parcel.asked[4:] == [False] * 4
     # A validation between two steps goes by its own loader.

@@ -164,7 +164,7 @@ class Extra(nn.Linear):
 
 
 def all_but_weights(trainer: Any) -> dict[str, Any]:
-    return {**core_of(trainer), "model": None, "position": trainer._position.state_dict()}
+    return {**core_of(trainer), "model": None, "position": trainer.loader_position.state_dict()}
 
 
 def pair(second: Any, model: Any = None) -> Any:
@@ -462,7 +462,7 @@ def test_the_state_of_a_trainer_that_never_ran_does_not_override_a_seed(place: s
     assert digest(made.model) == digest(fresh.model)
     without = build()
     without.load_state_dict({key: value for key, value in unused.state_dict().items() if key != "StateManagerAddon"})
-    assert without._position.is_restored, "without a seed, the streams of the state are all there is"
+    assert without.loader_position.is_restored, "without a seed, the streams of the state are all there is"
 
 
 class Images(Trainer):

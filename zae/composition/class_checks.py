@@ -360,7 +360,7 @@ def check_complete(cls: Any) -> None:
 def check_instance(trainer: Any) -> None:
     """Refuse an instance that was not wholly initialized, or whose attributes hide the trainer's methods."""
     cls = type(trainer)
-    if "_position" not in vars(trainer):
+    if "loader_position" not in vars(trainer):
         starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]
         guilty = next(c for c in starts if not calls_super(c.__dict__["__init__"], "__init__"))
         raise TaskError(

@@ -60,7 +60,8 @@ def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
     mode, root = trainer.mode, _root_of(trainer)
     training = _in_training(root)
-    position, pinned, is_within = trainer._position, trainer._position.pinned, trainer._position.is_evaluating
+    position = trainer.loader_position
+    pinned, is_within = position.pinned, position.is_evaluating
     try:
         trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
         position.is_evaluating = True
@@ -135,7 +136,7 @@ def _record_all(
 
 def test_batch(trainer: Trainer, batch: Any) -> None:
     """Evaluate and record one batch, in an evaluation or outside of one."""
-    with NOTHING if trainer._position.is_evaluating else testing(trainer, None):
+    with NOTHING if trainer.loader_position.is_evaluating else testing(trainer, None):
         _record_all(trainer, None, iter([batch]))
 
 

@@ -207,7 +207,7 @@ class Run:
 
     def leaves_epoch(self, wrapped: Any) -> bool:
         """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
-        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer._position.is_of(wrapped)
+        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
 
     # ---------------------------------------------------------------------------------------- beginning and end
 
@@ -234,11 +234,11 @@ class Run:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.made += 1
-        trainer._position.restore_random()
+        trainer.loader_position.restore_random()
 
     def _fit_loader(self) -> Any:
         """Wrap the loader, and refuse one that cannot continue the epoch of a loaded state."""
-        progress, position = self.trainer.progress_checker, self.trainer._position
+        progress, position = self.trainer.progress_checker, self.trainer.loader_position
         calls, is_new = progress.run_calls, progress.run_calls.is_new
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
@@ -265,7 +265,7 @@ class Run:
         if progress.step < self.last_step and not trainer.should_stop:
             return True
         # A state of the run's last step, if that was an epoch's last too: the epoch is still to be closed.
-        return trainer._position.is_restored and self._is_full(trainer.wrap_loader(self.loader, True))
+        return trainer.loader_position.is_restored and self._is_full(trainer.wrap_loader(self.loader, True))
 
     def _is_full(self, wrapped: Any) -> bool:
         """Whether the open epoch has all of its steps, or batches."""
@@ -304,7 +304,7 @@ class Run:
         trainer, progress = self.trainer, self.trainer.progress_checker
         self.walked, self.is_loading, self.is_evaluating = wrapped, True, False
         if progress.epoch_batch and progress.epoch_step == self.epoch_steps:
-            trainer._position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
+            trainer.loader_position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
             return iter(())
         batches: Iterator[Any] = trainer.batches(wrapped)
         return batches
@@ -357,7 +357,7 @@ class Run:
             self.log_training(trainer.train_metrics)
         trainer.scheduler_step("epoch")
         progress.close_epoch()
-        trainer._position.forget()
+        trainer.loader_position.forget()
         made: Metrics = history.train_metrics
         return made
 

@@ -69,7 +69,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
             "settings": optimizer_settings.read(trainer),
             "grad_norm": trainer.grad_norm,
         },
-        "position": trainer._position.state_dict(),
+        "position": trainer.loader_position.state_dict(),
         **({"validation": pending} if pending else {}),
         # Of an optimizer that trains with other weights than it evaluates with.
         **({"training_weights": training_weights} if training_weights else {}),
@@ -151,13 +151,13 @@ def _fitting_weights(trainer: Trainer, state: Mapping[str, Any], strict: bool) -
 def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: ProgressChecker) -> None:
     """Load where the data stands; ``seed=`` overrides the random streams of a state that is not of any run."""
     if trainer.seed is None or progress.batch or progress.run_starts:
-        trainer._position.load_state_dict(position)
+        trainer.loader_position.load_state_dict(position)
         return
     unused = Position(trainer.fast_data)
     unused.load_state_dict(position)  # Only to check it.
     # What has trained is seeded again; what is being set up for the first time has been seeded just now.
-    trainer._seeded = trainer._seeded and not trainer.progress_checker.batch
-    trainer._position = Position(trainer.fast_data)
+    trainer.is_seeded = trainer.is_seeded and not trainer.progress_checker.batch
+    trainer.loader_position = Position(trainer.fast_data)
 
 
 def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _recompute_best(history: History, saved: Any) -> None:
 @contextlib.contextmanager
 def _taken_back(trainer: Trainer, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> Iterator[None]:
     """On an error, leave all of them as they were: what is loaded is put in place of their tensors, not into them."""
-    held = [trainer, trainer._position, *optimizers.values(), *schedulers.values()]
+    held = [trainer, trainer.loader_position, *optimizers.values(), *schedulers.values()]
     attributes = [(each, dict(vars(each))) for each in held]
     # Others may keep something in objects of their own, as a chain of schedulers does.
     states = [(each, each.state_dict()) for each in held[2:] if type(each).load_state_dict is not _LOAD]

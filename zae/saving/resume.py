@@ -72,7 +72,7 @@ class Resumed:
         """Whether to look for a checkpoint: as a trainer is set up for the first time; asked before that."""
         # The calls that ranks have made, which have ended since, count; what they resumed from is not known here.
         calls = trainer.progress_checker.run_calls
-        is_begun = self._is_done or (trainer._seeded and calls.made > 0 and not calls.is_behind)
+        is_begun = self._is_done or (trainer.is_seeded and calls.made > 0 and not calls.is_behind)
         self._is_done = True
         return not is_begun
 
@@ -112,12 +112,12 @@ class Resumed:
         if self.path is None or not self._is_left or trainer.progress_checker.run_calls.is_behind:
             return
         self._is_left = False
-        progress, position = trainer.progress_checker, dict(vars(trainer._position))
+        progress, position = trainer.progress_checker, dict(vars(trainer.loader_position))
         with self.strictly(trainer):
             load(self.path)
         progress.pending_validation = trainer.progress_checker.pending_validation
         trainer.progress_checker = progress
-        vars(trainer._position).update(position)
+        vars(trainer.loader_position).update(position)
 
 
 def load_from(
@@ -376,5 +376,5 @@ def restart_epoch(trainer: Trainer) -> None:
         "epoch %d begins again at its first batch (mid_epoch='restart'): the %d batches that were used come a second "
         "time", progress.epoch + 1, progress.epoch_batch,
     )  # fmt: skip
-    trainer._position.restart(progress.batch)
+    trainer.loader_position.restart(progress.batch)
     progress.epoch_step = progress.epoch_batch = 0

@@ -166,7 +166,7 @@ save_format='ckpt', or convert the model
 
 def _check_moment(trainer: Trainer, target: Path) -> None:
     """Refuse a save within an evaluation, and say what one within a step is worth."""
-    if trainer._position.is_evaluating:
+    if trainer.loader_position.is_evaluating:
         raise CheckpointError(
             f"{target} was not saved: an evaluation is running, with other weights and random numbers than "
             "training; call save_state() in on_epoch_end(), which comes after the validation"

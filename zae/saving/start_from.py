@@ -108,9 +108,9 @@ class Start:
             state["model"] = model
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]
-        position, kept, is_seeded = trainer._position, dict(vars(trainer._position)), trainer._seeded
+        position, kept, is_seeded = trainer.loader_position, dict(vars(trainer.loader_position)), trainer.is_seeded
         trainer.load_state_dict(state)
-        trainer._position, trainer._seeded = position, is_seeded
+        trainer.loader_position, trainer.is_seeded = position, is_seeded
         vars(position).update(kept)
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
