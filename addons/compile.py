@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addon import AddOnBase, replaces
@@ -111,6 +111,7 @@ class CompileAddon(AddOnBase):
         (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
+        self._eager: Any = None
         self._looked = False
         self._settings: Mapping[str, Any] = {}  # Of the compiler, while it is used.
         self._full: tuple[int | None, int] = (None, 0)  # Samples of a full batch, and batches, where the loader tells.
@@ -127,7 +128,8 @@ class CompileAddon(AddOnBase):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled: it travels to no other process."""
         state = super().__getstate__()
-        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None}
+        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None,
+                "_eager": None}  # fmt: skip
 
     def setup(self) -> None:
         """Refuse what the graph cannot hold; it is compiled with the first full batch."""
@@ -144,6 +146,11 @@ class CompileAddon(AddOnBase):
         else:
             graphs.hold(-1, self._settings)  # Of a setup that nobody has undone.
             self._settings = graphs.hold(1, graphs.GUARDS if alone else graphs.TRACES)
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Note the module whose calls are compiled, in the mode "model"."""
+        self._eager = super().wrap_model(model)
+        return self._eager
 
     def is_idle(self) -> bool:
         """Tell whether all is eager: a graph was refused, or is no faster for the batches of this run."""
@@ -204,7 +211,7 @@ class CompileAddon(AddOnBase):
         if not self._is_due(batch, count):
             return super().micro_step(batch, count)
         if self.compile_mode == "model":
-            with torch_private.called_by(self._module, partial(self._timed, "model")):
+            with torch_private.called_by(self._eager, partial(self._timed, "model")):
                 return super().micro_step(batch, count)
         held = self._clipped[0] if self._way == "fused" else self.parameters
         parameters = [p for p in held if p.requires_grad]
@@ -308,7 +315,7 @@ class CompileAddon(AddOnBase):
 
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         """What is compiled of a model alone; its own call would only lead back to here."""
-        return torch_private.call_of(self._module)(*args, **kwargs)
+        return torch_private.call_of(self._eager)(*args, **kwargs)
 
     def _timed(self, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is compiled, and note the graphs that were made for it."""

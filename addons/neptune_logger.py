@@ -108,7 +108,7 @@ class NeptuneSink(Sink):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
-        self._run: Any = None
+        self._client: Any = None
         self._timeout = 5.0
 
     def load(self) -> None:
@@ -131,29 +131,29 @@ class NeptuneSink(Sink):
             entries.setdefault("custom_run_id", info.id)
         self._timeout = info.timeout
         shown = redact({key: entries[key] for key in ("name", "description", "tags") if key in entries})
-        self._run = neptune.init_run(**{**entries, **shown})
-        self._run["config"] = stringify_unsupported(dict(info.config))
+        self._client = neptune.init_run(**{**entries, **shown})
+        self._client["config"] = stringify_unsupported(dict(info.config))
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Append to each series; what is no finite number, which Neptune would skip, goes to a series of texts."""
         for key, value in metrics.items():
             if isinstance(value, str) or not math.isfinite(value):
-                self._run[f"texts/{key}"].append(str(value), step=step)
+                self._client[f"texts/{key}"].append(str(value), step=step)
             else:
-                self._run[key].append(value, step=step)
+                self._client[key].append(value, step=step)
 
     def flush(self) -> None:
         """Wait until the client has its calls on the disk; it sends them from there."""
-        if self._run is not None:
-            self._run.wait(disk_only=True)
+        if self._client is not None:
+            self._client.wait(disk_only=True)
 
     def close(self, failed: bool) -> None:
         """Stop the run."""
-        if self._run is not None:
+        if self._client is not None:
             if failed:
-                self._run["sys/failed"] = True
-            self._run.stop(seconds=self._timeout * 0.9)
-        self._run = None
+                self._client["sys/failed"] = True
+            self._client.stop(seconds=self._timeout * 0.9)
+        self._client = None
 
 
 def _mode(entries: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ class WandBSink(Sink):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
-        self._run: Any = None
+        self._client: Any = None
         self._is_own = True
         self._written = False
         self._size = 0
@@ -151,23 +151,23 @@ class WandBSink(Sink):
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
         shown = redact({key: entries[key] for key in _SHOWN if key in entries}, secrets_in(self._entries))
-        self._run = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        self._client = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
+        self._client.define_metric("step")
+        self._client.define_metric("*", step_metric="step")
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log one row; without wandb's own step, which drops what comes a second time."""
-        self._run.log({**metrics, "step": step})
+        self._client.log({**metrics, "step": step})
         self._written = True
 
     def flush(self) -> None:
         """Wait until the client's file holds what was logged: no call does that, but it is written at intervals."""
-        interval = getattr(self._run.settings, _INTERVAL, 0.0)
+        interval = getattr(self._client.settings, _INTERVAL, 0.0)
         if not self._written or not 0 < interval < 1:
             return
         self._written = False
-        self._run.summary.get("step")  # Answered after all that was logged before.
-        file, size, end = Path(self._run.settings.sync_file), -1, time.monotonic() + 1
+        self._client.summary.get("step")  # Answered after all that was logged before.
+        file, size, end = Path(self._client.settings.sync_file), -1, time.monotonic() + 1
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
                 time.sleep(2 * interval)
@@ -178,9 +178,9 @@ class WandBSink(Sink):
 
     def close(self, failed: bool) -> None:
         """Finish the run, unless it is the user's own."""
-        if self._run is not None and self._is_own:
-            self._run.finish(exit_code=int(failed))
-        self._run = None
+        if self._client is not None and self._is_own:
+            self._client.finish(exit_code=int(failed))
+        self._client = None
 
 
 def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:
