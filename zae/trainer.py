@@ -281,7 +281,7 @@ class Trainer(metaclass=TrainerMeta):
         with self.ready():
             if self.mode == "test":
                 for _ in range(limits.n_epoch or 1):
-                    run.record_validation(self.run_epoch(loader))
+                    run.run_test_epoch()
                 return self.metrics
             run.begin()
             self.on_run_begin()
@@ -633,6 +633,17 @@ class Trainer(metaclass=TrainerMeta):
         """Called by ``run`` after an epoch, its validation and its schedulers."""
 
     @seam
+    def on_validation_begin(self) -> None:
+        """Called before each validation of a run; in mode "test", before each evaluation of its loader."""
+
+    @seam
+    def on_validation_end(self, metrics: Mapping[str, float]) -> None:
+        """Called after a validation of a run, with the metrics that were recorded.
+
+        A validation that a signal interrupts has no end: the resumed run begins it again.
+        """
+
+    @seam
     def on_exception(self, error: BaseException) -> None:
         """Called when a run ends by an exception, which goes on afterwards with a note of where it happened."""
         explain_error(self.current_run, error)
@@ -744,8 +755,9 @@ class Trainer(metaclass=TrainerMeta):
         """
         return evaluation.outputs_of(self, loader)
 
+    @seam
     def validate(self) -> dict[str, float]:
-        """Evaluate the ``valid_loader`` of the present run and note the result."""
+        """Evaluate the ``valid_loader`` of the run, record the metrics and update the best."""
         return self.current_run.validate(self)
 
     def toggle(self, mode: str | None = None) -> None:

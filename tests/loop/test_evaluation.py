@@ -268,3 +268,66 @@ def test_no_gradient_is_recorded() -> None:
     with pytest.raises(LoaderError, match="yielded 0 batches"):
         trainer.evaluate(iter([]))
     assert trainer.evaluate([None, *valid()])["loss"] == expected(network())
+
+
+class Events(Task):
+    """A task that writes down its validations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.events: list[Any] = []
+
+    def setup(self) -> None:
+        super().setup()
+        self.events.append("setup")
+
+    def teardown(self) -> None:
+        self.events.append("teardown")
+        super().teardown()
+
+    def on_validation_begin(self) -> None:
+        super().on_validation_begin()
+        self.events.append(("begin", self.progress_checker.step, len(self.valid_history)))
+
+    def validate(self) -> dict[str, float]:
+        return {**super().validate(), "extra": 1.0}
+
+    def on_validation_end(self, metrics: Any) -> None:
+        super().on_validation_end(metrics)
+        self.events.append(("end", metrics.get("extra"), metrics["loss"] == self.valid_history[-1]["valid_loss"]))
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_the_seams_around_a_validation(every: int | None) -> None:
+    """They enclose each validation of a run, and no other evaluation; the end gets what ``validate`` returned."""
+    trainer = build(task=Events, try_validation=False)
+    trainer.run(2, [*loader(8)][:2], valid(), valid_every=every)
+    rounds = [("begin", step, index) for index, step in enumerate((2, 4))]
+    ends = [("end", 1.0, True)] * 2
+    pairs = [event for pair in zip(rounds, ends) for event in pair]
+    assert trainer.events == ["setup", *pairs, "teardown"]
+    trainer.evaluate(valid())
+    assert trainer.events[6:] == ["setup", "teardown"]
+    tested = build(task=Events, mode="test")
+    tested.run(1, valid())
+    assert tested.events == ["setup", ("begin", 0, 0), ("end", None, True), "teardown"]
+
+
+def test_ready_is_one_setup_for_all_that_it_encloses() -> None:
+    """What is within sets up and tears down nothing of its own; a run tears down, and ready() then does not."""
+    trainer = build(task=Events)
+    batches = [*loader(8)]
+    with trainer.ready():
+        trainer.run_batch(batches[0])
+        trainer.evaluate(valid())
+        with trainer.ready():
+            trainer.run_epoch(batches)
+    assert trainer.events == ["setup", "teardown"]
+    assert not trainer.current_run.is_ready
+    with trainer.ready():
+        trainer.run(1, batches)
+    assert trainer.events == ["setup", "teardown"] * 2
+    with pytest.raises(ValueError, match="too many values") as caught, trainer.ready():
+        trainer.run_batch("no such batch")
+    assert "the batch was str" in caught.value.__notes__[0]
+    assert trainer.events == ["setup", "teardown"] * 3

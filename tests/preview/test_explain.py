@@ -102,7 +102,7 @@ class Unrolled:
         for name in line.calls * (self.count if line.text.startswith("for out in outputs") else 1):
             owners = [note.split(":")[0].split(".")[0] for note in line.notes]
             yield name, owners if len(line.calls) == 1 else []
-        if line.text == "validate()":
+        if line.text == "metrics = validate()":
             yield from self._block(self.validation)
         elif re.match("for (window|batch) in batches", line.text):
             for count in self.windows:

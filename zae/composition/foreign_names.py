@@ -140,6 +140,8 @@ FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
     "on_train_epoch_end": ("Lightning", "on_epoch_end()"),
     "on_epoch_start": ("a common name", "on_epoch_begin()"),
     "on_validation_epoch_end": ("Lightning", "metric_on_epoch_end()"),
+    "on_validation_start": ("Lightning", "on_validation_begin()"),
+    "on_evaluate": ("Transformers", "on_validation_end(metrics)"),
     "validation_epoch_end": ("Lightning", "metric_on_epoch_end()"),
     "training_epoch_end": ("Lightning", "metric_on_epoch_end()"),
     "optimizer_zero_grad": ("Lightning", "zero_grad()"),

@@ -409,12 +409,21 @@ class Run:
 
     def _validate(self, moment: str) -> None:
         """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
-        progress = self.trainer.progress_checker
+        trainer, progress = self.trainer, self.trainer.progress_checker
         progress.pending_validation = moment if self.valid_loader is not None else ""
         if progress.pending_validation:
             with suppress(EvaluationAborted):
-                self.trainer.validate()
+                trainer.on_validation_begin()
+                metrics = trainer.validate()
                 progress.pending_validation = ""
+                trainer.on_validation_end(metrics)
+
+    def run_test_epoch(self) -> None:
+        """Evaluate the loader of a call in mode "test", and record the metrics."""
+        self.trainer.on_validation_begin()
+        metrics = self.trainer.run_epoch(self.loader)
+        self.record_validation(metrics)
+        self.trainer.on_validation_end(metrics)
 
     def validate(self, trainer: Trainer) -> dict[str, float]:
         """Evaluate the ``valid_loader``, record its metrics and update the best."""

@@ -54,14 +54,18 @@ LOOP = """
                 when log_every is due:
                     log(metrics)
                 when valid_every is due:
-                    validate()
+    ?                on_validation_begin()
+                    metrics = validate()
+    ?                on_validation_end(metrics)
     ?            checkpoint()
     ?    metrics = metric_on_epoch_end()
         when log_every is due at the epoch:
             log(metrics)
         scheduler_step("epoch")  # unless scheduler_step_on_batch
         when valid_every is due at the epoch:
-            validate()
+    ?        on_validation_begin()
+            metrics = validate()
+    ?        on_validation_end(metrics)
     ?    on_epoch_end()
     ?    checkpoint()
     ?on_run_end()
