@@ -159,7 +159,7 @@ class CompileAddon(AddOnBase):
 
     def teardown(self) -> None:
         """Leave the compiler's settings as they were."""
-        self._settings = graphs.hold(-1, self._settings)
+        self._settings, self._eager = graphs.hold(-1, self._settings), None
         super().teardown()
 
     def plan_lines(self, plan: Any) -> list[str]:
