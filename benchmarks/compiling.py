@@ -1,6 +1,6 @@
-"""What CompileAddon saves beside the loop by hand: python benchmarks/compiling.py.
+"""What CompileAddon saves beside the manual loop: python benchmarks/compiling.py.
 
-For each model and mode, all in one process: half of the loop by hand, the trainer, the other half of the loop by hand,
+For each model and mode, all in one process: half of the manual loop, the trainer, the other half of the manual loop,
 as CPU time; and what the compiler took, and after how many steps it has paid.
 """
 
@@ -79,7 +79,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epo
 
 
 def make(workload: str, mode: str) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any, float]:
-    """A trainer, and what the loop by hand is given; both are warm. And how far their weights are apart."""
+    """A trainer, and what the manual loop is given; both are warm. And how far their weights are apart."""
     torch.manual_seed(0)
     model, loader = WORKLOADS[workload]()
     bare = copy.deepcopy(model)
@@ -98,7 +98,7 @@ def make(workload: str, mode: str) -> tuple[Any, nn.Module, torch.optim.Optimize
 
 
 def measure(workload: str, mode: str, repeats: int) -> dict[str, Any]:
-    """Half by hand, the trainer, half by hand, so many times."""
+    """Half of the manual loop, the trainer, the other half, so many times."""
     trainer, bare, optimizer, loader, furthest = make(workload, mode)
     report = {} if mode == "eager" else dict(trainer.compile_report)
     half, ratios, hands = EPOCHS[workload] // 2, [], []
@@ -141,8 +141,8 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
     torch.set_num_threads(1)
     lines = [f"{machine()}; {arguments.repeats} repetitions.", ""]
-    heads = ["model", "mode", "ratio to by hand", "limit", "by hand, microseconds a step", "compiling, seconds",
-             "pays after so many steps", "largest difference of a weight, first epoch"]  # fmt: skip
+    heads = ["model", "mode", "ratio to the manual loop", "limit", "manual loop, microseconds per step",
+             "compiling, seconds", "breakeven steps", "largest difference of a weight, first epoch"]  # fmt: skip
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # Nothing is there from an earlier time.

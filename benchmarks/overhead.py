@@ -158,7 +158,7 @@ def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, float, list[dict
 def verdicts(results: dict[str, Any]) -> str:
     """The limits, and where they are kept."""
     lines = [
-        "| workload | contestant | at most | median | kept | microseconds a step more than by hand |",
+        "| workload | contestant | at most | median | kept | microseconds per step more than the manual loop |",
         "|---" * 6 + "|",
     ]
     for title, label, limit, rows in judged(results):
@@ -193,8 +193,9 @@ def floor(results: dict[str, Any]) -> str:
         for workload in ("mlp", "free")
     )
     return (
-        f"A step of the tiny MLP by hand takes {mlp:.0f} microseconds with the DataLoader, and {free:.0f} over batches "
-        f"that are there already: a loader that costs nothing would bring the loop by hand to {free / mlp:.2f}."
+        f"A step of the tiny MLP in the manual loop takes {mlp:.0f} microseconds with the DataLoader, and {free:.0f} "
+        "over batches "
+        f"in a list: a loader that costs nothing would bring the manual loop to {free / mlp:.2f}."
     )
 
 
@@ -245,15 +246,15 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
         "# What a training step costs",
-        "CPU time of the same work, as a ratio to a loop written by hand: median (least-greatest) of "
+        "CPU time of the same work, as a ratio to a manual loop in plain PyTorch: median (minimum-maximum) of "
         f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
-        f"Where a limit is to be judged, and in the first row, a process measures again while {SECONDS:.0f} seconds "
-        f"({SECONDS_OF['cnn']:.0f} on the CNN) allow it and gives its own median. An asterisk marks final weights that "
-        "are not bitwise those of the loop by hand. How that scatters against itself, in the first row, is the noise "
-        "of the machine.",
+        f"For the rows with a limit, and for the first row, a process measures again as long as {SECONDS:.0f} seconds "
+        f"({SECONDS_OF['cnn']:.0f} on the CNN) allow, and reports its own median. An asterisk marks final weights "
+        "that are not bitwise those of the manual loop. The first row compares the manual loop with itself: its "
+        "scatter is the noise of the machine.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
-        "![Ratio to the loop by hand, tiny MLP with a DataLoader](performance.svg)",
+        "![Ratio to the manual loop, tiny MLP with a DataLoader](performance.svg)",
         "## The limits",
         verdicts(results),
         floor(results),
@@ -268,10 +269,11 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
     ]
     if differ:
         parts += [
-            "Largest difference of a weight: " + "; ".join(differ) + ". Where that is Lightning or Transformers over a "
-            "DataLoader: they stop at the last batch that its length promises, and do not ask the loader for its end. "
-            "A shuffling sampler draws one permutation less an epoch then, and the next epoch has another order; the "
-            "work is the same, and a loop by hand that stops so gets their weights to the last bit."
+            "Largest difference of a weight: " + "; ".join(differ) + ". The differences of Lightning and Transformers "
+            "over a DataLoader have one cause: they stop at the last batch according to the loader's length, without "
+            "asking the loader for its end. A shuffling sampler then draws one permutation less per epoch, so the "
+            "next epoch has another order; the work is the same, and a manual loop that stops in the same way gets "
+            "bitwise the same weights."
         ]
     if failed:
         parts += ["Not measured: " + "; ".join(failed) + "."]
@@ -280,16 +282,16 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         "- tiny MLP: 20-64-5, SGD, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
         "- all features: validation, a clip that clips every step, accumulation of 4, checkpoint (fsync and SHA-256) "
         "and log each epoch, early stopping, bar.\n"
-        "- evaluation: the tiny MLP over 500 batches of a DataLoader, or over 2,000 that are there already, where what "
-        "Accelerate measures is the loop by hand; CNN: 50 steps of about 10 ms an epoch.\n"
-        "- Everybody reads the loss of every step; zae also looks whether it is finite.\n"
-        "- The exact data path, on by default: a DataLoader without workers over tensors in memory gives each batch in "
-        "one gather, in its own order and from its own random numbers. Where another loader is walked as it is, "
-        "`plan()` says why; with `fast_data=False` every one is.\n"
-        "- Where nobody profiles and an optimizer has no hooks, zae calls its step without the function that torch "
-        "puts around it, which opens a range for a profiler and calls hooks; the optimizer here is SGD, whose own step "
-        "is short.\n"
-        "- On a GPU: benchmarks/gpu.py. It has not been run: no GPU was at hand.",
+        "- evaluation: the tiny MLP over 500 batches of a DataLoader, or over a list of 2,000 batches, where "
+        "Accelerate runs the same code as the manual loop; CNN: 50 steps of about 10 ms an epoch.\n"
+        "- Every contestant reads the loss of every step; zae also checks that it is finite.\n"
+        "- The exact data path, on by default: a DataLoader without workers over tensors in memory yields each batch "
+        "with one gather, in its own order and from its own random numbers. For a loader that is iterated over "
+        "unchanged, `plan()` says why; with `fast_data=False` every loader is.\n"
+        "- Without a profiler and without optimizer hooks, zae calls the optimizer's step without the wrapper that "
+        "torch puts around it, which opens a profiler range and calls hooks; the optimizer here is SGD, whose own "
+        "step is short.\n"
+        "- On a GPU: benchmarks/gpu.py. It has not been run, because no GPU was available.",
     ]
     return "\n\n".join(parts) + "\n"
 

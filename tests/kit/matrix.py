@@ -273,12 +273,11 @@ _HEADER = """# Which add-ons go together
 
 This page is written by `python tests/kit/matrix.py`; a test fails when it is stale.
 
-A set of add-ons, named in any order, is one class. **=** says that the two together train bitwise like the loop that
-one would write by hand in plain PyTorch (tests/kit/oracle.py): the same weights, optimizer and scheduler state,
-recorded losses and random state; so does every larger set of the add-ons that have this sign, as
-tests/test_composition.py shows for all of them. **+** says that the class is made; these add-ons are held against the
-loop in their own tests, since they need {reasons}. A number points to why the pair is refused when the class is
-created.
+A set of add-ons, named in any order, is one class. **=** says that the two together train bitwise like the manual loop
+in plain PyTorch (tests/kit/oracle.py): the same weights, optimizer and scheduler state, recorded losses and random
+state. The same is true of every larger set of the add-ons with this sign; tests/test_composition.py tests all of them.
+**+** says that the class is made; these add-ons are compared with the loop in their own tests, because they need
+{reasons}. A number refers to the reason why the pair is refused when the class is created.
 
 """
 
@@ -296,8 +295,8 @@ def page() -> str:
         cells = [_cell(name, other, found, refusals) for other in names]
         rows.append(f"| {name.removesuffix('Addon')} | {' | '.join(cells)} |")
     heads = [name.removesuffix("Addon") for name in names]
-    needs = "they need several processes, a compiler, or a client that is slow to start"
-    text = _HEADER.replace("they need {reasons}", needs)
+    needs = "several processes, a compiler, or a client that is slow to start"
+    text = _HEADER.replace("{reasons}", needs)
     text += f"| | {' | '.join(heads)} |\n|---|{':-:|' * len(heads)}\n" + "\n".join(rows) + "\n"
     if refusals:
         text += "\n" + "\n".join(f"{index}. {why}" for index, why in enumerate(refusals, start=1)) + "\n"
