@@ -46,6 +46,8 @@ def explain_error(run: Run, error: BaseException) -> None:
     """
     if not isinstance(error, Exception) or run.trainer is None:
         return
+    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
+        error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
     place = _place(run)
     try:
         note = _note(run, error, place)
