@@ -8,7 +8,7 @@ from typing import Any
 
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
-from zae.data.loading import length_of
+from zae.data.loaders import length_of
 from zae.errors import LoaderError
 
 __all__ = ["GradientAccumulationAddon"]

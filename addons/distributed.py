@@ -18,7 +18,7 @@ from zae.common import optim, random_state
 from zae.common.argument_checks import check_number
 from zae.composition.introspect import slots_of
 from zae.data.loader_state import restore_parts
-from zae.data.loading import Position
+from zae.data.position import LoaderPosition
 from zae.data.sharding import Ranks, shard
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.launch import spawn as launching
@@ -97,7 +97,7 @@ class DistributedAddon(ShardingAddon):
         """Let the ranks go on from where the last ones ended, unless somebody has drawn or seeded here since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
             self._ranks = []
-            self.loader_position = Position(self.fast_data)
+            self.loader_position = LoaderPosition(self.fast_data)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
@@ -294,7 +294,7 @@ class DistributedAddon(ShardingAddon):
             raise CheckpointMismatch(f"the state of {self._name()} does not contain a list of ranks")
         world, saved, ranks = self._planned_world(), int(own["world_size"]), list(own["ranks"])
         if saved != world:
-            if not rest["position"].get("may_deal_anew"):
+            if not rest["position"].get("may_reshard"):
                 raise CheckpointMismatch(
                     f"the state was saved with {saved} rank{'s' * (saved > 1)}, and this run has {world}: the batches "
                     f"of an epoch are others. Go on with {saved}, or write reshard=True (an option of "
@@ -303,7 +303,7 @@ class DistributedAddon(ShardingAddon):
             rest, ranks = _of_others(rest, saved, ranks, self._rank), []
         if len(ranks) == self._world > 1:
             mine = ranks[self._rank]
-            allowed = {key: value for key, value in rest["position"].items() if key == "may_deal_anew"}
+            allowed = {key: value for key, value in rest["position"].items() if key == "may_reshard"}
             rest = {**rest, "position": {**mine["position"], **allowed}}
             rest["records"] = {**rest["records"], "log_train": mine["log_train"]}
         elif self._rank:

@@ -9,7 +9,7 @@ import torch
 
 from zae.addon import AddOnBase
 from zae.common.device import copies_by_itself, plain_tensors
-from zae.data.loading import describe, gives_pinned
+from zae.data.loaders import describe, gives_pinned
 from zae.trainer import Trainer
 
 __all__ = ["PrefetchAddon"]

@@ -23,7 +23,8 @@ from zae.common.contexts import NOTHING
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
 from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
-from zae.data.loading import Position, length_of
+from zae.data.loaders import length_of
+from zae.data.position import LoaderPosition
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.error_notes import explain_error
@@ -173,7 +174,7 @@ class Trainer(metaclass=TrainerMeta):
         self.progress_checker = ProgressChecker()
         self.grad_norm = cast("Tensor | None", None)
         self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
-        self.loader_position, self.current_run = Position(self.fast_data), Run()
+        self.loader_position, self.current_run = LoaderPosition(self.fast_data), Run()
         self.is_seeded = self._tells_settings = False
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
         self._noted = dict[Any, Any]()
@@ -594,7 +595,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the loader to iterate over, for instance with a sampler for this rank."""
-        return self.loader_position.dealt(loader) if training else loader
+        return self.loader_position.resharded(loader) if training else loader
 
     @seam
     def batches(self, loader: Any) -> Iterator[Any]:

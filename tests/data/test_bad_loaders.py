@@ -54,7 +54,7 @@ def test_e6_some_batches_of_none_are_passed_over_and_counted(caplog):
     trainer = make()
     trainer.run(1, [batches[0], None, batches[1], batches[2]])
     assert trainer.progress_checker.step == 3
-    assert "1 of 4 batches were None and passed over" in caplog.text
+    assert "1 of 4 batches were None and were skipped" in caplog.text
     with pytest.raises(LoaderError, match="3 of 4 batches were None"):
         make().run(1, [batches[0], None, None, None])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from zae.data.loader_state import facts_of
-from zae.data.reshard import padded, place_of, why_not_again
+from zae.data.reshard import padded, place_of, why_not_reshard
 from zae.data.sharding import EMPTY, Ranks, shard
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 4))  # Batch size and ranks.
@@ -64,7 +64,7 @@ def test_p24_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, p
     for (batch_size, ranks), part in zip((first, then, last), (*parts, 1.0), strict=True):
         loader = kind(size, batch_size)
         if before:
-            assert why_not_again(loader, before, (world, ranks), pad, place) == []
+            assert why_not_reshard(loader, before, (world, ranks), pad, place) == []
             pad, place = place_of(loader, before, place, (world, ranks), pad)
         steps = shares(padded(loader, pad), ranks)
         until = place + round(part * (len(steps) - place))
@@ -79,9 +79,9 @@ def test_p24_resume_of_what_deals_by_itself_is_refused() -> None:
     """P-24: a DistributedSampler, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    assert why_not_again(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler deals by itself"]
-    assert why_not_again(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
-    assert why_not_again(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
+    assert why_not_reshard(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler deals by itself"]
+    assert why_not_reshard(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
+    assert why_not_reshard(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
         "a map has no order that can be resharded"
     ]
 

@@ -45,7 +45,7 @@ MOVED = {
     "zae.hints": "zae.composition.foreign_names",
     "zae.launching": "zae.launch.spawn",
     "zae.lazy": "zae.common.lazy",
-    "zae.loading": "zae.data.loading",
+    "zae.loading": "zae.data.loaders",
     "zae.locks": "zae.storage.locks",
     "zae.manifest": "zae.storage.manifest",
     "zae.names": "zae.storage.names",

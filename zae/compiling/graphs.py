@@ -18,7 +18,7 @@ from zae.common.device import leading_dimension
 from zae.common.optim import laid_out, leaves_kernel_open, parameters_of
 from zae.common.torch_private import compiler, has_gradient_hooks
 from zae.composition.introspect import slots_of
-from zae.data.loading import length_of
+from zae.data.loaders import length_of
 from zae.errors import ConfigError, did_you_mean
 from zae.preview.explain import owners_of
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from zae.data.loader_state import Padded, changes_of, facts_of
+from zae.data.loaders import copy_with
 
-__all__ = ["padded", "place_of", "why_not_again"]
+__all__ = ["own_batch_sampler", "padded", "place_of", "why_not_reshard"]
 
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
@@ -61,11 +61,7 @@ def padded(loader: Any, count: int) -> Any:
         value = BatchSampler(Padded(batches.sampler, count), batches.batch_size, batches.drop_last)
     else:
         name, value = "batch_sampler", Padded(batches, count)
-    made = copy.copy(loader)
-    # DataLoader forbids setting these after its construction, for the sake of its own iterators; a copy has none.
-    object.__setattr__(made, name, value)
-    object.__setattr__(made, "_iterator", None)
-    return made
+    return copy_with(loader, **{name: value})
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
@@ -103,7 +99,7 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
     return count, (gone + count) // step
 
 
-def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
+def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
     """Say what keeps the rest of an open epoch from being dealt anew.
 
     Parameters
@@ -118,9 +114,9 @@ def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int]
 
     Examples
     --------
-    >>> why_not_again([1, 2, 3], {"loader": "list", "number of batches": 3}, (1, 2), 0, 1)
+    >>> why_not_reshard([1, 2, 3], {"loader": "list", "number of batches": 3}, (1, 2), 0, 1)
     []
-    >>> why_not_again(iter([1, 2, 3]), {"loader": "list_iterator"}, (1, 2), 0, 1)
+    >>> why_not_reshard(iter([1, 2, 3]), {"loader": "list_iterator"}, (1, 2), 0, 1)
     ['a list_iterator has no order that can be resharded']
     """
     now = facts_of(loader)
@@ -143,6 +139,23 @@ def why_not_again(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int]
         now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # As that many ranks would have had them.
         names.append("number of batches")
     return changes_of(*({name: facts[name] for name in names if name in facts} for facts in (before, now)))
+
+
+def own_batch_sampler(facts: Mapping[str, Any]) -> str:
+    """Return the class name of a batch sampler that is not one of torch's; else an empty string.
+
+    Parameters
+    ----------
+    facts : mapping
+        What `zae.data.loader_state.facts_of` returned.
+
+    Examples
+    --------
+    >>> own_batch_sampler({"batch sampler": "ByLength"}), own_batch_sampler({"batch sampler": "BatchSampler"})
+    ('ByLength', '')
+    """
+    name = facts.get("batch sampler") or "BatchSampler"
+    return "" if name in ("BatchSampler", "SampleShards") else str(name)
 
 
 def _is_by_sample(facts: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils.data import (
 from zae.common import random_state
 from zae.common.device import leading_dimension
 from zae.data.loader_state import bare
-from zae.data.loading import describe, length_of
+from zae.data.loaders import copy_with, describe, length_of
 from zae.errors import LoaderError
 
 __all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "set_epoch", "shard", "shares_of"]
@@ -303,10 +302,7 @@ def _sampler_of(loader: Any) -> Any:
 
 def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
     """A copy of a DataLoader with another batch sampler."""
-    made = copy.copy(loader)
-    # DataLoader forbids setting these after its construction, for the sake of its own iterators; a copy has none.
-    for name, value in (("batch_sampler", batches), ("_iterator", None)):
-        object.__setattr__(made, name, value)
+    made = copy_with(loader, batch_sampler=batches)
     if hasattr(loader, "load_state_dict"):
         made.__class__ = _without_state(type(loader))
     # The length of another sampler, or of a dataset that is told the epoch, may change.

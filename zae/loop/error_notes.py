@@ -9,7 +9,8 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import describe_batch
-from zae.data.loading import describe
+from zae.common.torch_private import shut_down_workers
+from zae.data.loaders import describe
 from zae.data.workers import mute_workers, part_from_workers, unmute_workers
 
 if TYPE_CHECKING:
@@ -121,5 +122,5 @@ def _dead_workers(error: Exception) -> str:
             if getattr_static(iterator, "_shutdown_workers", None) is not None:
                 part_from_workers(iterator)
                 with suppress(Exception):
-                    iterator._shutdown_workers()
+                    shut_down_workers(iterator)
     return "".join(dead)

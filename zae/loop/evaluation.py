@@ -13,7 +13,7 @@ from zae.common import random_state
 from zae.common.contexts import NOTHING
 from zae.data.gather import batches_of
 from zae.data.loader_state import undrawn
-from zae.data.loading import check_loader, describe, gives_pinned
+from zae.data.loaders import check_loader, describe, gives_pinned
 from zae.data.sharding import shares_of
 from zae.data.workers import part_from_workers
 from zae.errors import LoaderError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
-from zae.data.loading import check_loader, describe, length_of
+from zae.data.loaders import check_loader, describe, length_of
 from zae.errors import ConfigError, LoaderError, MonitorError
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import merge_sums
@@ -242,7 +242,7 @@ class Run:
         calls, is_new = progress.run_calls, progress.run_calls.is_new
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
-            position.deal_anew(self.trainer, self.loader)
+            position.reshard(self.trainer, self.loader)
         wrapped = self.trainer.wrap_loader(self.loader, True)
         if has_more:
             position.check(wrapped, is_new)

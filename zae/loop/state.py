@@ -18,7 +18,7 @@ from zae.common import optim, optimizer_modes, optimizer_settings
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.sanity import check_rates
 from zae.common.torch_private import has_own_loading, has_own_shapes
-from zae.data.loading import Position
+from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable
 from zae.loop import addon_state
 from zae.loop.history import History
@@ -153,11 +153,11 @@ def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: Prog
     if trainer.seed is None or progress.batch or progress.run_starts:
         trainer.loader_position.load_state_dict(position)
         return
-    unused = Position(trainer.fast_data)
+    unused = LoaderPosition(trainer.fast_data)
     unused.load_state_dict(position)  # Only to check it.
     # What has trained is seeded again; what is being set up for the first time has been seeded just now.
     trainer.is_seeded = trainer.is_seeded and not trainer.progress_checker.batch
-    trainer.loader_position = Position(trainer.fast_data)
+    trainer.loader_position = LoaderPosition(trainer.fast_data)
 
 
 def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from zae.common import argument_checks, optim, random_state
 from zae.common.device import to_device
 from zae.composition.introspect import set_by
 from zae.data.loader_state import undrawn
-from zae.data.loading import describe
+from zae.data.loaders import copy_with, describe
 from zae.errors import MonitorError
 from zae.loop import binding
 from zae.loop.epoch_log import plain
@@ -191,11 +191,7 @@ def first_batch(loader: Any) -> Any:
 
 def _first_of(loader: DataLoader[Any]) -> Any:
     """Take the first batch of a DataLoader, in this process."""
-    twin = copy.copy(loader)
-    # Set around DataLoader's guard, which is there for the sake of its iterators; this copy has none.
-    for name, value in {"_iterator": None, "num_workers": 0, "persistent_workers": False, "timeout": 0,
-                        "prefetch_factor": None}.items():  # fmt: skip
-        object.__setattr__(twin, name, value)
+    twin = copy_with(loader, num_workers=0, persistent_workers=False, timeout=0, prefetch_factor=None)
     with random_state.isolated(*random_state.generators_of(loader)), undrawn(loader), _put_back(loader):
         try:
             return next(iter(twin), None)

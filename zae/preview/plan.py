@@ -19,7 +19,8 @@ from zae.common.device import leading_dimension
 from zae.composition.introspect import seam, slots_of
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
-from zae.data.loading import describe, length_of, own_batch_sampler
+from zae.data.loaders import describe, length_of
+from zae.data.reshard import own_batch_sampler
 from zae.loop import scheduling, trial
 from zae.loop.history import split_prefix
 from zae.loop.progress import Every

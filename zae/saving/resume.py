@@ -149,7 +149,7 @@ def load_from(
         manager.apply_weights(model, strict)
         return
     if manager.reshard:
-        state["position"] = {**state["position"], "may_deal_anew": True}
+        state["position"] = {**state["position"], "may_reshard": True}
     addon_state.load_for_rank(manager, {"model": model or manager.model_state(), **state}, strict)
     manager.run_id = manifest["run_id"]
     manager._retention.add(found, manager.save_path)

@@ -1,0 +1,139 @@
+"""Loaders: describe them, check them, and copy a DataLoader with other samplers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from zae.errors import LoaderError
+
+__all__ = ["check_loader", "copy_with", "describe", "gives_pinned", "is_stateful", "length_of"]
+
+_Loader = TypeVar("_Loader", bound="DataLoader[Any]")
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader, or None where it has no length.
+
+    Parameters
+    ----------
+    loader : iterable
+        Any loader.
+
+    Returns
+    -------
+    int or None
+        ``len(loader)``.
+    """
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def gives_pinned(loader: Any) -> bool:
+    """Return whether each batch of a loader has its own pinned memory, so that it can be copied without waiting.
+
+    Parameters
+    ----------
+    loader : object
+        Any loader.
+
+    Returns
+    -------
+    bool
+        True for a DataLoader with ``pin_memory=True`` and workers, which pins memory for each batch. Another loader
+        may reuse one buffer, and fill it while it is still being copied.
+
+    Examples
+    --------
+    >>> gives_pinned(DataLoader([1, 2]))
+    False
+    """
+    return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
+
+
+def describe(loader: Any) -> str:
+    """Describe a loader for an error: its class, the length of its dataset, batch size and ``drop_last``."""
+    parts = [type(loader).__name__]
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None:
+        size = length_of(dataset)
+        name = "dataset" if type(dataset).__name__.lower() == "dataset" else f"dataset {type(dataset).__name__}"
+        parts.append(f"{name} of unknown length" if size is None else f"{name} of length {size}")
+    for name in ("batch_size", "drop_last"):
+        if getattr(loader, name, None) is not None:
+            parts.append(f"{name}={getattr(loader, name)}")
+    return ", ".join(parts)
+
+
+def check_loader(loader: Any, name: str = "loader") -> None:
+    """Refuse an object that is not a loader, or has no batches.
+
+    Parameters
+    ----------
+    loader : object
+        The user's loader.
+    name : str
+        The name of the argument.
+
+    Raises
+    ------
+    LoaderError
+        The error says what to write instead.
+    """
+    is_dataset = isinstance(loader, torch.utils.data.Dataset)
+    if is_dataset or not isinstance(loader, Iterable):
+        example = f": torch.utils.data.DataLoader({name}, batch_size=32)" if is_dataset else " or a list of batches"
+        got = "a dataset" if is_dataset else "not iterable"
+        raise LoaderError(f"{name} is {got} ({type(loader).__name__}); give a DataLoader{example}")
+    if isinstance(loader, (str, bytes, torch.Tensor)):
+        raise LoaderError(f"{name} is a {type(loader).__name__}, not batches; give a DataLoader or a list of batches")
+    if isinstance(loader, Mapping):
+        raise LoaderError(
+            f"{name} is a dict ({', '.join(map(str, loader))}), but only valid_loader may be a dict; give one loader"
+        )
+    if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
+        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give valid_loader a dict: {{name: loader}}")
+    if length_of(loader) == 0:
+        raise LoaderError(f"{name} has 0 batches ({describe(loader)}); give it data, or drop_last=False")
+
+
+def copy_with(loader: _Loader, **changes: Any) -> _Loader:
+    """Return a copy of a DataLoader with other attributes: samplers, or a number of workers.
+
+    A DataLoader refuses to change these, because of the workers and the iterator that it has. The copy has none.
+
+    Parameters
+    ----------
+    loader : DataLoader
+        It stays as it is.
+    **changes : object
+        Attributes of the copy.
+
+    Returns
+    -------
+    DataLoader
+        Of the same class.
+
+    Examples
+    --------
+    >>> loader = DataLoader(range(4), batch_size=2)
+    >>> [batch.tolist() for batch in copy_with(loader, batch_sampler=[[3, 2]])]
+    [[3, 2]]
+    """
+    made = copy.copy(loader)
+    if not hasattr(loader, "_iterator"):  # A copy with persistent workers would take over the iterator of the loader.
+        changes.setdefault("persistent_workers", False)
+    for name, value in {"_iterator": None, **changes}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

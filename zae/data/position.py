@@ -1,0 +1,371 @@
+"""Where a run stands in its training data, and how it goes on from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from zae.common import random_state
+from zae.data.loader_state import as_begun, begins_again, capture_parts, changes_of, facts_of, restore_parts
+from zae.data.loaders import describe, gives_pinned, is_stateful, length_of
+from zae.data.reshard import own_batch_sampler, padded, place_of, why_not_reshard
+from zae.data.skip import iterate_on, skip_batches
+from zae.data.workers import deaths_expected, mute_workers, part_from_workers, unmute_workers
+from zae.errors import CheckpointMismatch, LoaderError
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["LoaderPosition"]
+
+_log = logging.getLogger("zae")
+
+
+class LoaderPosition:
+    """Where a run stands in its training loader: the random state at the beginning of the epoch, and the present one.
+
+    An epoch is resumed by restoring the state of its beginning, which gives the same order of samples, skipping the
+    samples that were used, in the sampler where possible, and restoring the present state.
+
+    Parameters
+    ----------
+    fast : bool
+        Whether the exact data path may be taken (`zae.data.gather`).
+    """
+
+    def __init__(self, fast: bool = True) -> None:
+        self.loader: Any = None
+        self.pinned = False  # Whether the batches of the epoch are copied to a GPU without waiting.
+        self.is_evaluating = False  # Whether weights and random streams are those of an evaluation.
+        self._fast = fast
+        self._begin: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._first: dict[str, Any] | None = None  # The state as an iterator began, in this epoch or in an earlier one.
+        # After how many batches of this epoch a None was skipped, and how many were skipped before this epoch.
+        self._absent: list[int] = []
+        self._absent_before = 0
+        self._another = False  # Whether the run continues with another loader than it was saved with.
+        self._ended_with: Any = None  # The loader of the call of `run` that was saved, if that call has ended.
+        self._expected: int | None = None  # The batches of the epoch, for a sampler that may change their number.
+        self._kept: Any = None  # The last state of a loader whose workers are gone.
+        self._is_copied = False  # Whether a copy of the loader is in use, so that the loader's own state does not fit.
+        # Whether the workers persist in the next epoch, and whether they persisted in this one.
+        self._persists = self._persisted = False
+        self._ended_at: int | None = None  # The total number of batches when an iterator ended; it may begin again.
+        self._pad = 0  # Entries before the order of this epoch, since it was resharded.
+        self._padded: tuple[Any, Any] = (None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the loader out, which may not be picklable: a copy resumes as if it had loaded this state."""
+        twin = self
+        if self._resume is None and self.loader is not None:
+            twin = LoaderPosition(self._fast)
+            twin.load_state_dict(self.state_dict())
+        return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None),
+                "is_evaluating": self.is_evaluating}  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader and of every random stream."""
+        if self._resume is not None:
+            return {key: value for key, value in self._resume.items() if key != "may_reshard"}
+        absent: dict[str, Any] = {"absent": list(self._absent), "absent_before": self._absent_before}
+        if self._persists if self._begin is None else self._persisted:
+            absent["persists"] = True
+        state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
+        state["facts"] = {} if self.loader is None else facts_of(self.loader)
+        if isinstance(self.loader, Iterator):
+            state["first"] = self._first
+        if is_stateful(self.loader) and not self._is_copied:
+            state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state, which is restored when the next epoch, or the rest of this one, begins.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned. With ``"may_reshard": True``, another batch size or another number of ranks
+            (it was saved by ``"ranks"``) may continue with the samples that are left.
+        """
+        made, absent = dict(state), list(state["absent"])  # These may fail: nothing is changed before.
+        self._pad, self._absent_before = int(state.get("pad", 0)), int(state["absent_before"])
+        self._resume, self._absent = made, absent
+
+    def resharded(self, loader: Any) -> Any:
+        """Return the loader to train on; in an epoch that was resharded, its order begins with the used entries."""
+        if self._pad and self._padded[0] is not loader:
+            self._padded = (loader, padded(loader, self._pad))
+        return self._padded[1] if self._pad else loader
+
+    def reshard(self, trainer: Trainer, given: Any) -> None:
+        """Continue, where that is allowed, with another batch size or number of ranks: each sample left comes once.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            Its progress in the epoch is counted in the new batches from here on.
+        given : iterable
+            The user's loader.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The dataset or the sampler is another one, or the loader is a stream.
+        """
+        resume, progress, world = self._resume, trainer.progress_checker, trainer.world_size
+        if resume is None or not resume.get("may_reshard") or not resume["facts"]:
+            return
+        before, ranks = resume["facts"], (resume.get("ranks", world), world)
+        if ranks[0] == world and all(
+            before.get(key) == facts_of(given).get(key) for key in ("batch_size", "drop_last")
+        ):
+            return
+        reasons = why_not_reshard(given, before, ranks, self._pad, progress.epoch_batch)
+        if progress.epoch_batch and resume["loader"] is not None:
+            reasons.append(f"a {type(given).__name__} keeps its own position, counted in the batches of before")
+        if reasons:
+            raise CheckpointMismatch(
+                f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it was, or add "
+                "mid_epoch='restart' to begin the epoch again"
+            )
+        if progress.epoch_batch:
+            used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
+            self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
+            wrapped = trainer.wrap_loader(given, True)
+            steps, batches = trainer.steps_in(wrapped) or 0, length_of(wrapped) or 1
+            progress.epoch_step = -(-steps * progress.epoch_batch // batches)
+            _log.info("epoch %d is resharded: every sample that was not used comes once", progress.epoch + 1)
+        kept = {key: value for key, value in resume.items() if key not in ("may_reshard", "ranks")}
+        self._resume = {**kept, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
+        self._absent = []
+
+    def restart(self, used_before: int) -> None:
+        """Begin the epoch again at its first batch, with the present random state; an iterator continues.
+
+        Parameters
+        ----------
+        used_before : int
+            The number of batches that were used in all epochs.
+        """
+        self._absent, self._absent_before, self._pad = [], -used_before, 0
+        if self._resume is not None:
+            absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
+            begin = self._resume["begin"] or present
+            present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
+            anew = {"begin": None, "first": None, "loader": None, "pad": 0}
+            self._resume = {**self._resume, **anew, "present": present, **absent}
+
+    def check(self, loader: Any, new_run: bool) -> None:
+        """Refuse to resume with another loader than the run was saved with.
+
+        Parameters
+        ----------
+        loader : iterable
+            The loader, after ``wrap_loader``.
+        new_run : bool
+            Whether a call of ``run`` begins that had not begun when the state was saved: it takes any loader.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The error names the differences.
+        """
+        before = {} if self._resume is None else self._resume["facts"]
+        changes = changes_of(before, facts_of(loader)) if before else []
+        if new_run and self._ended_with is not None and self._ended_with is not loader:
+            changes.append("it is another object")
+        if self._resume is not None and "ranks" in self._resume:
+            changes.append(f"it was shared by {self._resume['ranks']} ranks")
+        if self._resume is None or not changes:
+            return
+        if not new_run:
+            if not _may_vary(before, changes):
+                raise _another_loader(changes)
+            self._expected = before["number of batches"] if self._resume["begin"] else None
+            return
+        present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
+        anew = {"begin": None, "first": None, "loader": None, "persists": False}
+        self._resume = {**self._resume, **anew, "present": present}
+        self._another = True
+
+    def note_loader(self, loader: Any) -> None:
+        """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one.
+
+        Parameters
+        ----------
+        loader : iterable
+            The loader, after ``wrap_loader``.
+        """
+        self._ended_with = None if self._resume is None else loader
+
+    def restore_random(self) -> None:
+        """Restore the global random streams, from which a resume itself may have drawn."""
+        if self._resume is not None:
+            random_state.restore(self._resume["present"]["random"])
+
+    def forget(self) -> None:
+        """Begin the next epoch at its first batch."""
+        self.pinned = False
+        self._begin = self._resume = None
+        self._pad, self._padded = 0, (None, None)
+        self._absent_before += len(self._absent)
+        if self._ended_at is not None:  # An iterator that yields batches again begins at its first one.
+            self._absent_before, self._ended_at, self._first = -self._ended_at, None, None
+        self._absent = []
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether a state was loaded from which no epoch has continued yet."""
+        return self._resume is not None
+
+    def is_of(self, loader: Any) -> bool:
+        """Whether this loader can continue the epoch."""
+        return (self._resume is not None and not self._another) or self.loader is loader
+
+    def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
+        """Iterate over the batches that are left in the epoch.
+
+        Parameters
+        ----------
+        loader : iterable
+            The loader, after ``wrap_loader``.
+        used : int
+            The number of batches of this epoch that were used already.
+        used_before : int
+            The number that was used in all epochs: an iterator, which cannot start again, has to skip as many.
+
+        Returns
+        -------
+        iterator
+            The batches, without those that are None.
+        """
+        resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
+        self._note_workers(loader, used, resume)
+        self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
+        self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
+        unmute_workers()
+        once = isinstance(loader, Iterator)  # It does not start again, but continues where it was left.
+        if resume is None and (once or not used):
+            self._begin = self._begin if used else self._capture()
+            self._first = self._first or self._begin
+            iterator = loader if used else self._open(loader, 0)
+            return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
+        present = self._capture() if resume is None else resume["present"]
+        begin = self._begin if resume is None else resume["begin"]
+        skip = used + sum(after <= used for after in self._absent)
+        earlier = used_before - used + self._absent_before if once else 0  # Of epochs since the iterator began.
+        if once and skip + earlier:
+            _log.info("the first %d batches of the iterator are skipped", skip + earlier)
+        if resume is not None and is_stateful(loader) and resume["loader"] is not None:
+            iterator = self._of_stateful(loader, resume["loader"], present, used)
+        elif earlier:
+            if self._first is not None:
+                self._rewind(self._first)
+            iterator = self._open(loader, skip + earlier)
+        else:
+            self._rewind(begin if used and begin is not None else present)
+            begin = begin if used and begin is not None else self._capture()
+            self._first = self._first or begin
+            iterator = self._open(loader, skip)
+        expected, self._expected = self._expected, None
+        if expected is not None and length_of(loader) != expected:
+            raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
+        self._begin = begin
+        if used or earlier:
+            # Workers may have begun their first batches already; they have random streams of their own.
+            self._restore(present)
+        return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
+
+    def _of_stateful(self, loader: Any, state: Any, present: Mapping[str, Any], used: int) -> Iterator[Any]:
+        """Iterate over a loader from its own state."""
+        self._restore(present)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        if used or not isinstance(loader, DataLoader) or loader.persistent_workers:
+            return iterator
+        # It ended, and began again, with draws that an uninterrupted run makes once.
+        self._restore(present)
+        return iter(loader)
+
+    def _note_workers(self, loader: Any, used: int, resume: Mapping[str, Any] | None) -> None:
+        """Note whether the workers of an uninterrupted run would persist here: they have been given their seed."""
+        if resume is not None:
+            self._persisted = bool(resume.get("persists"))
+        elif not used:
+            self._persisted = self._persists and self.loader is loader
+        self._persists = bool(getattr(loader, "persistent_workers", False))
+
+    def _open(self, loader: Any, count: int) -> Iterator[Any]:
+        """Skip the first batches of a loader, without drawing a seed for workers that have one."""
+        if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
+            iterator, self._is_copied = skip_batches(loader, count, self._fast)
+            return iterator
+        own, loader.generator = loader.generator, torch.Generator()  # The seed of the workers is drawn from it.
+        try:
+            iterator, self._is_copied = skip_batches(loader, count, self._fast)
+        finally:
+            loader.generator = own
+        return iterator
+
+    def _present(self, iterator: Iterator[Any], given: int, before: int) -> Iterator[Any]:
+        """Skip batches that are None; refuse a loader that has more of them than of others."""
+        try:
+            for batch in iterator:
+                if batch is None:
+                    self._absent.append(given)
+                    continue
+                given += 1
+                yield batch
+        except Exception:
+            mute_workers()  # Until the run has dealt with it: a worker may have died.
+            raise
+        finally:
+            if deaths_expected():
+                if is_stateful(self.loader) and not self._is_copied:
+                    self._kept = self.loader.state_dict()  # Without its workers, it would return its initial state.
+                part_from_workers(iterator, self.loader)
+        if isinstance(self.loader, Iterator):
+            self._ended_at = before + given
+        absent = len(self._absent)
+        if absent > given:
+            raise LoaderError(
+                f"{absent} of {absent + given} batches were None ({describe(self.loader)}); fix the collate_fn"
+            )
+        if absent:
+            _log.warning("%d of %d batches were None and were skipped", absent, absent + given)
+
+    def _capture(self) -> dict[str, Any]:
+        generators = None if self.loader is None else random_state.capture_generators(self.loader)
+        parts = {} if self.loader is None else capture_parts(self.loader)
+        return {"random": random_state.capture(), "generators": generators, "parts": parts}
+
+    def _restore(self, state: Mapping[str, Any], only_streams: bool = False) -> None:
+        random_state.restore(state["random"])
+        if state["generators"] is not None:
+            random_state.restore_generators(self.loader, state["generators"])
+        restore_parts(self.loader, state["parts"], only_streams)
+
+    def _rewind(self, state: Mapping[str, Any]) -> None:
+        """Restore the beginning of an epoch, also where a sampler was still at the end of the one before."""
+        self._restore(state)
+        again = begins_again(self.loader)
+        if again is not None:
+            self._restore(state, only_streams=again)
+
+
+def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
+    """Whether only the number of batches differs, and the batch sampler may change it in each epoch."""
+    return bool(own_batch_sampler(before)) and [change.startswith("number of batches") for change in changes] == [True]
+
+
+def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, write "
+        "reshard=True (an option of StateManagerAddon) to distribute the remaining samples again, or begin a new run "
+        "from the weights alone: apply_weights(path)"
+    )

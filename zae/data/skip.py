@@ -1,0 +1,136 @@
+"""Iterate over a loader from its batch number N, without loading the batches before where that can be avoided."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from zae.data.gather import batches_of
+from zae.data.loader_state import global_streams
+from zae.data.loaders import copy_with
+
+__all__ = ["iterate_on", "skip_batches"]
+
+_log = logging.getLogger("zae")
+
+
+def skip_batches(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bool]:
+    """Return an iterator over a loader without its first batches, and whether it iterates over a copy of the loader.
+
+    The entries of a sampler are skipped before anything is loaded. Batches of any other loader are loaded and dropped.
+
+    Parameters
+    ----------
+    loader : iterable
+        Any loader.
+    count : int
+        The number of batches to skip.
+    fast : bool
+        Whether the exact data path may be taken (`zae.data.gather`).
+
+    Returns
+    -------
+    (iterator, bool)
+        The batches that are left.
+
+    Examples
+    --------
+    >>> batches, is_copy = skip_batches(DataLoader(range(5), batch_size=2), 1, fast=True)
+    >>> [batch.tolist() for batch in batches], is_copy
+    ([[2, 3], [4]], True)
+    """
+    if not count:
+        return batches_of(loader, fast), False
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    rest = _skip_entries(loader, count, fast) if is_map else None
+    if rest is not None:
+        return rest, True
+    if isinstance(loader, DataLoader):
+        what = f"a {type(loader).__name__}, which overrides __iter__" if is_map else "an IterableDataset"
+        _log.warning("resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped", what,
+                     count)  # fmt: skip
+    elif not isinstance(loader, Sequence):
+        _log.info("the first %d batches of %s are loaded and dropped", count, type(loader).__name__)
+    iterator = iter(loader)
+    source = "dataset" if isinstance(loader, DataLoader) else "loader"
+    _drop(iterator, count, f"{source} {type(getattr(loader, 'dataset', loader)).__name__}")
+    return iterator, False
+
+
+def iterate_on(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator has left, without calling ``iter()``, which makes some begin again."""
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
+
+
+class _SkipFirst:
+    """A batch sampler (or sampler) without its first entries."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+        self._rest: Iterator[Any] | None = None
+        self._turn = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A DataLoader draws its base seed after this call and before the first entry. So nothing is skipped here.
+        self._rest = iter(self._sampler)
+        return self._entries()
+
+    def _entries(self) -> Iterator[Any]:
+        self.skip()
+        assert self._rest is not None
+        yield from self._rest
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loader has begun to iterate over it."""
+        return self._rest is not None
+
+    def skip(self) -> None:
+        """Drop the first entries now, while the random state is that of the beginning of the epoch."""
+        assert self._rest is not None
+        with self._turn:  # A loader that fetches its batches in a thread may be here at the same time.
+            count, self._skip = self._skip, 0
+            _drop(self._rest, count, f"sampler {type(getattr(self._sampler, 'sampler', self._sampler)).__name__}")
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def _drop(iterator: Iterator[Any], count: int, what: str) -> None:
+    """Drop the first entries, and warn where the next ones may depend on random numbers drawn between them."""
+    before = None
+    for _ in range(count):
+        next(iterator, None)
+        before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
+    if count and before != global_streams():
+        _log.warning(
+            "the %s draws from the global random streams as it goes: the order of the samples may not be exactly that "
+            "of an uninterrupted run; give it a generator of its own", what,
+        )  # fmt: skip
+
+
+def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[Any] | None:
+    """Iterate over a copy of a loader whose sampler skips its first entries; None if the loader does not use it."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = _SkipFirst(getattr(loader, name), count)
+    iterator = batches_of(copy_with(loader, **{name: sampler}), fast)
+    if not sampler.has_begun:  # The __iter__ of a subclass is a generator, for example.
+        return None
+    if loader.num_workers:
+        _log.warning("resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random "
+                     "numbers that the dataset draws in its workers are not exact", loader.num_workers)  # fmt: skip
+    sampler.skip()
+    return iterator
