@@ -186,9 +186,9 @@ def test_every_batch_and_random_state_is_that_of_the_plain_loader(dataset: str, 
 
 @pytest.mark.parametrize(
     ("sampler", "walk"),
-    [("WeightedRandomSampler", "_weighted"), ("weighted, without replacement", "_weighted")]
-    + [("in order", "_in_order"), ("shuffled, a generator", "_shuffled"), ("a BatchSampler", "_shuffled")]
-    + [(name, "_sampled") for name in ("replacement", "more samples", "of another source", "rank 0 of 2")],
+    [("WeightedRandomSampler", "_weighted_rows"), ("weighted, without replacement", "_weighted_rows")]
+    + [("in order", "_sequential_rows"), ("shuffled, a generator", "_random_rows"), ("a BatchSampler", "_random_rows")]
+    + [(name, "_sampled_rows") for name in ("replacement", "more samples", "of another source", "rank 0 of 2")],
 )
 @pytest.mark.parametrize("dataset", ["TensorDataset", "Subset of a list", "Subset of a Subset"])
 def test_the_dataset_is_not_asked_for_samples(
@@ -221,10 +221,10 @@ def test_a_step_that_changes_its_batch_does_not_change_the_dataset(dataset: str,
 @pytest.mark.parametrize("sampler", ["in order", "shuffled, a generator", "WeightedRandomSampler"])
 @pytest.mark.parametrize("dataset", ["TensorDataset", "Subset of a range"])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_of_more_batches_than_are_cut_at_once(
+def test_an_epoch_of_more_batches_than_are_split_at_once(
     dataset: str, sampler: str, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zae.data.gather._CUT", 3)
+    monkeypatch.setattr("zae.data.gather._PIECES", 3)
     for length in (5, 6, 7, 12, 13, 25):
         loaders = [SAMPLERS[sampler](DATASETS[dataset](length), batch_size=2, drop_last=drop_last) for _ in range(2)]
         assert walked(loaders[0], True) == walked(loaders[1], False), length

@@ -1,11 +1,11 @@
-"""The exact data path: the batches of a DataLoader over tensors in memory, taken with one gather for each tensor.
+"""The exact data path: build the batches of a DataLoader over tensors in memory with one gather for each tensor.
 
-A ``DataLoader`` without workers asks its dataset for one sample after another and stacks them. Over tensors in memory
-that is most of a small model's step, and one ``index_select`` gives the same batch. What is walked here is the
-loader's own batch sampler, and from the loader's generators is drawn what the DataLoader's iterator draws, at the same
-moments: the batches, their order and every random state are bitwise those of the plain loader. Whatever is not
-recognised takes the plain loader; `why_not` says what that is. What a step changes in the dataset, its next batch
-has, as ever; only indices of a ``Subset`` that are changed in place are read as an epoch begins.
+A DataLoader without workers fetches one sample after another and stacks them. For tensors in memory that takes most
+of the step of a small model, and one ``index_select`` returns the same batch. The exact data path iterates over the
+batch sampler of the loader, and draws from its generators what the iterator of the DataLoader draws, in the same order:
+the batches and every random state are bitwise those of the plain loader. A loader that is not recognised is used as it
+is; `why_not` returns the reason. Where a step changes the dataset, the next batch has the change, as with the plain
+loader; only the indices of a ``Subset`` that are changed in place are read when an epoch begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zae.common.torch_private import find
 
 __all__ = ["batches_of", "why_not"]
 
-_CUT = 256  # Pieces that are cut at once: their views are all alive.
+_PIECES = 256  # Pieces that are split off at once: their views are all alive.
 # Types that index_select and stack treat alike: both copy the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _COPIED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
@@ -55,19 +55,19 @@ _IS_KNOWN = None not in (_STACK, *_METHODS.values())
 
 
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
-    """Begin to walk a loader, over the exact data path where that is possible.
+    """Iterate over a loader, on the exact data path where that is possible.
 
     Parameters
     ----------
     loader : iterable
         Any loader.
     fast : bool
-        False walks the loader itself, always.
+        False always uses the loader itself.
 
     Returns
     -------
     iterator
-        The batches. As with ``iter(loader)``, the random numbers of its beginning are drawn now.
+        The batches. As with ``iter(loader)``, the first random numbers are drawn now.
 
     Examples
     --------
@@ -80,24 +80,24 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     if not fast or why_not(loader) is not None:
         return iter(loader)
     batches, dataset = loader.batch_sampler, loader.dataset
-    # First the sampler begins, then DataLoader draws the seed of its workers, also where there are none.
+    # A DataLoader starts its sampler, and then draws the seed of its workers, even if it has none.
     entries = iter(batches)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    if not _is_of_tensors(_innermost(dataset)):
-        return map(partial(_asked, loader), entries)  # Not a generator: there a StopIteration would be an error.
+    if not _has_tensors(_innermost(dataset)):
+        return map(partial(_fetch, loader), entries)  # In a generator, a StopIteration would be an error.
     kind = type(batches.sampler) if type(batches) is BatchSampler else None
     if kind is SequentialSampler and batches.sampler.data_source is dataset:
-        return _gathered(loader, _in_order(batches))
-    if kind is RandomSampler and batches.sampler.data_source is dataset and _permutes(batches.sampler):
-        return _gathered(loader, _shuffled(batches))
-    # It knows no data; one with weights for rows that are not there is left to the dataset, and so is its error.
+        return _gather_batches(loader, _sequential_rows(batches))
+    if kind is RandomSampler and batches.sampler.data_source is dataset and _is_permutation(batches.sampler):
+        return _gather_batches(loader, _random_rows(batches))
+    # It does not know the data. Where it has weights for rows that do not exist, the dataset raises the error.
     if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(dataset):
-        return _gathered(loader, _weighted(batches))
-    return _gathered(loader, _sampled(entries, len(dataset)))
+        return _gather_batches(loader, _weighted_rows(batches))
+    return _gather_batches(loader, _sampled_rows(entries, len(dataset)))
 
 
 def why_not(loader: Any) -> str | None:
-    """Say why a loader is walked as it is, and not over the exact data path.
+    """Return why a loader does not take the exact data path.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def why_not(loader: Any) -> str | None:
         f"it has timeout={loader.timeout}": loader.timeout,
         "it has batch_size=None": loader.batch_sampler is None,
         "it has a custom collate_fn": loader.collate_fn is not default_collate,
-        "the default collate was given other functions": not _collates_as_usual(),
+        "the default collate was given other functions": not _stacks_tensors(),
         "its _get_iterator was replaced": "_get_iterator" in vars(loader),
         f"torch's default device is {torch.get_default_device()}": torch.get_default_device().type != "cpu",
         "its dataset is an IterableDataset": isinstance(loader.dataset, IterableDataset),
@@ -138,9 +138,9 @@ def why_not(loader: Any) -> str | None:
 
 
 def _why_not_over(dataset: Any) -> str | None:
-    """Why the samples of a dataset cannot be gathered."""
+    """Return why the samples of a dataset cannot be gathered."""
     source = _innermost(dataset)
-    if not _is_of_tensors(source):
+    if not _has_tensors(source):
         if getattr(dataset, "__getitems__", None):
             return None
         return f"its dataset, a {type(dataset).__name__}, is not a TensorDataset and has no __getitems__"
@@ -154,7 +154,7 @@ def _why_not_over(dataset: Any) -> str | None:
 
 
 def _why_not_tensor(tensor: Any) -> str | None:
-    """Why rows of a tensor would not be stacked into what a gather gives."""
+    """Return why stacking rows of a tensor would differ from gathering them."""
     if type(tensor) is not Tensor:
         return f"is a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -171,73 +171,73 @@ def _why_not_tensor(tensor: Any) -> str | None:
     return None
 
 
-def _collates_as_usual() -> bool:
-    """Whether tuples of tensors are stacked: ``default_collate_fn_map`` is open to everybody."""
+def _stacks_tensors() -> bool:
+    """Whether tuples of tensors are stacked: anyone may change ``default_collate_fn_map``."""
     functions = find(_COLLATE, "default_collate_fn_map") or {}
     return functions.get(Tensor) is _STACK and not any(isinstance((), kind) for kind in functions)
 
 
 def _innermost(dataset: Any) -> Any:
-    """What a Subset is of, at any depth; any other dataset is that itself."""
+    """Return the dataset in a Subset, at any depth; any other dataset itself."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
-def _is_of_tensors(dataset: Any) -> bool:
-    """Whether a dataset gives samples as TensorDataset does."""
+def _has_tensors(dataset: Any) -> bool:
+    """Whether a dataset returns samples as TensorDataset does."""
     return (
         isinstance(dataset, TensorDataset)
         and type(dataset).__getitem__ is TensorDataset.__getitem__
         and type(dataset).__len__ is TensorDataset.__len__
-        and not hasattr(type(dataset), "tensors")  # A property may give others each time.
+        and not hasattr(type(dataset), "tensors")  # A property may return other tensors each time.
         and not hasattr(dataset, "__getitems__")
     )
 
 
-def _permutes(sampler: RandomSampler) -> bool:
-    """Whether a RandomSampler gives each row once."""
+def _is_permutation(sampler: RandomSampler) -> bool:
+    """Whether a RandomSampler yields each row once."""
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _in_order(batches: Any) -> Iterator[slice]:
-    """The rows of a SequentialSampler."""
+def _sequential_rows(batches: Any) -> Iterator[slice]:
+    """Yield the rows of a SequentialSampler."""
     length, size, drops, start = len(batches.sampler), batches.batch_size, batches.drop_last, 0
     while start < length - (size - 1 if drops else 0):
-        yield slice(start, min(start + size, length))  # Of the rows that there were: a step may add some.
+        yield slice(start, min(start + size, length))  # A step may add rows to the dataset.
         start += size
         size = size if drops else batches.batch_size
 
 
-def _shuffled(batches: Any) -> Iterator[Tensor]:
-    """The rows of a RandomSampler without replacement."""
+def _random_rows(batches: Any) -> Iterator[Tensor]:
+    """Yield the rows of a RandomSampler without replacement."""
     length, generator = len(batches.sampler), batches.sampler.generator
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     order = torch.randperm(length, generator=generator)
-    # Asked for more, the sampler draws another order: it takes nothing of it, or what a step has added meanwhile.
-    yield from _cut(
+    # For its end, the sampler draws another order: it takes nothing of it, or as many rows as a step has added.
+    yield from _split_indices(
         order, batches, lambda: torch.randperm(length, generator=generator)[: batches.sampler.num_samples % length]
     )
 
 
-def _weighted(batches: Any) -> Iterator[Tensor]:
-    """The rows of a WeightedRandomSampler, which draws all of them at once."""
+def _weighted_rows(batches: Any) -> Iterator[Tensor]:
+    """Yield the rows of a WeightedRandomSampler, which draws all of them at once."""
     sampler = batches.sampler
-    yield from _cut(
+    yield from _split_indices(
         torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator),
         batches,
     )
 
 
-def _cut(order: Tensor, batches: Any, more: Callable[[], Tensor] | None = None) -> Iterator[Tensor]:
-    """An order in pieces: many are cut at a time, which takes a third of the time of a slice for each.
+def _split_indices(order: Tensor, batches: Any, more: Callable[[], Tensor] | None = None) -> Iterator[Tensor]:
+    """Split an order into batches, many at a time, which takes a third of the time of slices.
 
-    A BatchSampler that does not drop the last batch asks for its batch size anew each time.
+    A BatchSampler that does not drop the last batch reads its batch size for each batch.
     """
     size, drops, start = batches.batch_size, batches.drop_last, 0
     while True:
-        while whole := min((len(order) - start) // size, _CUT):
+        while whole := min((len(order) - start) // size, _PIECES):
             for piece in order[start : start + whole * size].split(size):
                 yield piece
                 start += size
@@ -251,33 +251,33 @@ def _cut(order: Tensor, batches: Any, more: Callable[[], Tensor] | None = None) 
         yield order[start:]
 
 
-def _sampled(entries: Iterable[Any], length: int) -> Iterator[Any]:
-    """The rows of any other sampler; in a tuple, an entry of anything else that may index."""
+def _sampled_rows(entries: Iterable[Any], length: int) -> Iterator[Any]:
+    """Yield the rows of any other sampler; entries that are not lists of indices are yielded in a tuple."""
     for entry in entries:
         is_plain = type(entry) is list and set(map(type, entry)) == {int} and min(entry) >= 0 and max(entry) < length
         yield torch.tensor(entry) if is_plain else (entry,)
 
 
-def _gathered(loader: Any, pieces: Iterable[Any]) -> Iterator[Any]:
-    """Batches of these rows. A step may give the dataset other tensors or indices, and they are looked at anew."""
+def _gather_batches(loader: Any, pieces: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches of these rows. A step may give the dataset other tensors or indices, which are then used."""
     dataset, length = loader.dataset, len(loader.dataset)
     parts: list[Any] = []
     tensors: Any = None
     for rows in pieces:
         if type(dataset) is Subset or dataset.tensors is not tensors:
-            now = _parts(dataset)
+            now = _sources_of(dataset)
             if len(now) != len(parts) or not all(map(is_, now, parts)):
                 parts, tensors, source = now, now[-1], _source_of(dataset, length)
         if type(rows) is tuple:
-            yield _asked(loader, rows[0])
+            yield _fetch(loader, rows[0])
         elif source is not None:
-            yield _taken(*source, rows)
+            yield _take_rows(*source, rows)
         else:
-            yield _asked(loader, [*range(length)[rows]] if type(rows) is slice else rows.tolist())
+            yield _fetch(loader, [*range(length)[rows]] if type(rows) is slice else rows.tolist())
 
 
-def _taken(tensors: tuple[Tensor, ...], among: Tensor | None, rows: Tensor | slice) -> list[Tensor]:
-    """Copies of some rows of tensors, or of some among their rows."""
+def _take_rows(tensors: tuple[Tensor, ...], among: Tensor | None, rows: Tensor | slice) -> list[Tensor]:
+    """Copy rows of tensors; ``among`` maps the rows of a subset to theirs."""
     if among is not None:
         rows = among[rows] if isinstance(rows, slice) else among.index_select(0, rows)
     if isinstance(rows, slice):
@@ -285,8 +285,8 @@ def _taken(tensors: tuple[Tensor, ...], among: Tensor | None, rows: Tensor | sli
     return [tensor.index_select(0, rows) for tensor in tensors]
 
 
-def _parts(dataset: Any) -> list[Any]:
-    """What a batch is taken from: the indices of each Subset, and the tensors."""
+def _sources_of(dataset: Any) -> list[Any]:
+    """Return what a batch is built from: the indices of each Subset, and the tensors."""
     parts: list[Any] = []
     while type(dataset) is Subset:
         parts.append(dataset.indices)
@@ -295,9 +295,9 @@ def _parts(dataset: Any) -> list[Any]:
 
 
 def _source_of(dataset: Any, length: int = 0) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """The tensors of a dataset, and which of their rows it is, None for all; None for what is left to the dataset."""
+    """Return the tensors of a dataset and its rows in them (None for all); None if the dataset has to be asked."""
     if type(dataset) is not Subset:
-        fits = _is_of_tensors(dataset) and len(dataset) >= length and _why_not_over(dataset) is None
+        fits = _has_tensors(dataset) and len(dataset) >= length and _why_not_over(dataset) is None
         return (dataset.tensors, None) if fits else None
     outer: Any = dataset.dataset
     inner, indices = _source_of(outer), dataset.indices
@@ -306,13 +306,13 @@ def _source_of(dataset: Any, length: int = 0) -> tuple[tuple[Tensor, ...], Tenso
         return None
     within, rows = len(outer), torch.tensor(list(indices), dtype=torch.int64)
     if bool(((rows < -within) | (rows >= within)).any()):
-        return None  # The dataset says so itself, when such a row is asked for.
+        return None  # The dataset raises the error when such a row is fetched.
     rows = torch.where(rows < 0, rows + within, rows)
     return inner[0], rows if inner[1] is None else inner[1][rows]
 
 
-def _asked(loader: Any, entry: Any) -> Any:
-    """A batch as the dataset gives it, and its errors."""
+def _fetch(loader: Any, entry: Any) -> Any:
+    """Fetch a batch from the dataset, with its errors."""
     if getattr(loader.dataset, "__getitems__", None):
         return loader.collate_fn(loader.dataset.__getitems__(entry))
     return loader.collate_fn([loader.dataset[index] for index in entry])

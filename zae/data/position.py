@@ -130,8 +130,8 @@ class LoaderPosition:
             reasons.append(f"a {type(given).__name__} keeps its own position, counted in the batches of before")
         if reasons:
             raise CheckpointMismatch(
-                f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it was, or add "
-                "mid_epoch='restart' to begin the epoch again"
+                f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it "
+                "was, or add mid_epoch='restart' to begin the epoch again"
             )
         if progress.epoch_batch:
             used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
