@@ -98,7 +98,7 @@ def check_loader(loader: Any, name: str = "loader") -> None:
             f"{name} is a dict ({', '.join(map(str, loader))}), but only valid_loader may be a dict; give one loader"
         )
     if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
-        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give valid_loader a dict: {{name: loader}}")
+        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give a dict: valid_loader={{name: loader}}")
     if length_of(loader) == 0:
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); give it data, or drop_last=False")
 
