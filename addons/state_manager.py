@@ -15,7 +15,6 @@ from zae.errors import CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.loop import addon_state
 from zae.loop.progress import Every
 from zae.loop.state import load_weights_of
-from zae.loop.stop_signals import StopSignals
 from zae.saving.crash import forget_claims, save_crash, was_in_step
 from zae.saving.resume import (
     Resumed,
@@ -28,6 +27,7 @@ from zae.saving.resume import (
 from zae.saving.retention import Retention, best_of, present_score, score_or_none, scores_now
 from zae.saving.saver import Saver, format_for, job_of
 from zae.saving.start_from import Start
+from zae.saving.stop_signals import StopSignals
 from zae.storage.checkpoint import load_checkpoint, newest_valid, put_back
 from zae.storage.locks import FolderLock
 from zae.storage.names import checkpoint_name

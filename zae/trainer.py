@@ -27,14 +27,13 @@ from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.error_notes import explain_error
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
 from zae.loop.step_output import StepOutput, count_of, explain_failure
-from zae.preview import explain, plan
+from zae.preview import dry_run, explain, plan
 from zae.schedulers import is_plateau
 from zae.storage.plain_names import plain_state, without_wrappers
 
@@ -284,6 +283,8 @@ class Trainer(metaclass=TrainerMeta):
                 for _ in range(limits.n_epoch or 1):
                     run.run_test_epoch()
                 return self.metrics
+            run.check()
+            dry_run.try_validation(self, valid_loader)
             run.begin()
             self.on_run_begin()
             run.resume_pending_validation()
@@ -647,7 +648,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def on_exception(self, error: BaseException) -> None:
         """Called when a run ends by an exception, which goes on afterwards with a note of where it happened."""
-        explain_error(self.current_run, error)
+        self.current_run.explain(error)
 
     @seam
     def checkpoint(self) -> None:

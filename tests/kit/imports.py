@@ -46,7 +46,7 @@ LAST = frozenset({"addons", "cli", "interop", "search", "testing"})
 KNOWN: dict[tuple[str, str], str] = {
     (
         "zae.launch.spawn",
-        "zae.loop.stop_signals",
+        "zae.saving.stop_signals",
     ): "Both end a process by the same rule; `status_of` belongs to common.",
     ("zae.preview.checkpoint_size", "zae.storage.encoding"): "The size of a checkpoint is that of its encoded state.",
     ("zae.testing.state_checks", "zae.storage.encoding"): "It proves that a state can be written into a checkpoint.",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from inspect import getattr_static
 from typing import Any
 
-__all__ = ["deaths_expected", "mute_workers", "part_from_workers", "unmute_workers"]
+from zae.common.torch_private import shut_down_workers
+
+__all__ = ["dead_workers", "deaths_expected", "mute_workers", "part_from_workers", "undisturbed", "unmute_workers"]
 
 _CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
 _PATIENCE = 1.0
@@ -74,6 +80,36 @@ def part_from_workers(iterator: Any, loader: Any = None) -> None:
     iterator._workers_done_event = _Told()
     if getattr(loader, "_iterator", None) is iterator:
         loader._iterator = None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep torch from raising for a dead worker of a loader while another error is handled."""
+    mute_workers()
+    try:
+        yield
+    finally:
+        unmute_workers()
+
+
+def dead_workers(error: Exception) -> str:
+    """Describe the dead workers of the loader that raised; the error itself may only name a broken connection."""
+    # Read without __getattr__: an object whose creation was interrupted may answer with any error.
+    selves: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [getattr_static(each, "_workers", None) for each in selves]
+    dead = []
+    for index, worker in enumerate(next((each for each in found if isinstance(each, list)), [])):
+        worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
+        if worker.exitcode:
+            how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
+            dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
+    if dead:  # End the other workers, so that torch does not raise for this one again when they end.
+        for iterator in selves:
+            if getattr_static(iterator, "_shutdown_workers", None) is not None:
+                part_from_workers(iterator)
+                with suppress(Exception):
+                    shut_down_workers(iterator)
+    return "".join(dead)
 
 
 class _Told:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from zae.errors import ConfigError, DistributedError
 from zae.launch import transfer
 from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
-from zae.loop.stop_signals import status_of
+from zae.saving.stop_signals import status_of
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 

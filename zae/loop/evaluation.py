@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,55 @@ from zae.loop import binding
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.step_output import call_step
-from zae.loop.stop_signals import DistributedStopFlag, EvaluationAborted
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
+
+_SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
+
+
+class EvaluationAborted(BaseException):
+    """A validation was left between two batches because a signal asks for the end; caught by the run."""
+
+
+class DistributedStopFlag:
+    """Whether a signal has come to any rank, agreed on by all while each walks its share of a validation.
+
+    The ranks ask each other before the first batch, and then about every two seconds: before batches whose numbers
+    follow from times that all of them know, and that every rank has. A rank with more batches waits for no other.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        One of the ranks.
+    signals : sequence of int
+        Those that have come to this rank, at any moment.
+    batches : int
+        The number of batches of this rank; 0 where it is unknown.
+
+    Attributes
+    ----------
+    signals : list of int
+        Empty until the ranks have agreed on the end.
+    """
+
+    def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
+        self._trainer, self._own = trainer, signals
+        found = trainer.gather((list(signals), batches))
+        self.signals = [number for numbers, _ in found for number in numbers]
+        self._least = min(count for _, count in found)
+
+    def walk(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of this rank, and ask the others between them."""
+        ask_at, began = 1, time.monotonic()
+        for index, batch in enumerate(batches):
+            if index == ask_at and index < self._least:
+                own = torch.tensor([len(self._own), (time.monotonic() - began) / index], dtype=torch.float64)
+                signals, seconds = self._trainer.reduce(own).tolist()
+                self.signals += [0] * bool(signals)
+                # The mean of a few batches may be far off: at most twice as many come before the next time.
+                ask_at += int(min(index, max(1.0, _SECONDS * self._trainer.world_size / max(seconds, 1e-9))))
+            yield batch
 
 
 def switch(trainer: Trainer, mode: str) -> None:

@@ -14,15 +14,13 @@ from torch import nn
 
 from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
 from zae.data.loaders import check_loader, describe, length_of
+from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
 from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import merge_sums
-from zae.loop.error_notes import explain_error, undisturbed
+from zae.loop.evaluation import EvaluationAborted
 from zae.loop.history import Metrics
-from zae.loop.progress import Every
-from zae.loop.progress_bar import Bar
-from zae.loop.stop_signals import EvaluationAborted
-from zae.loop.trial import try_validation
+from zae.loop.progress import Bar, Every
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -149,7 +147,7 @@ class Run:
             yield
         except BaseException as error:
             with undisturbed():
-                trainer.on_exception(error) if self.is_call else explain_error(self, error)
+                trainer.on_exception(error) if self.is_call else self.explain(error)
             raise
         finally:
             if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
@@ -211,13 +209,12 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- beginning and end
 
-    def begin(self) -> None:
-        """Find where this call began and ends, and refuse a loader or a schedule that does not fit."""
-        trainer, progress = self.trainer, self.trainer.progress_checker
-        calls, is_new = progress.run_calls, progress.run_calls.is_new
+    def check(self) -> None:
+        """Find where this call ends, and refuse a loader or a schedule that does not fit."""
+        trainer, calls = self.trainer, self.trainer.progress_checker.run_calls
         self.last_epoch, self.last_step = self.bounds()
-        wrapped = self._fit_loader()
-        leaves = is_new and self.leaves_epoch(wrapped)
+        self.walked = wrapped = self._fit_loader()
+        leaves = calls.is_new and self.leaves_epoch(wrapped)
         optim.check_closures(trainer._optimizers, type(trainer))
         has_metric = self.valid_loader is not None or trainer.history.watches_training
         in_epoch = self.steps_per_epoch(wrapped)
@@ -225,16 +222,17 @@ class Run:
             scheduling.check_run(trainer, *self.spans(in_epoch, leaves), in_epoch, has_metric)
         elif trainer.is_main:  # It was checked as it began.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
-        if is_new:
-            try_validation(trainer, self.valid_loader)
-        if leaves:  # That epoch does not count among those of this call.
-            self._leave_epoch(wrapped)
-            self.last_epoch = min(self.last_epoch + 1, _NO_LIMIT)
-        if is_new:
+
+    def begin(self) -> None:
+        """Count the call where it is new, and close an open epoch that its loader cannot continue."""
+        progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
+        if calls.is_new:
+            if self._leave_epoch(self.walked):  # That epoch does not count among those of this call.
+                self.last_epoch = min(self.last_epoch + 1, _NO_LIMIT)
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.made += 1
-        trainer.loader_position.restore_random()
+        self.trainer.loader_position.restore_random()
 
     def _fit_loader(self) -> Any:
         """Wrap the loader, and refuse one that cannot continue the epoch of a loaded state."""
@@ -250,12 +248,13 @@ class Run:
             position.note_loader(wrapped)
         return wrapped
 
-    def _leave_epoch(self, wrapped: Any) -> None:
-        """Close the open epoch where another loader follows."""
-        if self.leaves_epoch(wrapped):
-            progress = self.trainer.progress_checker
+    def _leave_epoch(self, wrapped: Any) -> bool:
+        """Close the open epoch where this loader cannot continue it; return whether that was so."""
+        leaves, progress = self.leaves_epoch(wrapped), self.trainer.progress_checker
+        if leaves:
             _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
             progress.close_epoch()
+        return leaves
 
     def has_more_epochs(self) -> bool:
         """Whether an epoch is to begin, or to continue."""
@@ -478,6 +477,45 @@ class Run:
         """Return what the progress bar shows."""
         return {**self.trainer.log_train.means(), **optim.learning_rates(self.trainer._optimizers)}
 
+    # --------------------------------------------------------------------------------------------------- errors
+
+    def explain(self, error: BaseException) -> None:
+        """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
+        if not isinstance(error, Exception) or self.trainer is None:
+            return
+        if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
+            error.add_note(
+                "zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}"
+            )
+        progress = self.trainer.progress_checker
+        place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
+        if self.is_evaluating:
+            place = f"in an evaluation after step {progress.step}"
+        place = f"{place}, on {self.trainer.device}"
+        try:
+            note = self._note(error, place)
+        except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
+            note = f"{place}; what is known of it could not be told ({type(other).__name__}: {other})"
+        if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
+            return
+        has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
+        if not (has_died and _add_to_text(error, f"a worker of a loader has died {note}")):
+            error.add_note(f"zae: {note}")
+
+    def _note(self, error: Exception, place: str) -> str:
+        """Describe the batch, or the loader that was asked for one; return "" outside of steps and loaders."""
+        is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
+        if self.batch is not None and not is_of_worker:
+            return f"{place}; the batch was {argument_checks.describe_batch(self.batch)}"
+        if not self.is_loading and not is_of_worker:
+            return ""
+        progress, workers = self.trainer.progress_checker, getattr(self.walked, "num_workers", 0)
+        asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+        if self.is_evaluating:
+            asked = f"while a batch was asked for in an evaluation after step {progress.step}"
+        of_workers = f", num_workers={workers}" if workers else ""
+        return f"{asked}, from {describe(self.walked)}{of_workers}{dead_workers(error)}"
+
 
 def _remaining(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None) -> tuple[int | None, int | None]:
     """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
@@ -509,3 +547,13 @@ def _warn_of_unheld(trainer: Trainer) -> None:
             "to one, optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
             ", ".join(names[:_SHOWN]), more, len(names),
         )  # fmt: skip
+
+
+def _add_to_text(error: Exception, text: str) -> bool:
+    """Add to the message of an exception, where it has one; return whether it is there."""
+    text = f"{text}; a system that runs out of memory kills processes"
+    if isinstance(error, OSError) and error.strerror:
+        error.strerror = f"{error.strerror} ({text})"
+    elif isinstance(error, (RuntimeError, EOFError, OSError)) and len(error.args) <= 1:
+        error.args = (f"{str(error).strip()} ({text})".strip(),)
+    return text in str(error)

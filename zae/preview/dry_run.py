@@ -1,24 +1,318 @@
-"""What `zae.preview.plan` tries out on copies, so that nothing that is the trainer's own is touched."""
+"""Try a step on copies: a batch with a copy of the model, an optimizer on parameters without data.
+
+The trainer, its loaders and every random stream stay as they were.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
 import warnings
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from zae.common import optim, random_state
+from zae.common import argument_checks, optim, random_state
+from zae.common.device import to_device
 from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
+from zae.composition.introspect import set_by
+from zae.data.loader_state import undrawn
+from zae.data.loaders import copy_with, describe
+from zae.errors import MonitorError
+from zae.loop import binding
+from zae.loop.epoch_log import plain
+from zae.loop.history import split_prefix
+from zae.loop.step_output import call_step
+from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["states_after_a_step"]
+__all__ = ["NotTried", "Tried", "check_monitor", "states_after_a_step", "try_step", "try_validation"]
+
+_log = logging.getLogger("zae")
+_MANY = 10_000  # Entries of a container that is put back.
+_LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
+_DEPTH = 4
+_SHARED = (ModuleType, DataLoader, Dataset, Sampler, Optimizer, LRScheduler, logging.Logger)
+
+
+class NotTried(Exception):
+    """Why a step cannot be tried such that everything is as before."""
+
+
+class Tried(NamedTuple):
+    """What a step has returned for one batch."""
+
+    names: list[str]  # Of the metrics.
+    fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
+
+
+def try_validation(trainer: Trainer, loader: Any) -> None:
+    """Try one batch of the validation before the first batch of training, and refuse what would fail there.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        It is set up for a run, and has made no step yet.
+    loader : iterable or dict of them
+        The ``valid_loader``; None leaves the trial out.
+
+    Raises
+    ------
+    MonitorError
+        No metric has the name ``monitor``.
+    Exception
+        What ``test_step`` raised, with a note.
+    """
+    progress = trainer.progress_checker
+    if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
+        return
+    try:
+        if trainer.world_size > 1:
+            raise NotTried("several ranks train")
+        if any(hasattr(module, "_orig_mod") for module in trainer.unwrap().modules()):
+            raise NotTried("the model is compiled")
+        tried = try_step(trainer, loader, "valid")
+        if tried.fault is None:
+            check_monitor(trainer, tried.names, "valid")
+            return
+        _log.warning(
+            "metric_on_epoch_end failed with one batch of the valid_loader, before training (%s: %s); if it needs more "
+            "than one batch, this is not a fault, and try_validation=False skips this trial",
+            type(tried.fault).__name__, tried.fault,
+        )  # fmt: skip
+    except (NotTried, torch.OutOfMemoryError) as error:
+        _log.debug("the validation is not tried before training: %s", error)
+    except Exception as error:
+        note = (
+            "zae: before training, one batch of valid_loader was tried with a copy of the "
+            "model: the validation would have failed after the first epoch. try_validation=False skips this trial"
+        )
+        error.__notes__ = [note, *getattr(error, "__notes__", ())]
+        raise
+
+
+def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
+    """Refuse a ``monitor`` that is none of the metrics of a split.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        With the monitor.
+    names : list of str
+        Of the metrics that a step has returned.
+    split : {"train", "valid"}
+        Whose step it is.
+    """
+    prefix, bare = split_prefix(trainer.monitor)
+    if prefix == "train" and (split == "valid" or bare in names):
+        return
+    if trainer.history.score_of(dict.fromkeys(names, 0.0)) is None and any(
+        is_plateau(each) for each in optim.named(trainer.scheduler).values()
+    ):
+        raise MonitorError(f"no step returns {trainer.monitor!r}; available: {', '.join(names)}; give monitor=...")
+
+
+def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
+    """Try one batch with copies of the model and the task, and name what would be recorded.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        The attributes that its own classes set are copied; nothing of it changes.
+    loader : iterable or dict of them
+        Where the batch is from.
+    split : {"train", "valid"}
+        Which step is tried.
+
+    Returns
+    -------
+    Tried
+        The names of the metrics.
+
+    Raises
+    ------
+    NotTried
+        A batch cannot be taken and put back, or something cannot be copied.
+    """
+    if isinstance(loader, Mapping):
+        each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
+        lists = {name: tried.names for name, tried in each_tried.items()}
+        common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
+        faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
+        return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
+    batch, is_train = first_batch(loader), split == "train"
+    with random_state.isolated():
+        twin = _copy_of(trainer)
+        twin.mode = "train" if is_train else "test"
+        twin.model.train(is_train)
+        log = twin.log_train if is_train else twin.log_test
+        with torch.set_grad_enabled(is_train):
+            batch = to_device(batch, twin.device)
+            try:
+                output = call_step(twin, twin.train_step if is_train else twin.test_step, batch)
+            except Exception as error:
+                error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
+                raise
+            log.record(*output)
+            names = list(log.means())
+            try:
+                own = twin.history.further_metrics(split if is_train else "test", twin.metric_on_epoch_end)
+            except Exception as fault:
+                return Tried(names, fault)
+    return Tried([*names, *(name for name in own if name not in names)])
+
+
+# ------------------------------------------------------------------------------------------------ the batch
+
+
+def first_batch(loader: Any) -> Any:
+    """Take a batch such that the loader, its parts and every random stream are as they were.
+
+    Raises
+    ------
+    NotTried
+        There is no such way: an iterator would have lost the batch.
+    """
+    if isinstance(loader, (list, tuple)):
+        batch = copy.deepcopy(next((batch for batch in loader if batch is not None), None))
+    elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        raise NotTried(f"a batch of {describe(loader)} cannot be tried and put back")
+    else:
+        batch = _first_of(loader)
+    if batch is None:
+        raise NotTried(f"{describe(loader)} has no batch")
+    return batch
+
+
+def _first_of(loader: DataLoader[Any]) -> Any:
+    """Take the first batch of a DataLoader, in this process."""
+    twin = copy_with(loader, num_workers=0, persistent_workers=False, timeout=0, prefetch_factor=None)
+    with random_state.isolated(*random_state.generators_of(loader)), undrawn(loader), _put_back(loader):
+        try:
+            return next(iter(twin), None)
+        except Exception as error:
+            if loader.num_workers:  # It may need what a worker prepares.
+                raise NotTried(f"a batch could not be loaded without workers ({error})") from error
+            raise
+
+
+@contextmanager
+def _put_back(loader: Any) -> Iterator[None]:
+    """Put back the attributes of a loader's dataset, samplers and collate function: counters, and files opened late."""
+    parts: dict[int, Any] = {}
+    waiting = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (list, tuple)) and len(part) < _MANY:
+            waiting += [each for each in part if isinstance(each, (Dataset, Sampler))]
+        elif id(part) not in parts and not isinstance(part, type) and hasattr(part, "__dict__"):
+            parts[id(part)] = part
+            waiting += [getattr(part, name, None) for name in ("dataset", "datasets", "sampler", "data_source")]
+    kept = [(part, dict(vars(part)), _entries(part)) for part in parts.values()]
+    try:
+        yield
+    finally:
+        for part, attributes, containers in kept:
+            vars(part).clear()
+            vars(part).update(attributes)
+            for container, entries in containers:
+                _fill(container, entries)
+
+
+def _entries(part: Any) -> list[tuple[Any, Any]]:
+    """List the containers among the attributes of an object, each with a copy of what it holds."""
+    held = [value for value in vars(part).values() if type(value) in (list, dict, set) and len(value) < _MANY]
+    return [(value, copy.copy(value)) for value in held]
+
+
+def _fill(container: Any, entries: Any) -> None:
+    """Give a container the entries that it had."""
+    if len(container) != len(entries) or type(container) is not list:
+        container.clear()
+        container.extend(entries) if type(container) is list else container.update(entries)
+
+
+# ------------------------------------------------------------------------------------------------ the copies
+
+
+def _copy_of(trainer: Any) -> Any:
+    """Copy a trainer: the model, what its own classes have set, and its records; optimizers and loaders are shared."""
+    module, held = trainer.unwrap(), binding.unbound(trainer)
+    if optim.are_lazy([*module.parameters(), *module.buffers()]):
+        raise NotTried("the model is lazy: its first batch makes its weights")
+    twin = object.__new__(type(trainer))
+    memo: dict[int, Any] = {id(trainer): twin}
+    own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
+    bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
+    if bytes_held > _LARGE:
+        raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
+    try:
+        twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
+        copies = copy.deepcopy(own, memo)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
+    shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
+    vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
+    twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
+    vars(twin)["log"] = _taken_by_nobody
+    first = next(iter(twin._module.parameters()), None)
+    twin.device = trainer.device if first is None else first.device
+    return twin
+
+
+def _taken_by_nobody(metrics: Any, step: int) -> None:
+    """Stand in for ``log`` of a copy: what a step logs while it is tried is not recorded."""
+    plain(metrics)
+
+
+@functools.cache
+def _names_of(cls: type) -> frozenset[str]:
+    return frozenset(set_by(cls, only_self=True))
+
+
+def _names_of_zae(cls: type) -> frozenset[str]:
+    """Return the attributes that zae's own classes set; those of any other class are the task's."""
+    return frozenset().union(*(_names_of(c) for c in cls.__mro__ if c.__module__.partition(".")[0] == "zae"))
+
+
+def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
+    """Mark what is shared instead of copied, and return the bytes of the tensors in the rest."""
+    total, seen, waiting = 0, set(inside), [(value, _DEPTH) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _SHARED):
+            memo[id(value)] = value
+        elif isinstance(value, (Tensor, np.ndarray)):
+            total += 0 if isinstance(value, Tensor) and optim.are_lazy([value]) else value.nbytes
+        elif isinstance(value, nn.Module):
+            waiting += [(each, 0) for each in (*value.parameters(), *value.buffers())]
+        elif depth and isinstance(value, (list, tuple, set, dict)):
+            waiting += [(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)]
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
+            waiting += [(each, depth - 1) for each in vars(value).values()]
+    return total
+
+
+# ------------------------------------------------------------------------------------------ an optimizer's state
 
 
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.loop import scheduling, trial
+from zae.loop import scheduling
 from zae.loop.history import split_prefix
 from zae.loop.progress import Every
 from zae.loop.run import Run, RunLimits, check_optimizer
 from zae.loop.scheduling import simulated
+from zae.preview import dry_run
 from zae.preview.checkpoint_size import checkpoint_bytes
-from zae.preview.dry_run import states_after_a_step
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
         return
     noted = trainer._noted
     try:
-        sizes = checkpoint_bytes(trainer, made, states_after_a_step(trainer))
+        sizes = checkpoint_bytes(trainer, made, dry_run.states_after_a_step(trainer))
     except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
         made.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
         return
@@ -369,17 +369,17 @@ def _try_metrics(trainer: Trainer, made: RunPlan, loader: Any, valid_loader: Any
     source = loader if watches_training else valid_loader
     split = "train" if watches_training else "valid"
     try:
-        tried = trial.try_step(trainer, source, split)
+        tried = dry_run.try_step(trainer, source, split)
         if tried.fault is not None:
             raise tried.fault
-    except trial.NotTried as reason:
+    except dry_run.NotTried as reason:
         made.notes.append(f"{split} metrics are not known: {reason}")
         return
     except Exception as error:
         made.notes.append(f"{split} metrics are not known: one batch was tried, and {type(error).__name__}: {error}")
         return
     made.metrics = tried.names
-    trial.check_monitor(trainer, tried.names, split)
+    dry_run.check_monitor(trainer, tried.names, split)
 
 
 # ---------------------------------------------------------------------------------------------------- in words

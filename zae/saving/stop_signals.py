@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the step is finished and saved first, a validation is given up."""
+"""Signals that ask a run to end: it finishes its step and saves first, and aborts a validation."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ import logging
 import os
 import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
+from typing import Any, NoReturn
 
 from zae.data.workers import mute_workers, unmute_workers
 
-if TYPE_CHECKING:
-    from zae.trainer import Trainer
-
-__all__ = ["DistributedStopFlag", "EvaluationAborted", "StopSignals", "status_of"]
+__all__ = ["StopSignals", "status_of"]
 
 _log = logging.getLogger("zae")
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 _HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none.
-_SECONDS = 2.0  # How often several ranks ask one another in a validation, about.
-
-
-class EvaluationAborted(BaseException):
-    """A validation that was left between two batches, for a signal asks for the end; only the session meets it."""
 
 
 class StopSignals:
@@ -180,54 +168,3 @@ def _beneath(handler: Any, number: int) -> Any:
         if handler in passed:  # Two runs, each of them begun once more while the other went on.
             return signal.SIG_DFL
     return handler
-
-
-class DistributedStopFlag:
-    """What several ranks agree on while each walks its share of a validation: whether a signal has come to any of them.
-
-    They ask one another before the first batch, and then about every two seconds: before batches whose numbers follow
-    from times that all of them know, and that every rank has. A rank with more batches than another waits for nobody.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        One of the ranks.
-    signals : sequence of int
-        Those that have come to this rank, at any moment.
-    batches : int
-        How many batches this rank has; 0 where it does not know.
-
-    Attributes
-    ----------
-    signals : list of int
-        Empty until the ranks have agreed on the end.
-    """
-
-    def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
-        self._trainer, self._own = trainer, signals
-        found = trainer.gather((list(signals), batches))
-        self.signals = [number for numbers, _ in found for number in numbers]
-        self._least = min(count for _, count in found)
-
-    def walk(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the batches, and look up between them.
-
-        Parameters
-        ----------
-        batches : iterator
-            Those of this rank.
-
-        Returns
-        -------
-        iterator
-            The same.
-        """
-        ask_at, began = 1, time.monotonic()
-        for index, batch in enumerate(batches):
-            if index == ask_at and index < self._least:
-                told = torch.tensor([len(self._own), (time.monotonic() - began) / index], dtype=torch.float64)
-                signals, seconds = self._trainer.reduce(told).tolist()
-                self.signals += [0] * bool(signals)
-                # The mean of a few batches may be anything: at most twice as many lie before the next time.
-                ask_at += int(min(index, max(1.0, _SECONDS * self._trainer.world_size / max(seconds, 1e-9))))
-            yield batch
