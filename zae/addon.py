@@ -10,7 +10,6 @@ import torch
 
 from zae.composition.introspect import LAYERS, repeats, replaces, seam
 from zae.composition.metaclass import mix
-from zae.composition.options import BASES
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import GENERATORS, Generators, check_declared, declaring, read_declared
 from zae.trainer import Trainer
@@ -238,6 +237,3 @@ class AddOnBase(Trainer):
                 f"{', '.join(map(str, state))}); load it with strict=False to start {name} from its initial state"
             )
         return state.get(name), {key: value for key, value in state.items() if key != name}
-
-
-BASES.append(AddOnBase)

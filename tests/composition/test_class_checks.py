@@ -668,7 +668,7 @@ def test_the_trainers_own_attributes_are_not_for_others(base, name):
         f"def __init__(self, *args, **kwargs):\n    super(cls, self).__init__(*args, **kwargs)\n    self.{name} = 0\n"
     )
     exec(code, namespace)
-    with pytest.raises(TaskError, match=f"X.__init__ sets self.{name}, which the trainer keeps for itself; rename it"):
+    with pytest.raises(TaskError, match=f"X.__init__ sets self.{name}, a private name of Trainer; rename it"):
         type(Task)("X", (base,), {"__init__": namespace["__init__"]})
 
 
@@ -698,15 +698,13 @@ def test_names_that_two_classes_mean_as_their_own_are_refused():
     class Layered(Task):
         layer = 3
 
-    with pytest.raises(
-        AddOnConflict, match="TwoAddon and OneAddon both have a '_helper', and the one would take the place"
-    ):
+    with pytest.raises(AddOnConflict, match="TwoAddon and OneAddon both define '_helper', and one would overwrite"):
         Task.add_on(OneAddon, TwoAddon)
-    with pytest.raises(AddOnConflict, match="ThreeAddon and OneAddon both have a '_count'"):
+    with pytest.raises(AddOnConflict, match="ThreeAddon and OneAddon both define '_count'"):
         Task.add_on(OneAddon, ThreeAddon)
-    with pytest.raises(AddOnConflict, match=r"OneAddon and Reporting both have a 'report', .*; rename it in Reporting"):
+    with pytest.raises(AddOnConflict, match=r"OneAddon and Reporting both define 'report', .*; rename it in Reporting"):
         Reporting.add_on(OneAddon)
-    with pytest.raises(AddOnConflict, match=r"both have a 'layer', .*; rename it in Layered"):
+    with pytest.raises(AddOnConflict, match=r"both define 'layer', .*; rename it in Layered"):
         Layered.add_on(InnerAddon)
 
     class PoliteAddon(AddOnBase):

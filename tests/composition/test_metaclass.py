@@ -381,7 +381,7 @@ def test_two_owners_of_one_option_are_refused():
         def __init__(self, *args, decay=1, **kwargs):
             super().__init__(*args, **kwargs)
 
-    with pytest.raises(AddOnConflict, match=r"both have an option 'decay'; rename one of them, or put it into a base"):
+    with pytest.raises(AddOnConflict, match=r"both have an option 'decay'; rename one of them, or move it"):
         Task.add_on(OneAddon, EMAAddon)
     with pytest.raises(AddOnConflict, match=r"EMAAddon and Own both have an option 'decay'"):
         Own.add_on(EMAAddon)

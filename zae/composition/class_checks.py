@@ -17,6 +17,7 @@ from zae.composition.introspect import (
     calls_super,
     function_of,
     is_add_on,
+    is_base,
     is_marked,
     is_trainer,
     names_in,
@@ -47,7 +48,7 @@ def check_class(cls: Any) -> None:
     AddOnError
         With the line to write.
     """
-    if cls.__dict__.get("_is_base"):
+    if is_base(cls):
         return
     if is_add_on(cls):
         _check_declaration(cls)
@@ -86,7 +87,7 @@ def _check_declaration(cls: Any) -> None:
         )
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
         raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")
-    parents = [c for c in cls.__bases__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+    parents = [c for c in cls.__bases__ if is_add_on(c) and not is_base(c)]
     if len({c.layer for c in parents}) > 1 or len({c.slot for c in parents if c.slot}) > 1:
         names = ", ".join(c.__name__ for c in parents)
         raise AddOnError(
@@ -204,7 +205,8 @@ def _check_name(cls: Any, klass: Any, name: str) -> None:
     hint = f"; {foreign_hook(name)}." if name in FOREIGN_HOOKS or (foreign_hook(name) and not near) else near
     if is_marked(klass.__dict__[name], "__seam__") or not hint:
         return
-    for other, value in ((n, v) for c in cls.__mro__ for n, v in c.__dict__.items()):
+    users = [c for c in cls.__mro__ if c is klass or c.__module__.partition(".")[0] != "zae"]
+    for other, value in ((n, v) for c in users for n, v in c.__dict__.items()):
         function = function_of(value)
         if other != name and isinstance(function, FunctionType) and name in names_in(function.__code__):
             return  # It is a helper of the class's own.
@@ -298,7 +300,7 @@ def _check_super(cls: Any) -> None:
     """Refuse a seam that is overridden without ``super()`` while that would drop an add-on's work."""
     seams = seams_of(cls)
     for index, klass in enumerate(cls.__mro__[: _root_index(cls)]):
-        if klass.__dict__.get("_is_base"):
+        if is_base(klass):
             continue
         for name in klass.__dict__.keys() & {*seams, *_STEPS, "__init__"}:
             value = klass.__dict__[name]
@@ -315,7 +317,7 @@ def _check_super(cls: Any) -> None:
 
 
 def _has(add_on: Any, name: str) -> bool:
-    return name in add_on.__dict__ and not add_on.__dict__.get("_is_base")
+    return name in add_on.__dict__ and not is_base(add_on)
 
 
 def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer class is made of: its seams, its add-ons and their slots, read off the class itself."""
+"""Read a trainer class: its seams, its add-ons and their slots, and the names that its functions mention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ __all__ = [
     "calls_super",
     "function_of",
     "is_add_on",
+    "is_base",
     "is_marked",
     "is_trainer",
+    "kinds_of",
     "names_in",
+    "names_set_in",
     "reaches_super",
     "repeats",
     "replaces",
@@ -31,6 +34,7 @@ __all__ = [
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
 """Where an add-on sits, innermost first."""
 
+_STORE = dis.opmap["STORE_ATTR"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -53,7 +57,7 @@ def seam(function: AnyFunction) -> AnyFunction:
 
 
 def replaces(function: AnyFunction) -> AnyFunction:
-    """Mark an override that means not to call ``super()``: it does the seam's whole work itself.
+    """Mark an override that does the whole work of a seam and does not call ``super()``.
 
     Parameters
     ----------
@@ -99,7 +103,7 @@ def repeats(function: AnyFunction) -> AnyFunction:
 
 
 def _mark(value: Any, mark: str) -> None:
-    """Set a mark on a function, or on the one inside of what takes no attributes, such as a property."""
+    """Mark a function; of a property, which takes no attributes, the function inside."""
     setattr(function_of(value) if isinstance(value, (property, cached_property)) else value, mark, True)
 
 
@@ -109,12 +113,12 @@ def is_marked(value: Any, mark: str) -> bool:
 
 
 def function_of(value: Any) -> Any:
-    """Return the plain function behind a property, a classmethod, a partial or a wrapper; else the value itself."""
+    """Return the function inside a property, a classmethod, a partial or a wrapper; else the value itself."""
     return list(_wrappers(value))[-1]
 
 
 def _wrappers(value: Any) -> Iterator[Any]:
-    """Yield a value of a class body and what it is wrapped around, outermost first."""
+    """Yield a value of a class body and what it wraps, outermost first."""
     yield value
     inner = None
     if isinstance(value, property):
@@ -176,13 +180,23 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def is_trainer(cls: Any) -> bool:
-    """Whether a class is Trainer, an add-on, or derives from one of them."""
+    """Whether a class is Trainer, AddOnBase, or derived from one of them."""
     return isinstance(cls, type) and hasattr(cls, "_is_addon")
 
 
 def is_add_on(cls: Any) -> bool:
-    """Whether a class is an add-on: a mixin, and no trainer by itself."""
+    """Whether a class is an add-on: a mixin that cannot run without a trainer."""
     return isinstance(cls, type) and bool(getattr(cls, "_is_addon", False))
+
+
+def is_base(cls: type) -> bool:
+    """Whether a class is AddOnBase itself, whose own methods are not those of an add-on."""
+    return bool(cls.__dict__.get("_is_base"))
+
+
+def kinds_of(add_on: Any) -> list[Any]:
+    """List an add-on and those of its bases that are add-ons, without AddOnBase."""
+    return [c for c in add_on.__mro__ if is_add_on(c) and not is_base(c)]
 
 
 def add_ons_of(cls: Any) -> list[Any]:
@@ -216,27 +230,32 @@ def seams_of(cls: Any) -> dict[str, Any]:
     return found
 
 
+def names_set_in(function: Any, only_self: bool = True) -> Iterator[str]:
+    """Yield the attributes that a function sets: of its first argument, or of any object."""
+    if not isinstance(function, FunctionType):
+        return
+    first, left = function.__code__.co_varnames[:1], [function.__code__]
+    while left:
+        code = left.pop()
+        left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        if _STORE not in code.co_code[::2]:
+            continue  # Disassembling is most of what an import of zae.addons costs.
+        before: Any = None
+        for step in dis.get_instructions(code):
+            # From Python 3.13 on, one instruction may load two variables.
+            loaded = before[-1:] if isinstance(before, tuple) else (before,)
+            if step.opname == "STORE_ATTR" and (not only_self or loaded == first):
+                yield step.argval
+            before = step.argval
+
+
 def set_by(cls: type, only_self: bool = False) -> set[str]:
-    """Name the attributes that the functions of a class set: of any object, or of ``self`` alone."""
-    found = set()
+    """Return the attributes that the methods of a class set: of any object, or of ``self`` alone."""
+    found: set[str] = set()
     for value in vars(cls).values():
         if isinstance(value, (property, classmethod, staticmethod)):
             value = value.fget if isinstance(value, property) else value.__func__
-        # Of nothing else an attribute is asked for: a dict of settings may have one of any name.
-        function: Any = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-        left: list[Any] = [function.__code__] if isinstance(function, FunctionType) else []
-        while left:
-            code = left.pop()
-            left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            before: Any = None
-            for step in dis.get_instructions(code):
-                if step.opname == "STORE_ATTR" and (not only_self or _loads_self(before)):
-                    found.add(step.argval)
-                before = step
+        # Only a function is unwrapped: anything else may have an attribute of any name.
+        function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        found.update(names_set_in(function, only_self))
     return found
-
-
-def _loads_self(step: dis.Instruction | None) -> bool:
-    """Whether an instruction loads ``self`` last; from Python 3.13 on one may load two variables."""
-    loaded = None if step is None else step.argval
-    return (loaded[-1] if isinstance(loaded, tuple) and loaded else loaded) == "self"

@@ -18,7 +18,17 @@ from weakref import WeakValueDictionary
 
 from zae.composition.class_checks import check_class, check_complete, check_instance
 from zae.composition.collisions import check_collisions
-from zae.composition.introspect import LAYERS, add_ons_of, is_add_on, is_trainer, replaces, seam, seams_of, slots_of
+from zae.composition.introspect import (
+    LAYERS,
+    add_ons_of,
+    is_add_on,
+    is_base,
+    is_trainer,
+    replaces,
+    seam,
+    seams_of,
+    slots_of,
+)
 from zae.composition.options import check_call, check_owners, missing_attribute, options_of
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
@@ -182,7 +192,7 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
         raise AddOnError(f"add_on() takes the classes one by one, not in a {type(add_on).__name__}; write add_on(A, B)")
     if not isinstance(add_on, type):
         raise AddOnError(f"add_on() takes classes, and got an instance, {add_on!r:.80}; write add_on(SomeAddon)")
-    if not is_add_on(add_on) or add_on.__dict__.get("_is_base"):
+    if not is_add_on(add_on) or is_base(add_on):
         what = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
         name = "MyAddon" if is_trainer(add_on) or add_on.__module__ == "builtins" else add_on.__name__
         raise AddOnError(
@@ -270,7 +280,7 @@ def _derive(bases: tuple[TrainerMeta, ...], root: TrainerMeta, ordered: Sequence
 def _overridden_apply(add_on: TrainerMeta) -> Callable[[TrainerMeta], Any] | None:
     """The add-on's own ``apply``, when it has one beside AddOnBase's."""
     owner = next(klass for klass in add_on.__mro__ if "apply" in klass.__dict__)
-    return None if owner.__dict__.get("_is_base") else add_on.apply
+    return None if is_base(owner) else add_on.apply
 
 
 def _rebuild(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:

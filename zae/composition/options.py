@@ -1,4 +1,4 @@
-"""The options of a trainer class: who owns each, and which arguments of a call are refused, with what to write."""
+"""Collect the options of a trainer class with their owners, and refuse wrong arguments with the line to write."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
 from zae.composition.foreign_names import foreign_method, foreign_option
-from zae.composition.introspect import function_of, is_add_on, is_trainer
+from zae.composition.introspect import function_of, is_add_on, is_base, is_trainer
 from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
 
-__all__ = ["BASES", "check_call", "check_owners", "join", "missing_attribute", "options_of", "own_options"]
-
-BASES: list[Any] = []
-"""AddOnBase, which registers itself here: this module is below it."""
+__all__ = ["check_call", "check_owners", "join", "missing_attribute", "options_of", "own_options"]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -24,7 +21,7 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Given:
-    """The default of an option that an outer ``__init__`` gives itself."""
+    """The default of an option that an outer ``__init__`` passes itself."""
 
     def __repr__(self) -> str:
         return "<given by the class>"
@@ -44,8 +41,8 @@ def options_of(cls: Any) -> _Options:
     >>> owner.__name__
     'EMAAddon'
     """
-    # What is found stays with the class, for as long as the same functions make its instances: it is asked for twice
-    # by each trainer that is made, and to look at every signature takes longer than to train for a dozen steps.
+    # Cached on the class while its __init__ functions stay the same: each new trainer asks twice, and reading every
+    # signature takes longer than a dozen steps of training.
     inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
     known, options = cls.__dict__.get("__options__", (None, {}))
     if known != inits:
@@ -59,13 +56,13 @@ def options_of(cls: Any) -> _Options:
 
 
 def _initialized(cls: Any) -> list[Any]:
-    """The classes whose ``__init__`` can run: those up to Trainer, which calls no further one."""
+    """List the classes up to Trainer, which does not call ``super().__init__``."""
     mro = list(cls.__mro__)
     return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
 
 
 def _outside_of(inner: _Options, klass: type) -> _Options:
-    """What can be given to a class's ``__init__``, when it hands the rest on to one that takes ``inner``."""
+    """Return the options of a class whose ``__init__`` passes the rest on to one that takes ``inner``."""
     own = _parameters(klass)
     positional = [p for p in own if p.kind in _POSITIONAL]
     keyword = [p for p in own if p.kind is p.KEYWORD_ONLY]
@@ -75,18 +72,18 @@ def _outside_of(inner: _Options, klass: type) -> _Options:
 
     found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
     reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
-    goes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
-    if goes_on:
+    passes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
+    if passes_on:
         for name in reached[len(positional) :]:
             if name in declared:
                 break
             found[name] = inner[name]
-    if takes_args is not None and (not goes_on or "*" in inner):
+    if takes_args is not None and (not passes_on or "*" in inner):
         found["*"] = (takes_args, klass)
     found |= {p.name: (p, klass) for p in keyword}
     if takes_kwargs:
-        # An __init__ that neither declares what is needed nor hands positional arguments on may give it itself.
-        gives = not is_add_on(klass) and not goes_on
+        # An __init__ that neither declares a required argument nor passes positional ones on may give it itself.
+        gives = not is_add_on(klass) and not passes_on
         for name, (p, owner) in inner.items():
             if name not in found and name != "*":
                 default = _GIVEN if gives and p.default is p.empty and p.kind in _POSITIONAL else p.default
@@ -100,15 +97,12 @@ def _parameters(cls: type) -> list[inspect.Parameter]:
 
 
 def own_options(cls: type) -> dict[str, inspect.Parameter]:
-    """The options that a class itself declares in ``__init__``."""
+    """Return the options that a class declares in its own ``__init__``."""
     return {p.name: p for p in _parameters(cls) if p.kind not in _REST}
 
 
 def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
-    """Refuse an option that two add-ons, or an add-on and the trainer inside of it, both declare.
-
-    A class may declare an option of one that it derives from again, to give it another default.
-    """
+    """Refuse an option that two unrelated classes declare; a derived class may declare one of its bases again."""
     owners: dict[str, Any] = {}
     inside = [c for c in cls.__mro__ if is_trainer(c) and not is_add_on(c)]
     for klass in dict.fromkeys([*(c for a in add_ons for c in a.__mro__ if is_add_on(c)), *inside]):
@@ -117,12 +111,12 @@ def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
             if owner not in klass.__mro__ and klass not in owner.__mro__:
                 raise AddOnConflict(
                     f"{owner.__name__} and {klass.__name__} both have an option {name!r}; "
-                    "rename one of them, or put it into a base that both share"
+                    "rename one of them, or move it to a common base"
                 )
 
 
 def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse an unknown, a doubled or a missing argument before any ``__init__`` runs."""
+    """Refuse an unknown, repeated or missing argument before any ``__init__`` runs."""
     options = options_of(cls)
     positional = [name for name, (p, _) in options.items() if p.kind in _POSITIONAL]
     given = positional[: len(args)]
@@ -148,7 +142,7 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
 
 
 def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
-    """What to write instead of an option that the class does not have."""
+    """Return what to write instead of an option that the class does not have."""
     initialized = [klass for klass in _initialized(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
     for index, klass in enumerate(initialized):
         if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
@@ -164,8 +158,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f": {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
-    # The last one owns it: not one that somebody derives from it.
-    owners = {o: a for a in _known_add_ons() for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
+    # The last owner wins, so that a derived class of a user does not.
+    owners = {o: a for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
     if name in owners:
         return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
     foreign = foreign_option(name)
@@ -182,9 +176,9 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
 
 
 def missing_attribute(trainer: Any, name: str) -> Any:
-    """Called for an attribute that a trainer does not have: raise an error that says where it is."""
+    """Raise an error that says where an attribute is that a trainer does not have; its ``__getattr__``."""
     if name in dir(type(trainer)):
-        # A property is there, and what it does has raised; once more, for that error itself.
+        # A property raised AttributeError: call it again for that error.
         return object.__getattribute__(trainer, name)
     raise MissingError(name, explain=lambda: _explain_missing(trainer, name))
 
@@ -193,7 +187,7 @@ def _explain_missing(trainer: Any, name: str) -> str:
     text = f"{type(trainer).__name__} has no attribute {name!r}"
     if name.startswith("_"):
         return text
-    owners = [a for a in _known_add_ons() if name in a.__dict__]
+    owners = [a for a in _known_add_ons(type(trainer)) if name in a.__dict__]
     if owners:
         return f"{text}: it belongs to {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
     foreign = foreign_method(name)
@@ -210,19 +204,19 @@ def join(names: Iterable[str]) -> str:
 
 
 def _words(init: FunctionType) -> set[str]:
-    """The strings in a function's body: among them, what it takes out of ``**kwargs``."""
+    """Return the text constants of a function: among them, what it takes out of ``**kwargs``."""
     return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
 
 
-def _known_add_ons() -> list[Any]:
-    """The add-ons that are defined by now, those that are installed with zae last; only looked up for an error."""
-    installed = []
+def _known_add_ons(cls: Any) -> list[Any]:
+    """List the add-ons that are defined by now, those of zae last; only for errors, as it imports them."""
+    installed, root = [], next(c for c in reversed(cls.__mro__) if is_trainer(c))
     for point in metadata.entry_points(group="zae.addons"):
         if point.dist is None or point.dist.name == "zae":
-            with suppress(ImportError):  # The message for one mistake must not become another's.
+            with suppress(ImportError):  # The message is about another mistake.
                 installed.append(point.load())
     found: dict[Any, None] = {}
-    waiting: list[Any] = list(BASES)
+    waiting: list[Any] = [c for c in type.__subclasses__(root) if is_base(c)]
     while waiting:
         subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
         found |= dict.fromkeys(subclasses)

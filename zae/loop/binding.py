@@ -11,7 +11,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from zae.common import optim
-from zae.composition.introspect import add_ons_of, is_add_on
+from zae.composition.introspect import add_ons_of, kinds_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -47,7 +47,7 @@ def _answers(cls: type[Any]) -> list[tuple[Any, list[Any], list[Any]]]:
         return known
     found = []
     for add_on in add_ons_of(cls):
-        kinds = [c for c in add_on.__mro__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+        kinds = kinds_of(add_on)
         answering = next((c for c in kinds if "is_idle" in c.__dict__), None)
         covered = [c for c in kinds if answering is None or c in answering.__mro__]
         found.append((answering, covered, [c for c in kinds if c not in covered]))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zae.common.random_state import seed_everything
-from zae.composition.introspect import function_of, is_add_on, seams_of
+from zae.composition.introspect import function_of, kinds_of, seams_of
 from zae.composition.options import options_of
 from zae.errors import ZaeError
 from zae.testing import watch
@@ -128,7 +128,7 @@ class Kit:
     @property
     def own_classes(self) -> list[Any]:
         """The add-on and those of its bases that are add-ons, without AddOnBase."""
-        return [c for c in self.add_on.__mro__ if is_add_on(c) and not c.__dict__.get("_is_base")]
+        return kinds_of(self.add_on)
 
     @cached_property
     def probe(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zae.composition.introspect import is_base
 from zae.testing import watch
 from zae.testing.kit import Kit, build_optimizer, in_new_folder
 
@@ -260,7 +261,7 @@ def check_idle(kit: Kit) -> Iterator[str]:
 def kept_busy(add_on: Any) -> Iterator[bool]:
     """Have the seams of an add-on called, whatever is_idle says; yield whether it says anything."""
     owner = next(c for c in add_on.__mro__ if "is_idle" in c.__dict__)
-    says = not owner.__dict__.get("_is_base")
+    says = not is_base(owner)
     before = owner.is_idle
     if says:
         owner.is_idle = lambda self: False
