@@ -111,7 +111,7 @@ class AMPAddon(AddOnBase):
                 scaler.load_state_dict(self._scaler_state)
             self.scaler = scaler
             self.nonfinite.scaled = True  # An overflow is what the scale is for.
-            self._hooks = [o.register_step_post_hook(self._note_step) for o in self._optimizers.values()]
+            self._hooks = [o.register_step_post_hook(self._note_step) for o in self.optimizers.values()]
 
     def is_idle(self) -> bool:
         """Tell whether the precision is that of the model."""
@@ -143,7 +143,7 @@ class AMPAddon(AddOnBase):
         """Divide the gradients by the loss scale, before anybody looks at them."""
         super().unscale()
         if self.scaler is not None:
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
             self._unscaled = True
 

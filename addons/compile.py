@@ -188,7 +188,7 @@ class CompileAddon(AddOnBase):
     def _look(self) -> None:
         """Find out, when everybody is set up, what a graph cannot hold of what they do; and so in each epoch."""
         self._looked, alone = True, self.compile_mode == "model"
-        self._to_fuse = [o for o in self._optimizers.values() if graphs.is_fusible(o) and not alone]
+        self._to_fuse = [o for o in self.optimizers.values() if graphs.is_fusible(o) and not alone]
         if not self._settings or self.compile_report["kept"] in ("eager", "model"):
             return
         if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.
@@ -196,7 +196,7 @@ class CompileAddon(AddOnBase):
             return
         reason = fused.why_not(self) if self.compile_mode in ("auto", "fused") else ""
         if reason is None:
-            self._update = self._update or fused.Update(next(iter(self._optimizers.values())))
+            self._update = self._update or fused.Update(next(iter(self.optimizers.values())))
         elif self.compile_mode == "fused" and self._update is not None:
             self._give_up(f"a graph cannot hold {reason} any more")
         elif self.compile_mode == "fused":
@@ -213,7 +213,7 @@ class CompileAddon(AddOnBase):
         if self.compile_mode == "model":
             with torch_private.called_by(self._eager, partial(self._timed, "model")):
                 return super().micro_step(batch, count)
-        held = self._clipped[0] if self._way == "fused" else self.parameters
+        held = self.optimization.clipped_parameters[0] if self._way == "fused" else self.parameters
         parameters = [p for p in held if p.requires_grad]
         out = self._in_graph(batch, count, parameters)
         if out is not None:
@@ -279,7 +279,7 @@ class CompileAddon(AddOnBase):
 
     def _is_awaited(self) -> bool:
         """Whether somebody waits for the optimizer's step."""
-        return any(map(torch_private.has_step_hooks, self._optimizers.values()))
+        return any(map(torch_private.has_step_hooks, self.optimizers.values()))
 
     def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Make the whole step in one graph; None where the optimizer has yet to make its state."""

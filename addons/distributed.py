@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
-from zae.common import optim, random_state
+from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.composition.introspect import slots_of
 from zae.data.loader_state import restore_parts
@@ -103,9 +103,9 @@ class DistributedAddon(ShardingAddon):
         """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
         self._take_attributes(rest)
         self.optimizer = self.build_optimizer()
-        self._optimizers = optim.named(self.optimizer)
+        self.optimization.hold(self.optimizer, None)
         self.scheduler = self.build_scheduler()
-        self._schedulers = optim.named(self.scheduler)
+        self.optimization.hold(self.optimizer, self.scheduler)
         present = state["position"]["present"]
         random_state.restore({key: value for key, value in present["random"].items() if key in random_state.HOST})
         generators = random_state.generators_of(loader)

@@ -191,8 +191,8 @@ class LedgerAddon(AddOnBase):
         """Note what the optimizers step with, and the weights after it."""
         if not self._stages:
             return super().optimizer_step()
-        noted = self._stages["step"] = _settings(self._optimizers)
-        with _noting_settings(self._optimizers, noted):
+        noted = self._stages["step"] = _settings(self.optimizers)
+        with _noting_settings(self.optimizers, noted):
             stepped = super().optimizer_step()
         weights = fingerprint(self.unwrap().state_dict().values())
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())

@@ -225,7 +225,7 @@ class LoggerAddon(AddOnBase):
         config["model"] = type(self.unwrap()).__name__
         if not are_lazy(self.unwrap().parameters()):  # Else the first batch makes them.
             config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in self.optimizers.items():
             rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
             config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
         config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(self))]

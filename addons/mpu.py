@@ -150,7 +150,7 @@ class MultiGPUAddon(DistributedAddon):
 
     def _takes_turns(self) -> bool:
         """Whether it may be the turn of some optimizers only: the wrapper would wait for the others."""
-        return self.find_unused_parameters and len(self._optimizers) > 1
+        return self.find_unused_parameters and len(self.optimizers) > 1
 
     @contextmanager
     def _alone(self, inner: AbstractContextManager[None]) -> Iterator[None]:
@@ -183,7 +183,7 @@ class MultiGPUAddon(DistributedAddon):
     def micro_batches(self, batch: Any) -> Any:
         """Leave the wrapper out of a step in which some rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
-        if self._world > 1 and self.static_graph and max(len(found), len(self._optimizers)) > 1:
+        if self._world > 1 and self.static_graph and max(len(found), len(self.optimizers)) > 1:
             self._engine = None  # A static graph is one forward and one backward for it.
         if self._leaves_out or self._engine is None:
             self.model = self._inner or self.model

@@ -411,4 +411,4 @@ def test_several_optimizers_and_schedulers_in_any_form(form: str) -> None:
     rates = {key: value for key, value in trainer.train_history[-1].items() if key.startswith("lr")}
     names = ("0", "1") if form == "list" else ("g", "c")
     assert rates == {f"lr/{names[0]}": 0.1, f"lr/{names[1]}": 0.1}
-    assert [group["lr"] for o in trainer._optimizers.values() for group in o.param_groups] == [0.1, 0.05]
+    assert [group["lr"] for o in trainer.optimizers.values() for group in o.param_groups] == [0.1, 0.05]

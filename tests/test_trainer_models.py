@@ -146,7 +146,7 @@ def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(
     class Growing(Regression):
         def train_step(self, batch: Any) -> Any:
             if self.progress_checker.step == 1 and not hasattr(self.model.head, "1"):
-                grow(self.model, list(self._optimizers.values())[-1])
+                grow(self.model, list(self.optimizers.values())[-1])
             return {**super().train_step(batch), "num_targets": len(batch[0])}
 
     def trained(model: Any) -> list[Any]:
@@ -181,7 +181,7 @@ def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(
     assert digest(*(trainer.average[name] for name, _ in model.head.named_parameters(prefix="head"))) == digest(
         *(average[p] for p in by_hand.head.parameters())
     )
-    assert not any("add_param_group" in vars(each) for each in trainer._optimizers.values())
+    assert not any("add_param_group" in vars(each) for each in trainer.optimizers.values())
     trainer.run(1, batches)
 
 

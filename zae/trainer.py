@@ -10,7 +10,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import argument_checks, optim, optimizer_checks, optimizer_modes, optimizer_settings, random_state
+from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.contexts import NOTHING
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
 from zae.composition.calls import user_call
@@ -29,12 +28,12 @@ from zae.loop import binding, evaluation, scheduling
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
+from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
-from zae.schedulers import is_plateau
 from zae.storage.plain_names import plain_state, without_wrappers
 
 if TYPE_CHECKING:
@@ -48,10 +47,13 @@ AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 def _of(part: str, name: str, doc: str) -> Any:
     """Return a property for a public attribute of a trainer that one of its parts holds."""
 
+    def read(trainer: Any) -> Any:  # Not an attrgetter, which torch.compile cannot trace.
+        return getattr(getattr(trainer, part), name)
+
     def write(trainer: Any, value: Any) -> None:
         setattr(getattr(trainer, part), name, value)
 
-    return property(attrgetter(f"{part}.{name}"), write, doc=doc)
+    return property(read, write, doc=doc)
 
 
 class Trainer(metaclass=TrainerMeta):
@@ -157,8 +159,7 @@ class Trainer(metaclass=TrainerMeta):
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
         self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
         (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
-        self.scheduler_step_on_batch, self._is_step_set = scheduling.parse_flag(scheduler_step_on_batch)
-        self.gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
+        self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         keeps = {
             "keep_train_outputs": self.keep_train_outputs,
             "keep_test_outputs": type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
@@ -171,12 +172,9 @@ class Trainer(metaclass=TrainerMeta):
     def _begin_empty(self) -> None:
         """What a trainer keeps, before anything has happened."""
         self.progress_checker = ProgressChecker()
-        self.grad_norm = cast("Tensor | None", None)
-        self._optimizers, self._schedulers = dict[str, Optimizer](), dict[str, Any]()
         self.loader_position, self.current_run = LoaderPosition(self.fast_data), Run()
-        self.is_seeded = self._tells_settings = False
+        self.is_seeded = False
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
-        self._noted = dict[Any, Any]()
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -337,8 +335,7 @@ class Trainer(metaclass=TrainerMeta):
         self.current_run.set_up(self)
         if self.mode == "test":
             return evaluation.test_epoch(self, loader, None)
-        # Anew, for the model may have grown.
-        self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
+        self.optimization.track(self._module)  # Again: the model may have grown.
         run, loader = self.current_run, self.wrap_loader(loader, True)
         run.open_epoch(loader)
         is_complete = True
@@ -363,7 +360,7 @@ class Trainer(metaclass=TrainerMeta):
         if not run.is_ready:
             run.set_up(self)
             if self.mode == "train":
-                optimizer_modes.begin_training(self)
+                self.optimization.begin_training()
         if self.mode == "test":
             evaluation.test_batch(self, batch)
             return
@@ -404,9 +401,9 @@ class Trainer(metaclass=TrainerMeta):
         for index, micro_batch in enumerate(micro_batches, start=1):
             run.batch = micro_batch
             with self.sync_context(index == count):
-                output = StepOutput(self.micro_step(self.to_device(micro_batch), count))
+                values, _ = output = self.micro_step(self.to_device(micro_batch), count)
             outputs.append(output)
-            num_targets.append(output.num_targets)
+            num_targets.append(values.get("num_targets"))
         self.normalize(num_targets)
         return outputs
 
@@ -451,13 +448,13 @@ class Trainer(metaclass=TrainerMeta):
         with self.forward_context():
             out = self.train_step(batch)
         try:
-            output = StepOutput.read(self, out, batch)
-            self.backward(self.weigh(output.loss, output.num_targets, count))
+            values, _ = output = StepOutput.read(self, out, batch)
+            self.backward(self.weigh(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(self, out, batch, error)
             raise
         # In a window a copy: a step may return the same dict for each of its batches.
-        return output if count == 1 else StepOutput((dict(output[0]), output[1]))
+        return output if count == 1 else StepOutput((dict(values), output[1]))
 
     @seam
     def forward_context(self) -> AbstractContextManager[None]:
@@ -479,10 +476,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def backward(self, loss: Any) -> None:
         """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters."""
-        if isinstance(loss, Tensor):
-            loss.backward()
-        else:
-            optim.backward_each(loss, self._optimizers)
+        self.optimization.backward(loss)
 
     @seam
     def weight_of(self, batch: Any, num_targets: Any) -> float:
@@ -497,9 +491,8 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
-        if len(num_targets) == 1 and (num_targets[0] is None or self.world_size == 1):
-            return
-        optim.normalize(num_targets, self.parameters, self.reduce, self.world_size)
+        if len(num_targets) > 1 or num_targets != [None]:
+            self.optimization.normalize(num_targets, self.reduce, self.world_size)
 
     @seam
     def unscale(self) -> None:
@@ -508,39 +501,30 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def clip(self) -> None:
         """Clip the gradients to the norm ``gradient_clip``, which leaves ``grad_norm`` behind."""
-        if self.gradient_clip:
-            norms = [nn.utils.clip_grad_norm_(parameters, self.gradient_clip) for parameters in self._clipped]
-            self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        self.optimization.clip()
 
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
         stepped = True
-        for optimizer in self._optimizers.values():
+        for optimizer in self.optimization.optimizers.values():
             stepped = self.step_one(optimizer) and stepped
         return stepped
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step one optimizer; return whether that took place."""
-        optim.step(optimizer)
-        return True
+        return self.optimization.step_one(optimizer)
 
     @seam
     def scheduler_step(self, when: str) -> None:
         """Step the schedulers whose turn it is: ``when`` is "batch" (an optimizer step) or "epoch"."""
-        if (when == "batch") == self.scheduler_step_on_batch:
-            for scheduler in self._schedulers.values():
-                if not is_plateau(scheduler):
-                    scheduler.step()
+        self.optimization.scheduler_step(when)
 
     @seam
     def zero_grad(self) -> None:
         """Drop every gradient at once: none outlives its step. An optimizer that does more of its own is asked, too."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        for optimizer in self._clearing:
-            optimizer.zero_grad()
+        self.optimization.zero_grad()
 
     @seam
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
@@ -564,11 +548,11 @@ class Trainer(metaclass=TrainerMeta):
         argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
         self.model = self._wrapped = self.wrap_model(self._module)
         self.optimizer = self.build_optimizer()
-        self._optimizers = optim.named(self.optimizer)
+        self.optimization.hold(self.optimizer, None)
         self.scheduler = self.build_scheduler()
-        self._schedulers = optim.named(self.scheduler)
-        optimizer_settings.note(self, self._optimizers, self._schedulers)
-        self._clipped, self.parameters, self._clearing = optim.listed(self._optimizers, self._module)
+        self.optimization.hold(self.optimizer, self.scheduler)
+        self.optimization.note_settings()
+        self.optimization.track(self._module)
 
     @seam
     def teardown(self) -> None:
@@ -616,7 +600,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Enclose an evaluation, for instance with averaged weights in the model."""
-        return optimizer_modes.evaluation_weights(self)
+        return self.optimization.evaluation_weights()
 
     @seam
     def on_run_begin(self) -> None:
@@ -857,6 +841,14 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
+    optimizers: dict[str, Optimizer] = _of("optimization", "optimizers", "The optimizers by name; an only one is '0'.")
+    schedulers: dict[str, Any] = _of("optimization", "schedulers", "The schedulers by name; an only one is '0'.")
+    parameters: list[Tensor] = _of("optimization", "parameters", "What is trained, of the model and the optimizers.")
+    gradient_clip: float = _of("optimization", "gradient_clip", "The largest gradient norm; 0 does not clip.")
+    grad_norm: Tensor | None = _of("optimization", "grad_norm", "The norm of the gradients before the last clip.")
+    scheduler_step_on_batch: bool = _of(
+        "optimization", "scheduler_step_on_batch", "Whether schedulers are stepped after each optimizer step."
+    )
     monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
     monitor_mode: str = _of("history", "direction", "Whether a smaller ('min') or a larger ('max') value is better.")
     log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")

@@ -292,7 +292,7 @@ def test_a_plain_task_may_override_freely_and_one_above_add_ons_may_not():
             pass
 
         def optimizer_step(self):
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 optimizer.step()
             return True
 
@@ -660,7 +660,7 @@ def test_an_init_that_loses_what_it_was_given_is_refused():
                 super().__init__(**kwargs)
 
 
-@pytest.mark.parametrize("name", ["_noted", "_in_training", "_schedulers", "_begin_empty", "_optimizers"])
+@pytest.mark.parametrize("name", ["_in_training", "_begin_empty", "optimization", "optimizers"])
 @pytest.mark.parametrize("base", [Task, AddOnBase])
 def test_the_trainers_own_attributes_are_not_for_others(base, name):
     namespace = {}

@@ -87,7 +87,7 @@ class SchedulesTwiceAddon(AddOnBase):
 
     def optimizer_step(self) -> bool:
         stepped = super().optimizer_step()
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             scheduler.step()
         return stepped
 

@@ -158,8 +158,8 @@ def difference(trainer: Any, options: Options) -> str | None:
     ends = len(want.train_rows)  # At the end of an epoch its own means are logged once more, only with epochs=1.
     have: dict[str, tuple[Any, Any]] = {
         "weights": (want.weights, trainer.model.state_dict()),
-        "optimizer state": (want.optimizers, [o.state_dict() for o in trainer._optimizers.values()]),
-        "scheduler state": (want.schedulers, [s.state_dict() for s in trainer._schedulers.values()]),
+        "optimizer state": (want.optimizers, [o.state_dict() for o in trainer.optimizers.values()]),
+        "scheduler state": (want.schedulers, [s.state_dict() for s in trainer.schedulers.values()]),
         "losses of the epochs": (want.train_rows, [_named(r, "train_") for r in trainer.train_history][:ends]),
         "losses of the validations": (want.valid_rows, [_named(r, "valid_") for r in trainer.valid_history]),
         "losses of the steps": (want.step_rows, steps),

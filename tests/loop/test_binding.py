@@ -117,7 +117,7 @@ class CountedTask(Task):
     """Notes which seams are the core's own while a step is made."""
 
     def train_step(self, batch):
-        names = ("clip", "gradients", "zero_grad", "weigh", "backward")
+        names = ("gradients", "sync_context", "weigh", "normalize", "optimizer_step")
         self.seen = {name: getattr(self, name).__func__ is getattr(Trainer, name) for name in names}
         return super().train_step(batch)
 

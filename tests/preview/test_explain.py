@@ -141,7 +141,7 @@ def test_explain_is_what_a_real_run_does(
 
     Idle add-ons are called here too; tests/loop/test_binding.py is about passing them by.
     """
-    monkeypatch.setattr(binding, "idle_add_ons", lambda trainer: frozenset())
+    monkeypatch.setattr(binding, "_bindings", lambda trainer, idle: {})
     options = matrix.without(CONFIGURATION_FOR_TRACES, set(matrix.PIECES) - set(chosen))
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)

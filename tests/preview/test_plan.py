@@ -45,7 +45,7 @@ class Task(Trainer):
         self.happened: dict[str, list[int]] = {"train": [], "valid": []}
 
     def optimizer_step(self) -> bool:
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in self.optimizers.items():
             self.rates.setdefault("lr" if name == "0" else f"lr/{name}", []).append(optimizer.param_groups[0]["lr"])
         return super().optimizer_step()
 

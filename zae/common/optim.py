@@ -330,7 +330,7 @@ def _is_exact(parameter: Tensor) -> bool:
     return nn.parameter.is_lazy(parameter) or _is_block(parameter)
 
 
-def step(optimizer: Optimizer) -> None:
+def step(optimizer: Optimizer) -> bool:
     """Make the step of an optimizer, beneath what torch puts around it where that has nothing to do.
 
     Around the ``step`` of every class torch puts a function that opens a range for the profiler and calls hooks: some
@@ -343,13 +343,17 @@ def step(optimizer: Optimizer) -> None:
     optimizer : Optimizer
         Any.
 
+    Returns
+    -------
+    bool
+        True: the optimizer has stepped.
+
     Examples
     --------
     >>> weight = nn.Parameter(torch.ones(1))
     >>> weight.grad = torch.ones(1)
-    >>> step(torch.optim.SGD([weight], lr=0.5))
-    >>> weight.item()
-    0.5
+    >>> step(torch.optim.SGD([weight], lr=0.5)), weight.item()
+    (True, 0.5)
     """
     around: Any = type(optimizer).step
     own = vars(optimizer).get("step")
@@ -361,10 +365,11 @@ def step(optimizer: Optimizer) -> None:
         or is_profiling()
     ):
         optimizer.step()
-        return
+        return True
     if own is not None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
     around.__wrapped__(optimizer)
+    return True
 
 
 def is_stepped_by_class(optimizer: Optimizer) -> bool:

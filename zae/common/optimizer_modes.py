@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common.contexts import NOTHING
-from zae.common.optim import named, parameters_of
+from zae.common.optim import parameters_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    from zae.trainer import Trainer
 
 __all__ = [
     "begin_training",
@@ -46,31 +44,30 @@ def has_modes(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def _with_modes(trainer: Trainer) -> list[Any]:
-    """List the optimizers of a trainer that have modes, also before it is set up."""
-    optimizers = trainer._optimizers or named(trainer.optimizer)
+def _with_modes(optimizers: Mapping[str, Any]) -> list[Any]:
+    """List the optimizers that have modes."""
     return [each for each in optimizers.values() if isinstance(each, Optimizer) and has_modes(each)]
 
 
-def begin_training(trainer: Trainer) -> None:
+def begin_training(optimizers: Mapping[str, Any]) -> None:
     """Put the training weights into the model, where an optimizer has left those of evaluation there."""
-    for optimizer in _with_modes(trainer):
+    for optimizer in _with_modes(optimizers):
         with torch.no_grad():
             optimizer.train()
 
 
-def take_for_evaluation(trainer: Trainer) -> None:
+def take_for_evaluation(optimizers: Mapping[str, Any]) -> None:
     """Take the weights that have just been loaded into the model for those of evaluation."""
-    for optimizer in _with_modes(trainer):
+    for optimizer in _with_modes(optimizers):
         kept = _copies(optimizer)
         with torch.no_grad():
             optimizer.eval()
             _put_back(kept)
 
 
-def take_for_training(trainer: Trainer) -> None:
+def take_for_training(optimizers: Mapping[str, Any]) -> None:
     """Take weights and state, both of which have just been loaded, for those of training."""
-    for optimizer in _with_modes(trainer):
+    for optimizer in _with_modes(optimizers):
         # Without a state there is nothing to exchange: only the mode is set.
         state, optimizer.state = optimizer.state, defaultdict(dict)
         try:
@@ -79,16 +76,13 @@ def take_for_training(trainer: Trainer) -> None:
             optimizer.state = state
 
 
-def evaluation_weights(trainer: Trainer) -> AbstractContextManager[None]:
+def evaluation_weights(optimizers: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Return a context with the evaluation weights in the model; after it, the training weights are there, bitwise.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        In either mode; the mode is restored as well.
+    The optimizers may be in either mode; the mode is restored as well.
     """
-    optimizers = _with_modes(trainer)
-    return _evaluation_weights(optimizers) if optimizers else NOTHING
+    with_modes = _with_modes(optimizers)
+    return _evaluation_weights(with_modes) if with_modes else NOTHING
 
 
 @contextmanager
@@ -131,18 +125,17 @@ def _flags(optimizer: Any) -> list[dict[str, Any]]:
     return [{key: each for key, each in own.items() if isinstance(each, (bool, int, str))} for own in settings]
 
 
-def both_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def both_weights(
+    optimizers: Mapping[str, Any], model_state: Callable[[], dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the evaluation weights, and those training weights that differ from them.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        Of any optimizers; without modes, the first are the tensors of the model itself, and the second are empty.
+    Without modes, the first are the tensors of the model itself, and the second are empty.
     """
-    if not _with_modes(trainer):
-        return trainer.model_state(), {}
-    with evaluation_weights(trainer):
-        weights = copy.deepcopy(trainer.model_state())  # Tied ones stay tied.
-    present = {key: each for key, each in trainer.model_state().items() if isinstance(each, Tensor)}
+    if not _with_modes(optimizers):
+        return model_state(), {}
+    with evaluation_weights(optimizers):
+        weights = copy.deepcopy(model_state())  # Tied ones stay tied.
+    present = {key: each for key, each in model_state().items() if isinstance(each, Tensor)}
     made = {key: each for key, each in present.items() if not nn.parameter.is_lazy(each)}
     return weights, {key: each for key, each in made.items() if not torch.equal(each, weights[key])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 from zae.errors import CheckpointMismatch, printable
 from zae.schedulers import milestones_of, parts_of
 
-if TYPE_CHECKING:
-    from zae.trainer import Trainer
-
-__all__ = ["REMEDY", "describe", "note", "read", "refuse_other_classes", "take_over", "warn"]
+__all__ = ["REMEDY", "ScriptSettings", "describe"]
 
 _log = logging.getLogger("zae")
 REMEDY = (
@@ -96,61 +93,82 @@ def _plain(value: Any) -> Any:
     return value if value is _NO_VALUE or isinstance(value, _PLAIN) else _NO_VALUE
 
 
-def note(trainer: Trainer, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
-    """Note the settings of what has not been seen before: as the script has made it.
+class ScriptSettings:
+    """The settings of optimizers and schedulers as a script makes them, and as a checkpoint had them.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        That keeps them.
-    optimizers, schedulers : mapping
-        By name.
+    Examples
+    --------
+    >>> import torch
+    >>> settings = ScriptSettings()
+    >>> settings.note(optimizer={"0": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, scheduler={})
+    >>> settings.state_dict()["optimizer"]["0"]["settings"]["lr"]
+    0.1
     """
-    noted = trainer._noted
-    trainer._noted = {
-        (what, name): noted[what, name]
-        if (what, name) in noted and noted[what, name].object is each
-        else _Noted(each, *[describe(each)] * 2)
-        for what, several in (("optimizer", optimizers), ("scheduler", schedulers))
-        for name, each in several.items()
-    }
 
+    def __init__(self) -> None:
+        self._noted: dict[tuple[str, str], _Noted] = {}
+        self._is_loaded = False  # Whether a state was loaded whose settings `warn` has not compared yet.
 
-def read(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the settings that are in force, for a state."""
-    made: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
-    for (what, name), each in trainer._noted.items():
-        made[what][name] = each.loaded
-    return made
+    def note(self, **several: Mapping[str, Any]) -> None:
+        """Note the settings of optimizers and schedulers, by name, that were not seen before."""
+        noted = self._noted
+        self._noted = {
+            (what, name): noted[what, name]
+            if (what, name) in noted and noted[what, name].object is each
+            else _Noted(each, *[describe(each)] * 2)
+            for what, held in several.items()
+            for name, each in held.items()
+        }
 
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the settings that are in force."""
+        made: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
+        for (what, name), each in self._noted.items():
+            made[what][name] = each.loaded
+        return made
 
-def refuse_other_classes(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Refuse the state of an optimizer or a scheduler of another class.
+    def check_classes(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of a trainer whose optimizers or schedulers are of other classes.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose optimizers and schedulers are noted.
-    state : mapping
-        What ``state_dict`` returned; an older zae has not saved the classes, and the names of the entries of a
-        scheduler have to say.
+        An older zae has not saved the classes: of schedulers, the names of the entries are compared then.
+        """
+        saved = state["records"].get("settings")
+        for (what, name), each in self._noted.items():
+            if saved is None:
+                _compare_keys(name, each.object, state[what][name]) if what == "scheduler" else None
+                continue
+            classes = [_classes(one) for one in (saved[what][name], each.script)]
+            if classes[0] != classes[1]:
+                raise CheckpointMismatch(
+                    f"{what} {name} was saved by {printable(classes[0])}, and is {classes[1]} here; build it as it "
+                    "was, or " + REMEDY
+                )
 
-    Raises
-    ------
-    CheckpointMismatch
-        With both classes.
-    """
-    saved = state["records"].get("settings")
-    for (what, name), each in trainer._noted.items():
-        if saved is None:
-            _compare_keys(name, each.object, state[what][name]) if what == "scheduler" else None
-            continue
-        classes = [_classes(one) for one in (saved[what][name], each.script)]
-        if classes[0] != classes[1]:
-            raise CheckpointMismatch(
-                f"{what} {name} was saved by {printable(classes[0])}, and is {classes[1]} here; build it as it was, or "
-                + REMEDY
-            )
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Note that a state was loaded, with the settings that it has, if any."""
+        if saved is not None:
+            self._noted = {
+                (what, name): each._replace(loaded=saved[what].get(name, each.script))
+                for (what, name), each in self._noted.items()
+            }
+        self._is_loaded = saved is not None
+
+    def warn(self, is_main: bool) -> None:
+        """Name, once after a load, the settings of the script that the state overrides."""
+        if not self._is_loaded:
+            return
+        self._is_loaded = False
+        found = [
+            text
+            for (what, name), each in self._noted.items()
+            for text in _differences(f"{what} {name} ({each.script['class']})", each.script, each.loaded)
+        ]
+        if found and is_main:
+            _log.warning(
+                "the checkpoint overrides settings of this script (%d): %s. The checkpoint's values are used; to use "
+                "the script's, %s",
+                len(found), "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else ""), REMEDY,
+            )  # fmt: skip
 
 
 def _classes(description: Mapping[str, Any]) -> str:
@@ -170,48 +188,6 @@ def _compare_keys(name: str, scheduler: Any, state: Any) -> None:
             f"not have; it has {printable(', '.join(sorted(saved - own)))}: it is of another class. Build "
             "it as it was, or " + REMEDY
         )
-
-
-def take_over(trainer: Trainer, saved: Mapping[str, Any] | None) -> None:
-    """Note that a state was loaded, and the settings it came with.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        That has loaded it.
-    saved : mapping or None
-        What `read` returned; None of a state that has none.
-    """
-    if saved is not None:
-        trainer._noted = {
-            (what, name): each._replace(loaded=saved[what].get(name, each.script))
-            for (what, name), each in trainer._noted.items()
-        }
-    trainer._tells_settings = saved is not None
-
-
-def warn(trainer: Trainer) -> None:
-    """Name, once after a load, the settings of the script that the state overrides.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose run begins.
-    """
-    if not trainer._tells_settings:
-        return
-    trainer._tells_settings = False
-    found = [
-        text
-        for (what, name), each in trainer._noted.items()
-        for text in _differences(f"{what} {name} ({each.script['class']})", each.script, each.loaded)
-    ]
-    if found and trainer.is_main:
-        _log.warning(
-            "the checkpoint overrides settings of this script (%d): %s. The checkpoint's values are used; to use the "
-            "script's, %s",
-            len(found), "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else ""), REMEDY,
-        )  # fmt: skip
 
 
 def _differences(where: str, script: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:

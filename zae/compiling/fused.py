@@ -69,7 +69,7 @@ def why_not(trainer: Trainer) -> str | None:
     >>> why_not(trainer)
     'running statistics of BatchNorm or the like (the model itself)'
     """
-    name, optimizer = next(iter(trainer._optimizers.items()))
+    name, optimizer = next(iter(trainer.optimizers.items()))
     kind = type(optimizer)
     layers = trainer._module.named_modules()
     moving = [n or "the model itself" for n, m in layers if getattr(m, "track_running_stats", False)]

@@ -241,7 +241,7 @@ def why_not(trainer: Trainer, add_on: type) -> str | None:
     parallel = getattr(slots_of(cls).get("parallel"), "__name__", None)
     reasons: dict[str, Any] = {
         f"several ranks ({parallel})": trainer.world_size > 1,
-        f"{len(trainer._optimizers)} optimizers": len(trainer._optimizers) > 1,
+        f"{len(trainer.optimizers)} optimizers": len(trainer.optimizers) > 1,
         "a float16 loss scale": getattr(trainer, "precision", None) == "fp16",
         f"hooks of the gradient of {', '.join(hooked)}": hooked,
         " and ".join(own): own,

@@ -124,6 +124,9 @@ def _rest_of(function: FunctionType) -> list[str]:
     return list(code.co_varnames[first : first + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)])
 
 
+_PARTS = {"current_run", "history", "optimization", "optimizers", "schedulers"}
+
+
 @cache
 def _allnames_set_in(root: Any) -> frozenset[str]:
     """Return the attributes that Trainer sets; cached, as it is most of what an import of zae.addons costs."""
@@ -131,7 +134,6 @@ def _allnames_set_in(root: Any) -> frozenset[str]:
 
 
 def _private_names(root: Any) -> set[str]:
-    """Return the private methods of Trainer, and the private attributes that it sets."""
-    return {n for n in (*root.__dict__, *_allnames_set_in(root)) if n.startswith("_") and not n.startswith("__")} - set(
-        _OURS
-    )
+    """Return what Trainer keeps for itself: its private methods and attributes, and the objects it is made of."""
+    private = {n for n in (*root.__dict__, *_allnames_set_in(root)) if n.startswith("_") and not n.startswith("__")}
+    return (private | _PARTS) - set(_OURS)

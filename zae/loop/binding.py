@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from zae.common import optim
 from zae.composition.introspect import add_ons_of, kinds_of
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ _SEAMS = (
     "forward_context", "weigh", "backward", "weight_of", "normalize", "unscale", "clip", "optimizer_step", "step_one",
     "scheduler_step", "zero_grad", "logging", "checkpoint",
 )  # fmt: skip
+
+_FORWARDED = ("backward", "clip", "scheduler_step", "step_one", "zero_grad")
 
 
 def idle_add_ons(trainer: Trainer) -> frozenset[Any]:
@@ -68,12 +69,17 @@ def bind(trainer: Trainer) -> None:
 
 
 def _bindings(trainer: Trainer, idle: frozenset[Any]) -> dict[str, Any]:
-    """Return the seams whose outermost override is idle, each bound to its first override that is not."""
+    """Return the seams whose outermost override is idle, each bound to its first override that is not.
+
+    A default that only forwards is bound to the method of `Optimization` that it calls.
+    """
     bound, cls = {}, type(trainer)
-    for name in _SEAMS if idle else ():
+    for name in set(_SEAMS).difference(vars(trainer)):
         owners = [c for c in cls.__mro__ if name in c.__dict__]
         owner = next(c for c in owners if c not in idle)
-        if owner is not owners[0] and name not in vars(trainer):
+        if owner is owners[-1] and name in _FORWARDED:
+            bound[name] = getattr(trainer.optimization, name)
+        elif owner is not owners[0]:
             bound[name] = owner.__dict__[name].__get__(trainer, cls)
     return bound
 
@@ -90,7 +96,7 @@ def _unbind(trainer: Trainer) -> None:
 
 def release(trainer: Trainer) -> None:
     """Remove the bindings, and what follows the optimizers."""
-    optim.unlisted(trainer._optimizers)
+    trainer.optimization.release()
     _unbind(trainer)
     vars(trainer).pop("_bindings_by_idle", None)
 

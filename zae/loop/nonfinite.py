@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common import optim
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -90,15 +89,15 @@ class NonFiniteGuard:
             With "raise": nothing has been stepped.
         """
         bad = False
-        for output in outputs:
-            loss = output.loss
+        for values, _ in outputs:
+            loss = values["loss"]
             if type(loss) is Tensor and loss.is_cpu:
                 value = loss.item()
                 if value - value:  # Of NaN and of the infinities this is NaN.
                     bad = True
             else:
                 bad = self._look(trainer, loss) or bad
-        norm = trainer.grad_norm
+        norm = trainer.optimization.grad_norm
         if norm is not None and not self.scaled:
             if norm.is_cpu:
                 value = norm.item()
@@ -242,4 +241,4 @@ def _shown(out: Mapping[str, Any]) -> str:
 
 
 def _rates(trainer: Trainer) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in optim.learning_rates(trainer._optimizers).items())
+    return ", ".join(f"{key} {value:g}" for key, value in trainer.optimization.learning_rates().items())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from zae.common import argument_checks, optim, optimizer_modes, optimizer_settings
+from zae.common import argument_checks, optim
 from zae.data.loaders import check_loader, describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Run", "RunLimits", "check_optimizer"]
 
 _log = logging.getLogger("zae")
-_SHOWN = 5  # Names of parameters in a warning.
 _NO_LIMIT = sys.maxsize
 
 
@@ -215,7 +214,7 @@ class Run:
         self.last_epoch, self.last_step = self.bounds()
         self.walked = wrapped = self._fit_loader()
         leaves = calls.is_new and self.leaves_epoch(wrapped)
-        optim.check_closures(trainer._optimizers, type(trainer))
+        optim.check_closures(trainer.optimizers, type(trainer))
         has_metric = self.valid_loader is not None or trainer.history.watches_training
         in_epoch = self.steps_per_epoch(wrapped)
         if not calls.is_over:
@@ -279,19 +278,14 @@ class Run:
         """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
         trainer, progress = self.trainer, self.trainer.progress_checker
         check_optimizer(trainer)
-        _warn_of_unheld(trainer)
-        for name, held in (("optimizer", trainer._optimizers), ("scheduler", trainer._schedulers)):
-            if [*optim.named(getattr(trainer, name)).values()] != [*held.values()]:
-                raise ConfigError(
-                    f"trainer.{name} was replaced within a run, which keeps the one it has; replace it between "
-                    "two calls of run, or change what is in its param_groups"
-                )
+        trainer.optimization.warn_of_unheld(trainer.unwrap(), trainer.is_main)
+        trainer.optimization.check_unreplaced(trainer.optimizer, trainer.scheduler)
         self._leave_epoch(wrapped)
         if not progress.epoch_batch:
             trainer.log_train.begin_epoch()
             trainer.log_test.clear()
         progress.pending_validation = ""
-        optimizer_modes.begin_training(trainer)
+        trainer.optimization.begin_training()
         binding.bind(trainer)
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
@@ -351,7 +345,7 @@ class Run:
             return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
         trainer.log_test.clear()
         metrics = history.summarize("train", trainer.gather, trainer.world_size, trainer.metric_on_epoch_end)
-        history.record("train", metrics, progress.place, optim.learning_rates(trainer._optimizers))
+        history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
         if trainer.log_every.due_at_epoch(progress.epoch + 1):
             self.log_training(trainer.train_metrics)
         trainer.scheduler_step("epoch")
@@ -399,7 +393,7 @@ class Run:
         trainer, progress = self.trainer, self.trainer.progress_checker
         if progress.run_calls.is_behind:  # The state is of a later call.
             return
-        optimizer_settings.warn(trainer)
+        trainer.optimization.settings.warn(trainer.is_main)
         if progress.pending_validation == "epoch":
             self.end_epoch()
         elif progress.pending_validation:
@@ -448,7 +442,7 @@ class Run:
         score = trainer.score_of(metrics)
         if trainer.check_better(metrics):
             history.update_best(split, metrics, score, trainer.progress_checker.place)
-        for name, scheduler in trainer._schedulers.items():
+        for name, scheduler in trainer.schedulers.items():
             if is_plateau(scheduler):
                 if score is None:
                     raise MonitorError(
@@ -465,7 +459,7 @@ class Run:
             trainer.nonfinite.share(trainer)
         sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
         since = means or {key: total / weight for key, (total, weight) in sums.items()}
-        record = {f"train/{key}": value for key, value in since.items()} | optim.learning_rates(trainer._optimizers)
+        record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()
         if trainer.grad_norm is not None:
             record["grad_norm"] = float(trainer.grad_norm)
         for name in ("skipped_steps", "nonfinite_steps"):
@@ -475,7 +469,7 @@ class Run:
 
     def shown(self) -> dict[str, float]:
         """Return what the progress bar shows."""
-        return {**self.trainer.log_train.means(), **optim.learning_rates(self.trainer._optimizers)}
+        return {**self.trainer.log_train.means(), **self.trainer.optimization.learning_rates()}
 
     # --------------------------------------------------------------------------------------------------- errors
 
@@ -533,20 +527,6 @@ def check_optimizer(trainer: Trainer) -> None:
     """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
     if trainer.optimizer is None:
         raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
-
-
-def _warn_of_unheld(trainer: Trainer) -> None:
-    """Warn once of each parameter that requires a gradient and that no optimizer holds."""
-    known = vars(trainer).setdefault("_unheld", set())
-    names = [name for name in optim.unheld(trainer.unwrap(), trainer._optimizers) if name not in known]
-    known.update(names)
-    if names and trainer.is_main:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        _log.warning(
-            "no optimizer holds %s%s (%d parameters with requires_grad=True): training does not change them; give them "
-            "to one, optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
-            ", ".join(names[:_SHOWN]), more, len(names),
-        )  # fmt: skip
 
 
 def _add_to_text(error: Exception, text: str) -> bool:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from zae.common import argument_checks, optim, random_state
+from zae.common import optim, random_state
 from zae.errors import ConfigError
 from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Span", "call_factory", "check_run", "check_schedules", "for_build", "parse_flag", "simulated"]
+__all__ = ["Span", "call_factory", "check_run", "check_schedules", "for_build", "simulated"]
 
 _log = logging.getLogger("zae")
 _LOW = 0.1  # Of the base rate: a first epoch below it teaches next to nothing.
@@ -41,18 +41,13 @@ class Span(NamedTuple):
         return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
 
 
-def parse_flag(value: Any) -> tuple[bool, bool]:
-    """Return whether schedulers are stepped after each optimizer step, and whether the user has written so."""
-    return value is not None and argument_checks.check_flags(scheduler_step_on_batch=value)[0], value is not None
-
-
 # ------------------------------------------------------------------------------------------------ factories
 
 
 def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
     """Return the arguments of `optim.build` that make a trainer's schedulers."""
     call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
-    return partial(optim.driven_by, trainer._optimizers), LRScheduler, "scheduler", call
+    return partial(optim.driven_by, trainer.optimizers), LRScheduler, "scheduler", call
 
 
 def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
@@ -112,8 +107,8 @@ def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None,
     has_metric : bool
         Whether the monitored metric will be there at the end of an epoch.
     """
-    on_batch, is_set = trainer.scheduler_step_on_batch, trainer._is_step_set
-    found = check_schedules(trainer._schedulers, on_batch, is_set, epochs, steps, has_metric)
+    on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
+    found = check_schedules(trainer.schedulers, on_batch, is_set, epochs, steps, has_metric)
     if not steps.present:
         found += _low_rates(trainer, on_batch, in_epoch)
     for text in found if trainer.is_main else ():
@@ -234,7 +229,7 @@ def _low_rates(trainer: Trainer, on_batch: bool, in_epoch: int | None) -> list[s
     """Describe the schedules whose rate stays under a tenth of the base through the whole first epoch."""
     low = {
         name: each
-        for name, each in trainer._schedulers.items()
+        for name, each in trainer.schedulers.items()
         if not is_plateau(each) and steps_taken(each) == 0 and _highest(each) < _LOW
     }
     if not low or (on_batch and not _stays_low(trainer, low, in_epoch)):

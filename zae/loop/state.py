@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zae.common import optim, optimizer_modes, optimizer_settings
+from zae.common import optim, optimizer_modes
+from zae.common.optimizer_settings import REMEDY
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.sanity import check_rates
 from zae.common.torch_private import has_own_loading, has_own_shapes
@@ -29,6 +30,7 @@ from zae.storage.checkpoint import load_checkpoint
 from zae.storage.plain_names import fit_name, fit_state, named_parameters
 
 if TYPE_CHECKING:
+    from zae.loop.optimization import Optimization
     from zae.trainer import Trainer
 
 __all__ = [
@@ -51,22 +53,22 @@ _LOAD = torch.optim.Optimizer.load_state_dict
 
 def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
-    optimizer_settings.note(trainer, _optimizers(trainer), _schedulers(trainer))
+    optimization = _optimization_of(trainer)
+    optimization.note_settings()
     trainer.nonfinite.settle(trainer)
-    weights, training_weights = optimizer_modes.both_weights(trainer)
+    weights, training_weights = optimizer_modes.both_weights(trainer.optimizers, trainer.model_state)
     pending = trainer.progress_checker.pending_validation
     return {
         "model": weights,
-        "optimizer": {name: each.state_dict() for name, each in _optimizers(trainer).items()},
+        **optimization.state_dict(),
         # Parameters that an optimizer trains and the model does not hold, a learnt loss weight for instance.
-        "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in _optimizers(trainer).items()},
-        "order": {name: _order_of(trainer, each) for name, each in _optimizers(trainer).items()},
-        "scheduler": {name: each.state_dict() for name, each in _schedulers(trainer).items()},
+        "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in trainer.optimizers.items()},
+        "order": {name: _order_of(trainer, each) for name, each in trainer.optimizers.items()},
         "progress": trainer.progress_checker.state_dict(),
         "records": {
             # A pending validation may read a metric of what was trained in the epoch that has just been closed.
             **trainer.history.state_dict(bool(trainer.progress_checker.epoch_batch or pending)),
-            "settings": optimizer_settings.read(trainer),
+            "settings": optimization.settings.state_dict(),
             "grad_norm": trainer.grad_norm,
         },
         "position": trainer.loader_position.state_dict(),
@@ -81,13 +83,13 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     if addon_state.is_loading(trainer, addon_state.ENTRIES):
         return
     _check_keys(state, strict)
-    _build_factories(trainer)
-    optimizers, schedulers = _optimizers(trainer), _schedulers(trainer)
-    optimizer_settings.note(trainer, optimizers, schedulers)
+    optimization = _build_factories(trainer)
+    optimizers, schedulers = optimization.optimizers, optimization.schedulers
+    optimization.note_settings()
     weights = _fitting_weights(trainer, state, strict)
     with _in_words("nothing was loaded"):
         _check_names(state, optimizer=optimizers, scheduler=schedulers)
-        optimizer_settings.refuse_other_classes(trainer, state)
+        optimization.settings.check_classes(state)
         states = {name: _in_order(trainer, name, each, state, strict) for name, each in optimizers.items()}
         outside = [(p, value) for name, o in optimizers.items() for p, value in _outside(trainer, name, o, state)]
         progress, history = ProgressChecker(), trainer.history.loaded(state["records"])
@@ -104,7 +106,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer.history, trainer.grad_norm = progress, history, grad_norm
-            optimizer_settings.take_over(trainer, state["records"].get("settings"))
+            optimization.settings.load(state["records"].get("settings"))
             if not history.has_criterion_of(state["records"]):
                 _recompute_best(history, state["records"]["monitor"])
         _load(trainer.unwrap(), weights, strict)  # Last: of most models there is no copy to take it back by.
@@ -114,9 +116,9 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     for optimizer in optimizers.values():
         optim.lay_out(optimizer)
         if progress.step:  # Else a schedule that is stepped before it warns.
-            optimizer._opt_called = True
+            optimizer._opt_called = True  # type: ignore[attr-defined]
     if state.get("training_weights"):
-        optimizer_modes.take_for_training(trainer)
+        optimizer_modes.take_for_training(trainer.optimizers)
 
 
 def _kept_or_copied(trainer: Trainer, state: Any) -> Any:
@@ -179,10 +181,11 @@ def _recompute_best(history: History, saved: Any) -> None:
 @contextlib.contextmanager
 def _taken_back(trainer: Trainer, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> Iterator[None]:
     """On an error, leave all of them as they were: what is loaded is put in place of their tensors, not into them."""
-    held = [trainer, trainer.loader_position, *optimizers.values(), *schedulers.values()]
+    core = [trainer, trainer.loader_position, trainer.optimization, trainer.optimization.settings]
+    held = [*core, *optimizers.values(), *schedulers.values()]
     attributes = [(each, dict(vars(each))) for each in held]
     # Others may keep something in objects of their own, as a chain of schedulers does.
-    states = [(each, each.state_dict()) for each in held[2:] if type(each).load_state_dict is not _LOAD]
+    states = [(each, each.state_dict()) for each in held[len(core) :] if type(each).load_state_dict is not _LOAD]
     try:
         yield
     except BaseException:
@@ -201,7 +204,7 @@ def _check_names(state: Mapping[str, Any], **present: Mapping[str, Any]) -> None
         if set(state[what]) != set(own):
             raise CheckpointMismatch(
                 f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; build the "
-                f"trainer as it was, load only the weights: apply_weights(path), or {optimizer_settings.REMEDY}"
+                f"trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
             )
 
 
@@ -283,13 +286,14 @@ def _outside(trainer: Trainer, name: str, optimizer: Any, state: Mapping[str, An
     return list(zip(present, saved, strict=True))
 
 
-def _build_factories(trainer: Trainer) -> None:
+def _build_factories(trainer: Trainer) -> Optimization:
     """Make what is still a factory: its state is to be loaded, and a later setup takes what is made already."""
-    if not trainer.current_run.is_ready and len(_optimizers(trainer)) < len(optim.named(trainer.optimizer)):
+    if not trainer.current_run.is_ready and _has_factory(trainer.optimizer):
         trainer.optimizer = trainer.build_optimizer()
-    if not trainer.current_run.is_ready and len(_schedulers(trainer)) < len(optim.named(trainer.scheduler)):
-        trainer._optimizers = optim.named(trainer.optimizer)
+    if not trainer.current_run.is_ready and _has_factory(trainer.scheduler):
+        trainer.optimization.hold(trainer.optimizer, None)
         trainer.scheduler = trainer.build_scheduler()
+    return _optimization_of(trainer)
 
 
 def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMismatch:
@@ -313,14 +317,15 @@ def load_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[lis
 
 def save_evaluation_weights(trainer: Trainer, path: Path) -> Path:
     """Save the weights that evaluation uses, alone."""
-    weights, _ = optimizer_modes.both_weights(trainer)
+    optimizers = _optimization_of(trainer).optimizers
+    weights, _ = optimizer_modes.both_weights(optimizers, trainer.model_state)
     return weights_file.save_weights(path, weights, {"step": str(trainer.progress_checker.step)})
 
 
 def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
     """Load weights as `load_weights` does; an optimizer with modes takes them for those of evaluation."""
     keys = load_weights(trainer.unwrap(), weights, strict)
-    optimizer_modes.take_for_evaluation(trainer)
+    optimizer_modes.take_for_evaluation(_optimization_of(trainer).optimizers)
     return keys
 
 
@@ -417,14 +422,12 @@ def _check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def _optimizers(trainer: Trainer) -> dict[str, Any]:
-    """The optimizers, also before the trainer is set up."""
-    return _built(trainer._optimizers, trainer.optimizer)
+def _has_factory(given: Any) -> bool:
+    return any(map(optim.is_factory, optim.named(given).values()))
 
 
-def _schedulers(trainer: Trainer) -> dict[str, Any]:
-    return _built(trainer._schedulers, trainer.scheduler)
-
-
-def _built(ready: dict[str, Any], given: Any) -> dict[str, Any]:
-    return ready or {name: each for name, each in optim.named(given).items() if not optim.is_factory(each)}
+def _optimization_of(trainer: Trainer) -> Optimization:
+    """Return the optimizers and schedulers of a trainer, those it was given last where it is not set up."""
+    if not trainer.current_run.is_ready:
+        trainer.optimization.hold(trainer.optimizer, trainer.scheduler)
+    return trainer.optimization

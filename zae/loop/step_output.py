@@ -89,7 +89,7 @@ def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) ->
 
 def _check_output(trainer: Trainer, out: Mapping[str, Any], batch: Any) -> None:
     """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
-    where, keys = _name_of(trainer, batch), list(trainer._optimizers)
+    where, keys = _name_of(trainer, batch), list(trainer.optimizers)
     if "loss" not in out:
         found = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)

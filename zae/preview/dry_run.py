@@ -269,6 +269,7 @@ def _copy_of(trainer: Any) -> Any:
         raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
     shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
     vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
+    twin.optimization = copy.copy(trainer.optimization)
     twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
     vars(twin)["log"] = _taken_by_nobody
     first = next(iter(twin._module.parameters()), None)

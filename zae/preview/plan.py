@@ -6,6 +6,7 @@ optimizer without parameters; the names of metrics come from one batch, tried wi
 
 from __future__ import annotations
 
+import copy
 import html
 import sys
 import warnings
@@ -277,14 +278,15 @@ def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
     if optim.are_lazy(trainer._module.parameters()):
         made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
         return
-    noted = trainer._noted
+    settings = copy.copy(trainer.optimization.settings)
     try:
         sizes = checkpoint_bytes(trainer, made, dry_run.states_after_a_step(trainer))
     except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
         made.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
         return
     finally:
-        trainer._noted = noted  # A state notes the settings that it was read with; the run does so itself.
+        # A state notes the settings that it was read with; the run does so itself.
+        trainer.optimization.settings = settings
     made.bytes_per_checkpoint, *made._within_epoch = sizes
 
 
@@ -343,7 +345,7 @@ def _simulate(trainer: Trainer, made: RunPlan, run: Run, has_metric: bool) -> No
     """Step copies of the schedulers as the run will."""
     optimizers, schedulers = simulated(trainer, run.limits.total_steps(made.steps_per_epoch))
     steps, (in_epochs, in_steps) = made.steps, run.spans(made.steps_per_epoch)
-    on_batch, is_set = trainer.scheduler_step_on_batch, trainer._is_step_set
+    on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
     made.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
     made.kernels = optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]

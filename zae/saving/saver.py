@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zae.common.device import copies_by_itself
-from zae.common.optim import named
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.metaclass import add_ons_of
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
@@ -115,7 +114,7 @@ def job_of(
         would be another one after a resume.
     """
     _check_moment(trainer, target)
-    check_optimizer_states(trainer._optimizers or named(trainer.optimizer), state["optimizer"])
+    check_optimizer_states(trainer.optimizers, state["optimizer"])
     progress = trainer.progress_checker
     composition = [add_on.__name__ for add_on in add_ons_of(type(trainer))]
     about = {"step": progress.step, "epoch": progress.epoch, "composition": composition, **about}

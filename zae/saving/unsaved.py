@@ -100,7 +100,7 @@ class Unsaved:
         """Everything that is looked at by its name, as something that is equal while it has not changed."""
         model, held = trainer.unwrap(), vars(trainer)
         inside = {id(each) for each in (trainer, trainer.model, *model.modules())}
-        inside |= {id(each) for several in (trainer._optimizers, trainer._schedulers) for each in several.values()}
+        inside |= {id(each) for several in (trainer.optimizers, trainer.schedulers) for each in several.values()}
         look, found = _Look(inside), {}
         own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
         for name, value, depth in (*own, *((*each, 2) for each in _of_model(model))):

@@ -54,7 +54,7 @@ def check_scheduler(kit: Kit) -> Iterator[str]:
             trainer = kit.standard.trainer if on_batch else kit.run(kit.make(scheduler_step_on_batch=False))
             progress = trainer.progress_checker
             due = progress.step - progress.skipped_steps if on_batch else progress.epoch
-            taken = trainer._schedulers["0"].last_epoch
+            taken = trainer.schedulers["0"].last_epoch
             if on_batch and not due:  # It may be hidden that steps took place.
                 due = trainer.notes.steps
             if taken != due:
@@ -276,8 +276,8 @@ def parted(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the parts in which two trainers differ at the end; with ``may_add``, ``b`` may have more metrics."""
     rows: dict[str, Callable[[Any], Any]] = {
         "model": lambda t: dict(t.unwrap().state_dict()),
-        "optimizer": lambda t: [each.state_dict() for each in t._optimizers.values()],
-        "scheduler": lambda t: [_public(each.state_dict()) for each in t._schedulers.values()],
+        "optimizer": lambda t: [each.state_dict() for each in t.optimizers.values()],
+        "scheduler": lambda t: [_public(each.state_dict()) for each in t.schedulers.values()],
         "history": lambda t: [dict(row) for row in t.train_history + t.valid_history],
         "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
     }
