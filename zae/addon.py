@@ -1,4 +1,4 @@
-"""AddOnBase: what an add-on derives from, and the contract that it keeps."""
+"""AddOnBase: the base class of add-ons."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 from zae.composition.introspect import LAYERS, repeats, replaces, seam
 from zae.composition.metaclass import mix
 from zae.errors import CheckpointMismatch
-from zae.loop.addon_state import GENERATORS, Generators, check_declared, declaring, read_declared
+from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declared, declaring, read_declared
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LAYERS", "AddOnBase", "repeats", "replaces", "seam"]
+__all__ = ["LAYERS", "AddOnBase", "as_saved", "repeats", "replaces", "seam"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 class AddOnBase(Trainer):
-    """Base of every add-on: a mixin that overrides seams of the loop and calls ``super()``.
+    """Base class of add-ons: mixins that override seams of the loop and call ``super()``.
 
-    ``Task.add_on(MyAddon)`` puts it outside of ``Task``, in the place that its layer gives. Its options are the
-    keyword-only parameters of its ``__init__``, which stores them and does nothing else; it acts in ``setup``.
+    ``Task.add_on(MyAddon)`` makes a trainer class with the add-on outside of ``Task``, at the place of its layer. The
+    options of an add-on are the keyword-only parameters of its ``__init__``, which only stores them; it acts in
+    ``setup``. See docs/addons.md.
 
     Attributes
     ----------
@@ -35,16 +36,15 @@ class AddOnBase(Trainer):
     inside, outside : tuple of str or type
         Add-ons that this one must be inside of, or outside of, whatever their layers' ties.
     slot : str or None
-        At most one add-on of a class may fill a slot.
+        At most one add-on of a trainer may fill a slot.
     requires : tuple of str or type
         Add-ons that must be there too.
     state_attributes : tuple of str
-        Attributes that a checkpoint holds and a resume puts back; nothing else is to be written for them. They are the
-        same on every rank. Their values are tensors, numbers, text, and lists, tuples and dicts of them. A private one
-        is saved without its leading underscore.
+        Attributes that checkpoints contain, the same on every rank: tensors, numbers, text, and lists, tuples and dicts
+        of them. A private one is saved without its leading underscore.
     rank_state_attributes : tuple of str
-        The same of what each rank has of its own. A resume on another number of ranks gives all that of rank 0, and
-        warns.
+        Attributes that checkpoints contain for each rank. A resume on another number of ranks gives all of them the
+        values of rank 0, and warns.
 
     Examples
     --------
@@ -97,16 +97,15 @@ class AddOnBase(Trainer):
         return cast("type[AnyTrainer]", mix(cls, base_cls))
 
     def is_idle(self) -> bool:
-        """Tell whether this add-on has nothing to do in the steps to come: those of an epoch, or of an evaluation.
+        """Return whether this add-on has nothing to do in the steps of the next epoch or evaluation.
 
-        It is asked after ``setup``, as each epoch of training begins, and around each evaluation, with ``self.mode``
-        as it is there. The step then calls none of its seams, as if it were not there; those around the step are
-        called all the same.
+        Steps then do not call its seams; those around the steps are called. It is asked after ``setup``, when an epoch
+        begins, and around each evaluation, with ``self.mode`` set.
 
         Returns
         -------
         bool
-            An add-on that does not say otherwise is never idle.
+            False by default.
         """
         return False
 
@@ -210,7 +209,7 @@ class AddOnBase(Trainer):
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:
-        """Split a state into the part that an add-on saved and the rest, leaving the state as it is.
+        """Split a state into the entry of an add-on and the rest; the state itself is not changed.
 
         Parameters
         ----------
@@ -219,17 +218,17 @@ class AddOnBase(Trainer):
         name : str
             The add-on's key, its class name.
         strict : bool
-            Whether a missing part is an error; otherwise it is returned as None.
+            Whether a missing entry is an error; otherwise it is returned as None.
 
         Returns
         -------
         own, rest : tuple
-            The add-on's part, and a dict of all others for ``super().load_state_dict``.
+            The entry, and a dict of all others for ``super().load_state_dict``.
 
         Raises
         ------
         CheckpointMismatch
-            The part is not there.
+            The entry is missing.
         """
         if state.get(name) is None and strict:
             raise CheckpointMismatch(

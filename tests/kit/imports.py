@@ -49,7 +49,6 @@ KNOWN: dict[tuple[str, str], str] = {
         "zae.saving.stop_signals",
     ): "Both end a process by the same rule; `status_of` belongs to common.",
     ("zae.preview.checkpoint_size", "zae.storage.encoding"): "The size of a checkpoint is that of its encoded state.",
-    ("zae.testing.state_checks", "zae.storage.encoding"): "It proves that a state can be written into a checkpoint.",
 }
 """The edges that break the rules today, by the names of their modules, each with the reason."""
 

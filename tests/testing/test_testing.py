@@ -56,7 +56,9 @@ def test_check_addon_finds_nothing_else_in_the_faulty_ones() -> None:
 def test_check_addon_leaves_the_process_as_it_was(add_on: Any) -> None:
     """What one check leaves behind is found, is not the baseline of the next, and is put back at the end."""
     settings, streams = Settings(), capture()
-    with pytest.raises(AddOnFault, match=r" has 1 fault:\s+1\. leaves the process changed after a run") as caught:
+    with pytest.raises(
+        AddOnFault, match=r" has 1 fault:\s+1\. changes a setting of the process and does not restore it"
+    ) as caught:
         check_addon(add_on)
     assert "[settings]" in str(caught.value)
     assert settings.changed() == {}

@@ -1,4 +1,4 @@
-"""The state of add-ons in a checkpoint: what they declare, and what of it differs from rank to rank."""
+"""The state of add-ons in a checkpoint: declared attributes, generators, and what differs from rank to rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zae.common.walk import tensors_in
 from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.loop.epoch_log import to_host
-from zae.storage.encoding import encode
+from zae.storage.encoding import decode, encode
 from zae.storage.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "FROM_FILE",
     "GENERATORS",
     "Generators",
+    "as_saved",
     "check_declared",
     "declaring",
     "digest",
@@ -71,6 +72,11 @@ def _loading_as(trainer: Trainer, how: str) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------- declared attributes
 
 
+def as_saved(value: Any) -> Any:
+    """Return a value as a checkpoint gives it back; raise CheckpointError where none can contain it."""
+    return decode(*encode(value))
+
+
 def declaring(cls: type) -> dict[Any, dict[str, str]]:
     """Map each add-on that declares attributes to these, by their keys in its entry, outermost add-on first."""
     found = {}
@@ -87,7 +93,7 @@ def key_of(name: str) -> str:
 
 
 def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the entries of the add-ons that declare what they keep."""
+    """Return the entries of the add-ons that declare attributes."""
     entries = {}
     for owner, names in declaring(type(trainer)).items():
         missing = [name for name in names.values() if not hasattr(trainer, name)]
@@ -127,7 +133,7 @@ def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
 
 
 def _misfit(present: Any, saved: Any) -> str:
-    """Say how a saved value differs from the present one in kind; a tensor without elements may become any other."""
+    """Say how a saved value differs in kind from the present one; an empty tensor may become any other."""
     if present is None or saved is None:
         return ""
     if isinstance(present, Tensor) and isinstance(saved, Tensor):
@@ -233,10 +239,7 @@ def _seed_of(*parts: Any) -> int:
 
 
 def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
-    """Map the entries that may differ from rank to rank to the attributes that may; None for all of an entry.
-
-    Those of zae itself, and what is declared in ``state_attributes``, are the same on every rank.
-    """
+    """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
     found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
     for each in cls.__mro__:
         if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
@@ -249,15 +252,15 @@ def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
 
 
 def _engine(trainer: Trainer) -> str:
-    """Return the key of the add-on that keeps what belongs to each rank."""
+    """Return the key of the parallel add-on, whose entry has a list of what each rank saved."""
     engine = slots_of(type(trainer)).get("parallel")
     return "" if engine is None else str(engine.__name__)
 
 
 def gather_entries(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a state what add-ons keep that differs from rank to rank; all ranks call it.
+    """Add to a state what differs from rank to rank in the entries of add-ons; all ranks call it.
 
-    Only what differs is sent and saved for each rank, and that it does is found by comparing digests.
+    Digests are compared first: only what differs is sent, and saved for each rank.
     """
     engine, made = state.get(_engine(trainer)), dict(state)
     if trainer.world_size == 1 or not isinstance(engine, Mapping) or len(engine["ranks"]) != trainer.world_size:
@@ -321,13 +324,13 @@ def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(ranks: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Return what each rank has saved of its own for add-ons."""
+    """Return the entries of add-ons that each rank has saved."""
     found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in ranks]
     return [each if isinstance(each, Mapping) else {} for each in found]
 
 
 def _merged(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a rank, whole: of what is declared, only the attributes of each rank are saved for it."""
+    """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
     found = {}
     for name, own in entries.items():
         whole = state.get(name)
@@ -336,7 +339,7 @@ def _merged(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, A
 
 
 def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
-    """Load this rank's entries of add-ons into a trainer that came with those of rank 0, and nothing else."""
+    """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
     if not entries or trainer.rank == 0:
         return
     with _loading_as(trainer, ENTRIES):

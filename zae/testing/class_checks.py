@@ -1,4 +1,4 @@
-"""Checks of the class of an add-on, of its constructor, and of what it shares with others."""
+"""Checks of the class of an add-on, of its constructor, and of what trainers share."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_init(kit: Kit) -> Iterator[str]:
 
 
 def _held(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
-    """Find objects that ``setup`` may replace and that the constructor keeps."""
+    """Find objects that the constructor stores and ``setup`` may replace."""
     optimizer, scheduler, model = trainer.optimizer, trainer.scheduler, trainer.unwrap()
     wanted = {id(optimizer): "the optimizer", id(scheduler): "the scheduler", id(model): "the model"}
     wanted |= {id(optimizer.state): "the state of the optimizer", id(optimizer.param_groups): "its parameter groups"}
@@ -112,7 +112,7 @@ def _held(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
 
 
 def check_settings(kit: Kit) -> Iterator[str]:
-    """Find settings of the process that are not put back when a run has ended."""
+    """Find settings of the process that a run does not restore."""
     changed = {name: how for name, how in kit.standard.changed.items() if name not in kit.reported}
     if not changed:
         return
@@ -125,15 +125,15 @@ def check_settings(kit: Kit) -> Iterator[str]:
 
 
 def left_changed(name: str, how: str) -> str:
-    """Say that a setting is not what it was."""
+    """Return the fault for a setting that was not restored."""
     return (
-        f"leaves the process changed after a run: the {name} ({how}); keep what was there, and put it back in "
-        "teardown(), or use a context manager in one of the context seams"
+        f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in teardown(), or "
+        "use a context manager in one of the context seams"
     )
 
 
 def check_pickle(kit: Kit) -> Iterator[str]:
-    """Find what cannot be sent to another process, before a trainer is set up and after a run."""
+    """Find what cannot be pickled, before a trainer is set up and after a run."""
     for moment in ("before a run", "after a run"):
         with in_new_folder():
             trainer = kit.make(kit.task)
@@ -152,7 +152,7 @@ def check_pickle(kit: Kit) -> Iterator[str]:
 
 
 def check_super(kit: Kit) -> Iterator[str]:
-    """Find an override of a seam that does not call ``super()`` once."""
+    """Count the calls of ``super()`` of each override in a run; find those that make none, or several."""
     outer = kit.own_seams
     names = set(outer.values())
     inner = {f"{name} of Trainer": getattr(Trainer, name) for name in names}
@@ -161,7 +161,7 @@ def check_super(kit: Kit) -> Iterator[str]:
     with kept_busy(kit.add_on), watch.Calls({**outer, **codes}) as calls:
         try:
             kit.run(kit.make())
-        except Exception as error:  # Often because what is inside was not reached: told below, or raised again.
+        except Exception as error:  # Often because super() was not called, which is reported below.
             broken = error
     faults = [fault for name in sorted(names) if (fault := _uncalled(kit, name, outer, calls, broken is not None))]
     if broken is not None and not faults:
@@ -170,13 +170,13 @@ def check_super(kit: Kit) -> Iterator[str]:
 
 
 def _uncalled(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, broken: bool) -> str | None:
-    """Compare how often an override was called with how often it reached what is inside of it."""
+    """Compare how often an override was called with how often it called ``super()``."""
     owners = [c for c in kit.add_on.__mro__ if name in c.__dict__]
     if any(is_marked(owner.__dict__[name], "__replaces__") for owner in owners):
         return None
     overrides = [code for code, known in outer.items() if known == name]
     mine, reached = calls.count[name] / max(1, len(overrides)), calls.count[f"{name} of Trainer"]
-    if reached < mine - broken:  # The call that broke off has not reached it either.
+    if reached < mine - broken:  # A call that raised has not reached it either.
         return (
             f"forgets super().{name}(): of {mine:g} calls of {name}, {reached} reached what is inside; call it on "
             "every path, or mark the method with @zae.replaces"
@@ -195,7 +195,7 @@ def _code(value: Any) -> Any:
 
 
 def check_factory(kit: Kit) -> Iterator[str]:
-    """Find what reads the optimizer before it is built: a user may give a function that makes it."""
+    """Find add-ons that read the optimizer before it is built: a user may give a function that makes it."""
     if "held" in kit.reported:
         return
     try:

@@ -1,4 +1,4 @@
-"""What the checks of an add-on share: a small task, trainers with and without the add-on, and runs to look at."""
+"""Shared by the checks of an add-on: a small task, trainers with and without the add-on, and standard runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
 
 
 class AddOnFault(ZaeError, AssertionError):
-    """An add-on does not keep the contract; the message names each fault and its cure."""
+    """An add-on has faults; the message names each with its remedy."""
 
 
 class PlainTask(Trainer):
-    """The smallest task: a squared error."""
+    """A regression."""
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the squared error."""
@@ -61,14 +61,14 @@ class Notes:
     collectives: list[str] = field(default_factory=list)
 
     def enter(self, step: str, model: nn.Module, at: int = 1) -> None:
-        """Note the mode of a step, and let it fail where that is asked for."""
+        """Note the mode of a step, and raise where ``fail_in`` says so."""
         self.modes.append((step, model.training))
         if self.watched is not None and step == "train_step":
             self.watched()
         self.fail(step, at)
 
     def fail(self, place: str, at: int = 1) -> None:
-        """Raise in the place where the check wants it, in the call of this number."""
+        """Raise in call number ``at`` of this place, where ``fail_in`` names it."""
         self.calls[place] = self.calls.get(place, 0) + 1
         if self.fail_in == place and self.calls[place] == at:
             self.has_failed = True
@@ -93,7 +93,7 @@ class Loader:
 
 @dataclass
 class Standard:
-    """A run of two epochs, and what it had, for the checks that only look."""
+    """A run of two epochs, for the checks that only look at it."""
 
     trainer: Any
     data: list[Any]
@@ -104,7 +104,7 @@ class Standard:
 
 @dataclass
 class Kit:
-    """How a trainer with the add-on is made and run."""
+    """Make and run trainers with the add-on."""
 
     add_on: Any
     options: Mapping[str, Any]
@@ -132,7 +132,7 @@ class Kit:
 
     @cached_property
     def probe(self) -> Any:
-        """The task, deriving a class that notes what happens in each step; the add-ons are outside of it."""
+        """A class derived from the task that notes what happens in each step, inside of the add-ons."""
         return self.derive(_probing(self.task))
 
     @cached_property
@@ -140,7 +140,7 @@ class Kit:
         return set(options_of(self.probe.add_on(*self.beside)))
 
     def derive(self, base: Any, **members: Any) -> Any:
-        """Derive a task under the name of the one that was given."""
+        """Derive a class with the name of the task."""
         made: Any = type(self.task.__name__, (base,), {"__module__": __name__, **members})
         return made
 
@@ -170,21 +170,21 @@ class Kit:
         return trainer
 
     def data(self) -> list[Any]:
-        """Six batches, the same each time."""
+        """Return six batches, the same each time."""
         if self.batches is not None:
             return list(self.batches())
         return _draw(1, (4, 4, 4, 4, 4, 3))
 
     def valid_data(self) -> list[Any]:
-        """Two batches, of which the loss falls and then rises: what keeps the best has something to lose."""
+        """Return two batches on which the loss falls and then rises, so that the best epoch is not the last."""
         return self.data()[:2] if self.batches is not None else _draw(4, (4, 4))
 
     def run(self, trainer: Any, n_epoch: int = 2, data: Any = None, valid: Any = True) -> Any:
-        """Train, validating every second step; put the settings of the process back, and return the trainer."""
+        """Train, with a validation every second step; restore the settings of the process, and return the trainer."""
         data = data if isinstance(data, Loader) else Loader(self.data() if data is None else data)
         valid = self.valid_data() if valid is True else valid or None
         torch.manual_seed(7)
-        with warnings.catch_warnings():  # It puts the filters back.
+        with warnings.catch_warnings():  # Restores the filters.
             settings = Settings()
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
@@ -195,7 +195,7 @@ class Kit:
 
     @cached_property
     def standard(self) -> Standard:
-        """A run with the add-on: several checks look at this one."""
+        """A run with the add-on, which several checks look at."""
         return self._observe(self.make())
 
     @cached_property
@@ -213,7 +213,7 @@ class Kit:
 
     @cached_property
     def own_codes(self) -> dict[Any, str]:
-        """The code of every method that the add-on has, by name."""
+        """The names of the methods of the add-on, by their code."""
         found = {}
         for klass in self.own_classes:
             for name, value in klass.__dict__.items():
@@ -224,7 +224,7 @@ class Kit:
 
     @property
     def own_seams(self) -> dict[Any, str]:
-        """The code of every seam that the add-on overrides."""
+        """The names of the seams that the add-on overrides, by their code."""
         seams = seams_of(Trainer)
         return {code: name for code, name in self.own_codes.items() if name in seams}
 
@@ -245,7 +245,7 @@ def build_scheduler(optimizer: Any) -> Any:
 
 
 def _probing(task: Any) -> Any:
-    """Derive from a task a class that notes what happens in each step."""
+    """Derive a class from a task that notes what happens in each step."""
 
     class Probe(task):
         notes: Notes
@@ -298,6 +298,6 @@ def _with_metric(output: Any) -> Any:
 
 @contextlib.contextmanager
 def in_new_folder() -> Iterator[str]:
-    """Work in a new folder: relative paths among the options begin afresh in every run."""
+    """Work in a new folder, so that relative paths among the options are new in every run."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         yield folder

@@ -1,4 +1,4 @@
-"""Checks of an add-on among several ranks: who writes, and whether all ranks call the same collectives."""
+"""Checks of an add-on on several ranks: which ranks write, and whether all call the same collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = 10.0
 
 
 def check_ranks(kit: Kit) -> Iterator[str]:
-    """Find what every rank writes, and a collective that only some ranks call."""
+    """Find files that every rank writes, and collectives that only some ranks call."""
     if kit.add_on.slot == "parallel":
         return
     faults = list(_simulated(kit))
@@ -36,7 +36,7 @@ def check_ranks(kit: Kit) -> Iterator[str]:
 
 
 def _simulated(kit: Kit) -> Iterator[str]:
-    """Train as rank 0 of 2 and as rank 1, with the values of this process for those of both."""
+    """Train as rank 0 of 2 and then as rank 1, each with its own values for those of the other."""
     task = kit.derive(_ranked(kit.probe))
     calls: list[list[str]] = []
     for rank in (0, 1):
@@ -53,14 +53,14 @@ def _simulated(kit: Kit) -> Iterator[str]:
         pairs = zip([*calls[0], None], [*calls[1], None])
         first, second = next((a, b) for a, b in pairs if a != b)
         yield (
-            f"calls a collective on some ranks only: where rank 0 calls {first or 'nothing more'}, rank 1 calls "
+            f"calls a collective on some ranks only: rank 0 calls {first or 'nothing more'}, rank 1 calls "
             f"{second or 'nothing more'}, and one of them would wait forever; call reduce, gather and barrier on "
             "every rank, outside of `if self.is_main`"
         )
 
 
 def _ranked(probe: Any) -> Any:
-    """Derive a task that is one of two ranks, of which the other does the same."""
+    """Derive a task that is one of two ranks; the other is taken to have the same values."""
 
     class Ranked(probe):
         def __init__(self, *args: Any, kit_rank: int = 0, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def _ranked(probe: Any) -> Any:
 
 
 def _can_fork() -> bool:
-    """Whether a copy of this process can train: autograd has threads for accelerators, which do not survive a fork."""
+    """Whether a fork of this process can train; autograd's threads for accelerators do not survive one."""
     return (
         sys.platform == "linux"
         and dist.is_available()
@@ -104,7 +104,7 @@ def _can_fork() -> bool:
 
 
 def _in_two_processes(kit: Kit) -> Iterator[str]:
-    """Train in two processes that meet over gloo."""
+    """Train in two processes that communicate over gloo."""
     context, store = multiprocessing.get_context("fork"), os.path.abspath("store")
     lines, processes = [], []
     try:
@@ -132,15 +132,15 @@ def _in_two_processes(kit: Kit) -> Iterator[str]:
 
 
 def _answer(line: Connection) -> str:
-    """Return what a rank reports: nothing where all is well."""
+    """Return the fault that a rank reports; empty where there is none."""
     try:
         return str(line.recv()) if line.poll(2 * TIMEOUT) else f"did not end within {2 * TIMEOUT:g} seconds"
     except EOFError:
-        return "ended without a word"
+        return "ended without a report"
 
 
 def _run_rank(kit: Kit, rank: int, store: str, line: Connection) -> None:
-    """Train as one rank, report, and end without what the process that was copied does at its end."""
+    """Train as one rank, report, and exit without the exit handlers of the parent."""
     with contextlib.suppress(BaseException):
         line.send(_outcome(kit, rank, store))
     os._exit(0)
@@ -161,7 +161,7 @@ def _outcome(kit: Kit, rank: int, store: str) -> str:
 
 
 def _distributed(probe: Any) -> Any:
-    """Derive a task whose ranks are those of the process group."""
+    """Derive a task with the ranks of the process group."""
 
     class Distributed(probe):
         rank = property(lambda self: dist.get_rank())

@@ -1,4 +1,4 @@
-"""`check_addon`: make every check of an add-on, with the settings of the process as they were before the first."""
+"""`check_addon`: run every check of an add-on, and restore the settings of the process after each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHECKS: dict[str, Callable[[Kit], Iterator[str]]] = {
     "idle": step_checks.check_idle,
     "shared": class_checks.check_shared,
 }
-"""Every check, by the name that ``allow`` takes, in the order in which they are made."""
+"""Every check, by the name that ``allow`` takes, in order."""
 
 
 def check_addon(
@@ -57,7 +57,7 @@ def check_addon(
     transient: Collection[str] = (),
     **options: Any,
 ) -> None:
-    """Check that an add-on keeps the contract, by training with it; one call in your own tests.
+    """Check an add-on by training with it; one call in your own tests.
 
     It trains a small model on the CPU, about forty times for two epochs of six steps, each time in a new folder. The
     settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
@@ -70,7 +70,7 @@ def check_addon(
     init       a constructor that does more than store options, or that holds the optimizer, model or parameters
     settings   settings of the process that are changed when a run has ended, and functions that are replaced
     pickle     a trainer that cannot be sent to another process
-    super      an override that does not call ``super()`` exactly once
+    super      an override that does not call ``super()`` once; see `replaces` and `repeats`
     factory    what fails, or trains in another way, where ``optimizer=`` is a function that makes one
     clip       gradients larger than ``gradient_clip`` that reach the optimizer
     scheduler  schedulers that are stepped too often, or not often enough
@@ -97,22 +97,22 @@ def check_addon(
     add_on : type
         The add-on.
     task : type, optional
-        A trainer class to try it with, where a squared error will not do.
+        The trainer class to use, instead of one that learns a squared error.
     model, batches : callable, optional
-        Make the model, and a list of a few batches, for ``task``.
+        Make the model and a list of a few batches for ``task``.
     beside : sequence of type
-        Add-ons that are there too: those that it requires, and others that it is to be tried with.
+        Further add-ons of the trainer: those that it requires, and others to try it with.
     allow : collection of str
-        Names of checks to leave out.
+        Names of checks to skip.
     transient : collection of str
-        Attributes that change in a run, and that a resumed run does not need.
+        Attributes that change in a run and that a resumed run does not need.
     **options
-        What the add-on takes. Write relative paths: each run has a new working folder.
+        Options of the add-on. Write relative paths: each run has a new working folder.
 
     Raises
     ------
     AddOnFault
-        With every fault that was found, and the cure of each.
+        With every fault that was found, and its remedy.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def check_addon(
 
 
 def _faults(kit: Kit, allow: Collection[str]) -> list[str]:
-    """Make the checks; return the text of each fault, with the name of the check."""
+    """Run the checks; return the text of each fault, with the name of the check."""
     faults: list[str] = []
     broken: dict[str, list[str]] = {}
     for name, check in CHECKS.items():

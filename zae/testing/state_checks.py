@@ -1,4 +1,4 @@
-"""Checks of what outlives a step: after an exception, in a checkpoint, and from one run to the next."""
+"""Checks of what outlasts a step: after an exception, in a checkpoint, and from one run to the next."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, as_saved
 from zae.composition.introspect import is_marked
 from zae.errors import CheckpointError, CheckpointMismatch
-from zae.storage.encoding import decode, encode
 from zae.testing import watch
 from zae.testing.kit import Kit, Loader, in_new_folder
 from zae.testing.step_checks import parted
@@ -28,12 +27,12 @@ KINDS: tuple[type[Exception], ...] = (
     *(RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, NotImplementedError),
     *(FloatingPointError, ZeroDivisionError, OverflowError, OSError, TimeoutError, MemoryError),
 )
-"""What an add-on may swallow. Running out of an accelerator's memory is left out: to try again is a purpose."""
+"""What an add-on might swallow. Running out of device memory is left out: an add-on may retry."""
 
 
 _LEAVES = tuple(kind for kind in KINDS if not any(issubclass(other, kind) for other in KINDS if other is not kind))
 Interruption: Any = type("Interruption", _LEAVES, {})
-"""What fails in a check: it is of every kind that may be caught by name."""
+"""The exception that a check raises: an instance of every kind that may be caught by name."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -44,7 +43,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def check_exception(kit: Kit) -> Iterator[str]:
-    """Find what an exception leaves behind, and exceptions that do not reach the caller."""
+    """Find resources that an exception leaves behind, and exceptions that do not reach the caller."""
     task, told = kit.derive(_failing(kit)), set[str]()
     for place, error in [*((place, Interruption) for place in PLACES), ("train_step", Stopped)]:
         for kind, fault in _fail(kit, task, place, error):
@@ -72,7 +71,7 @@ def _failing(kit: Kit) -> Any:
 
 
 def _fail(kit: Kit, task: Any, place: str, error: type[BaseException]) -> Iterator[tuple[str, str]]:
-    """Let one run fail; yield the kind of each fault and its text."""
+    """Make one run fail; yield the kind of each fault and its text."""
     with in_new_folder():
         before = _resources()
         trainer = kit.make(task)
@@ -94,7 +93,7 @@ def _fail(kit: Kit, task: Any, place: str, error: type[BaseException]) -> Iterat
 
 
 def _raised_by(kit: Kit, trainer: Any, place: str, error: type[BaseException]) -> BaseException | None:
-    """Return what a run raises that is to fail in a place."""
+    """Return what a run raises that fails in this place."""
     trainer.notes.fail_in, trainer.notes.error = place, error
     try:
         kit.run(trainer, data=Loader(kit.data(), trainer.notes))
@@ -153,7 +152,7 @@ _CURES = {"a thread running": "end it", "a process running": "end it", "a file o
 
 
 def _left_behind(before: dict[str, set[Any]]) -> Iterator[tuple[str, str]]:
-    """Yield what is left, after a second in which it may end."""
+    """Yield the resources that are left after up to a second."""
     deadline = time.monotonic() + 1
     while (left := _more_than(before)) and time.monotonic() < deadline:
         gc.collect()
@@ -162,7 +161,7 @@ def _left_behind(before: dict[str, set[Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _more_than(before: dict[str, set[Any]]) -> list[str]:
-    """Name the resources that are new; of files, whose numbers are used again, those that are more."""
+    """Return the kinds of new resources; file descriptors are reused, so that only their number counts."""
     now = _resources()
     found = [name for name in now if name != "a file open" and now[name] - before[name]]
     return [*found, *(["a file open"] if len(now["a file open"]) > len(before["a file open"]) else [])]
@@ -172,7 +171,7 @@ def _more_than(before: dict[str, set[Any]]) -> list[str]:
 
 
 class KitResumeAddon(AddOnBase):
-    """Load a state where a resume does: when what is inside has been set up."""
+    """Load a state where a resume does, at the end of setup."""
 
     layer = "state"
 
@@ -189,7 +188,7 @@ class KitResumeAddon(AddOnBase):
 
 
 def check_state(kit: Kit) -> Iterator[str]:
-    """Find a run that was saved and loaded and ends unlike one that was not."""
+    """Find a resumed run that ends differently from an uninterrupted one."""
     whole, bare = kit.standard.trainer, kit.bare.trainer
     known = vars(bare).keys() | set(kit.transient)
     standard = bare.notes.states[0].keys()
@@ -205,7 +204,7 @@ def check_state(kit: Kit) -> Iterator[str]:
 
 
 def _entries(kit: Kit, entries: dict[str, Any]) -> Iterator[str]:
-    """Find entries that no checkpoint can hold, and those that are not under a name of the add-on."""
+    """Find entries that no checkpoint can contain, and those that are not under the name of the add-on."""
     names = {*(c.__name__ for c in kit.own_classes), "generators"}  # The last is AddOnBase.generator's.
     for key, value in entries.items():
         if key not in names:
@@ -214,14 +213,14 @@ def _entries(kit: Kit, entries: dict[str, Any]) -> Iterator[str]:
                 f"{{**super().state_dict(), {kit.name!r}: ...}}"
             )
         try:
-            encode(value)
+            as_saved(value)
         except CheckpointError as error:
-            yield f"has a state that no checkpoint can hold: {error}; return numbers, text, tensors and containers"
+            yield f"has a state that no checkpoint can contain: {error}; return numbers, text, tensors and containers"
 
 
 def _resume(kit: Kit, state: dict[str, Any], entries: dict[str, Any], directly: bool) -> tuple[Any, list[str]]:
-    """Go on from a state: loaded before the run by its user, or by an add-on that resumes."""
-    given = {**copy.deepcopy(state), **{key: decode(*encode(value)) for key, value in entries.items()}}
+    """Resume from a state: loaded before the run by its user, or by an add-on in setup."""
+    given = {**copy.deepcopy(state), **{key: as_saved(value) for key, value in entries.items()}}
     before = copy.deepcopy(given)
     with in_new_folder():
         resumed = None
@@ -276,7 +275,7 @@ def _differing(a: Any, b: Any) -> list[str]:
 
 
 def check_again(kit: Kit) -> Iterator[str]:
-    """Find what is forgotten between two calls of ``run``; an add-on that acts when a run ends may differ."""
+    """Find what is lost between two calls of ``run``, unless the add-on acts when a run ends."""
     if any("on_run_end" in klass.__dict__ for klass in kit.own_classes):
         return
     trainer = kit.run(kit.run(kit.make(), 1), 1)

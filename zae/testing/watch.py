@@ -1,4 +1,4 @@
-"""What the checks observe: files, random streams, hooks, calls, transfers, and differences between values."""
+"""Observe what an add-on does: files, random streams, hooks, calls, device reads; compare values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _listening: list[list[str]] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note what reaches out of the process while somebody listens; a hook of the interpreter stays for good."""
+    """Note effects outside of the process inside of `effects`; an audit hook cannot be removed."""
     if not _listening or threading.current_thread() is not threading.main_thread():
         return
     if event == "open":
@@ -63,7 +63,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def effects() -> Iterator[list[str]]:
-    """List what is done to files, processes and the network inside, in words."""
+    """Collect what the block does to files, processes and the network, as text."""
     if not getattr(_audit, "installed", False):
         sys.addaudithook(_audit)
         _audit.installed = True  # type: ignore[attr-defined]
@@ -76,14 +76,14 @@ def effects() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def output() -> Iterator[io.StringIO]:
-    """Collect what is printed inside."""
+    """Collect what the block prints."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         yield text
 
 
 def streams() -> dict[str, Any]:
-    """Return the state of each random stream, by name, in a form that can be compared."""
+    """Return the state of each random stream by name, in a comparable form."""
     name, key, *rest = cast("Any", np.random.get_state(legacy=True))
     devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in random_state.of_devices().items()}
     own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
@@ -108,7 +108,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
-    """Name the first place where two nested values differ bitwise; what cannot be compared is passed over."""
+    """Return the first place where two nested values differ bitwise; what cannot be compared is ignored."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
         return None if same else where
@@ -132,7 +132,7 @@ def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
 
 
 def _inside(value: Any) -> Any:
-    """Return what an object consists of, where that is known."""
+    """Return the contents of an object of a known kind."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -157,7 +157,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, deque, Tensor,
 
 
 def copy_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the values that are numbers, text, tensors or containers."""
+    """Copy those values that are numbers, text, tensors or containers."""
     found = {}
     for name, value in values.items():
         if type(value) in _PLAIN:
@@ -167,13 +167,13 @@ def copy_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_values(classes: list[Any]) -> dict[str, Any]:
-    """Copy the plain values that are attributes of some classes, by class and name."""
+    """Copy the plain class attributes of some classes, by class and name."""
     values = {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name[:2] != "__"}
     return copy_of_plain(values)
 
 
 def held_in(value: Any, wanted: Mapping[int, str], where: str, depth: int = 4) -> str | None:
-    """Name the first place in a nested value that holds one of the wanted objects, known by their ids."""
+    """Return the first place in a nested value with one of the wanted objects, which are given by id."""
     if id(value) in wanted:
         return f"{where} is {wanted[id(value)]}"
     if isinstance(value, MethodType) and id(value.__self__) in wanted:
@@ -221,7 +221,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def graph_in(value: Any, where: str, depth: int = 4) -> str | None:
-    """Name the first tensor in a nested value that holds on to an autograd graph."""
+    """Return the first place in a nested value with a tensor that has an autograd graph."""
     if isinstance(value, Tensor):
         return where if value.grad_fn is not None else None
     if not depth or isinstance(value, (nn.Module, str, bytes)):
@@ -236,21 +236,21 @@ def graph_in(value: Any, where: str, depth: int = 4) -> str | None:
 
 
 class Calls:
-    """Counts the calls of some functions, and lets somebody look when the outermost of them returns.
+    """Count the calls of some functions, and call back when one of them returns.
 
     Parameters
     ----------
     codes : mapping
         Names of the functions of interest, by their code.
     on_return : callable, optional
-        Called with the name of each function as it returns to code that is not one of them.
+        Called with the name of each function that returns.
     """
 
     def __init__(self, codes: Mapping[CodeType, str], on_return: Callable[[str], None] | None = None) -> None:
         self.codes = codes
         self.count = dict.fromkeys(codes.values(), 0)
         self._on_return = on_return
-        self._seen: dict[int, FrameType] = {}  # Frames are kept: a generator is called once and entered often.
+        self._seen: dict[int, FrameType] = {}  # Of generators, which are called once and entered often.
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._event)
@@ -275,12 +275,12 @@ _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", 
 
 
 class Transfers(TorchFunctionMode):
-    """Notes where some functions read a tensor's value, for which the host waits for the device.
+    """Note where some functions read the value of a tensor, so that the host waits for the device.
 
     Parameters
     ----------
     codes : set of CodeType
-        The functions to watch; what torch itself reads inside of them is not theirs to avoid.
+        The functions to watch; reads by torch inside of them do not count.
     """
 
     def __init__(self, codes: set[CodeType]) -> None:
