@@ -98,7 +98,7 @@ def test_the_wheel_has_every_package():
 def test_the_old_names_of_modules_warn():
     """P-52: what was importable still is, is the same module, and names its new place in a warning at the user's "
     "line."""
-    from zae.common.moved import MOVED
+    from zae.common.lazy import MOVED
 
     known = imports.sources()
     assert set(MOVED.values()) <= set(known)

@@ -29,6 +29,7 @@ Every message says what was wrong, where, what was found, and what to write inst
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from types import TracebackType
@@ -207,3 +208,19 @@ def _is_ours(entry: TracebackType) -> bool:
     """Whether a frame belongs to zae; the kit of `zae.testing` stands for the user."""
     name = str(entry.tb_frame.f_globals.get("__name__"))
     return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))
+
+
+def exit_status(number: int) -> int:
+    """Return the status that a process ends with after a signal asked it to stop, and its state is saved.
+
+    Parameters
+    ----------
+    number : int
+        The signal: SIGHUP has its own status, and all others have that of SIGTERM.
+
+    Examples
+    --------
+    >>> exit_status(signal.SIGTERM), exit_status(signal.SIGINT)
+    (143, 143)
+    """
+    return 128 + (number if number == getattr(signal, "SIGHUP", None) else signal.SIGTERM)

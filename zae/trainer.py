@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common import argument_checks, optim, optimizer_checks, random_state
-from zae.common.contexts import NOTHING
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
+from zae.common.optimizer_modes import NOTHING
 from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loaders import length_of

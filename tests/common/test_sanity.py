@@ -14,8 +14,9 @@ from torch import nn
 from kit.faults import reseal
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.common.sanity import check_counters, check_rates
+from zae.common.optimizer_state import check_rates
 from zae.errors import CheckpointError, CheckpointMismatch
+from zae.loop.progress import check_counters
 
 
 class Task(Trainer):

@@ -44,10 +44,6 @@ LAST = frozenset({"addons", "cli", "interop", "search", "testing"})
 """What no other package may import."""
 
 KNOWN: dict[tuple[str, str], str] = {
-    (
-        "zae.launch.spawn",
-        "zae.saving.stop_signals",
-    ): "Both end a process by the same rule; `status_of` belongs to common.",
     ("zae.preview.checkpoint_size", "zae.storage.encoding"): "The size of a checkpoint is that of its encoded state.",
 }
 """The edges that break the rules today, by the names of their modules, each with the reason."""

@@ -1,21 +1,96 @@
-"""Public names that are imported when they are first asked for."""
+"""Public names that are imported when they are first used, and modules that are imported by their old names.
+
+`import zae` runs this: it imports nothing else, so that ``python -m zae --help`` does not wait.
+"""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["keep_old_names", "load"]
+__all__ = ["MOVED", "keep_old_names", "load"]
+
+MOVED = {
+    "zae.addon_state": "zae.loop.addon_state",
+    "zae.addons.fused": "zae.compiling.fused",
+    "zae.addons.graphs": "zae.compiling.graphs",
+    "zae.addons.guard": "zae.sinks.guard",
+    "zae.addons.redact": "zae.sinks.redact",
+    "zae.addons.replica": "zae.launch.ddp",
+    "zae.addons.sinks": "zae.sinks.base",
+    "zae.addons.trial": "zae.compiling.trial",
+    "zae.bar": "zae.loop.progress",
+    "zae.checkpoint_size": "zae.preview.checkpoint_size",
+    "zae.checks": "zae.common.argument_checks",
+    "zae.collisions": "zae.composition.collisions",
+    "zae.columns": "zae.storage.encoding",
+    "zae.compose": "zae.composition.metaclass",
+    "zae.contract": "zae.composition.class_checks",
+    "zae.crash": "zae.saving.crash",
+    "zae.data_state": "zae.data.loader_state",
+    "zae.device": "zae.common.device",
+    "zae.diff": "zae.cli.diff",
+    "zae.direct": "zae.loop.binding",
+    "zae.doctor": "zae.cli.doctor",
+    "zae.dry_run": "zae.preview.dry_run",
+    "zae.encoding": "zae.storage.encoding",
+    "zae.evaluation": "zae.loop.evaluation",
+    "zae.explain": "zae.preview.explain",
+    "zae.fast_data": "zae.data.gather",
+    "zae.faults": "zae.loop.run",
+    "zae.files": "zae.storage.checkpoint",
+    "zae.fingerprint": "zae.sinks.fingerprint",
+    "zae.folders": "zae.storage.names",
+    "zae.hints": "zae.composition.foreign_names",
+    "zae.launching": "zae.launch.spawn",
+    "zae.lazy": "zae.common.lazy",
+    "zae.loading": "zae.data.loaders",
+    "zae.locks": "zae.storage.locks",
+    "zae.manifest": "zae.storage.manifest",
+    "zae.names": "zae.storage.names",
+    "zae.nonfinite": "zae.loop.nonfinite",
+    "zae.optim": "zae.common.optim",
+    "zae.optimizer_modes": "zae.common.optimizer_modes",
+    "zae.optimizer_state": "zae.common.optimizer_state",
+    "zae.options": "zae.composition.options",
+    "zae.plain_names": "zae.storage.plain_names",
+    "zae.plan": "zae.preview.plan",
+    "zae.progress": "zae.loop.progress",
+    "zae.ranks": "zae.launch.rank_process",
+    "zae.records": "zae.loop.history",
+    "zae.redeal": "zae.data.reshard",
+    "zae.resume": "zae.saving.resume",
+    "zae.retention": "zae.saving.retention",
+    "zae.rng": "zae.common.random_state",
+    "zae.saver": "zae.saving.saver",
+    "zae.scheduling": "zae.loop.scheduling",
+    "zae.seams": "zae.composition.introspect",
+    "zae.session": "zae.loop.run",
+    "zae.settings": "zae.common.optimizer_settings",
+    "zae.sharding": "zae.data.sharding",
+    "zae.signals": "zae.saving.stop_signals",
+    "zae.start_from": "zae.saving.start_from",
+    "zae.states": "zae.loop.state",
+    "zae.streams": "zae.storage.hashed_io",
+    "zae.strict_json": "zae.storage.strict_json",
+    "zae.tensors": "zae.storage.weights_file",
+    "zae.travel": "zae.launch.transfer",
+    "zae.trial": "zae.preview.dry_run",
+    "zae.unsaved": "zae.saving.unsaved",
+    "zae.walk": "zae.common.walk",
+    "zae.workers": "zae.data.workers",
+}
+"""The modules of the flat layout, and where they are now."""
 
 
 def load(module: str, name: str) -> object:
-    """Return a name of a module, which is imported if it was not.
+    """Import a module and return one of its names.
 
     Parameters
     ----------
@@ -32,8 +107,8 @@ def load(module: str, name: str) -> object:
     Raises
     ------
     ImportError
-        If the module cannot be imported. Where something else than an import failed in it, that error is the cause:
-        Python reports an AttributeError from a module's ``__getattr__`` as a missing name, and drops it.
+        If the module cannot be imported. Any other error that it raises becomes the cause of an ImportError: Python
+        would report an AttributeError as a missing name, and drop it.
 
     Examples
     --------
@@ -50,18 +125,27 @@ def load(module: str, name: str) -> object:
 
 
 class _OldNames:
-    """Finds modules by the names that they had before they were put into packages."""
+    """Finds and loads modules by the names in `MOVED`. Python asks it after all others."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a module that has moved; Python asks here after every other place."""
-        if not name.startswith("zae."):
-            return None
-        from zae.common.moved import spec_of
+        """Return the spec of a module that has moved; None for any other name."""
+        return ModuleSpec(name, _OldNames) if name in MOVED else None  # type: ignore[arg-type]
 
-        return spec_of(name)
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """Let Python create the module that `exec_module` replaces."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Warn, and put the moved module in place of the one that is being imported."""
+        import warnings
+
+        old = module.__name__
+        warnings.warn(f"{old} is now {MOVED[old]}; import that", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = import_module(MOVED[old])
 
 
 def keep_old_names() -> None:
-    """Let modules be imported by their old names, with a warning (`zae.common.moved`)."""
+    """Let modules be imported by their old names, with a warning."""
     sys.meta_path.append(_OldNames)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.contexts import NOTHING
 from zae.common.optim import parameters_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
+    "NOTHING",
     "begin_training",
     "both_weights",
     "evaluation_weights",
@@ -31,6 +31,20 @@ __all__ = [
     "take_for_evaluation",
     "take_for_training",
 ]
+
+
+class _NoContext:
+    """A context that does nothing, without calling a function of Python: it is entered several times in each step.
+
+    ``"".format`` accepts any arguments, and returns an empty string, which lets exceptions pass.
+    """
+
+    __enter__ = __exit__ = staticmethod("".format)
+
+
+NOTHING = cast("AbstractContextManager[None]", _NoContext())
+"""What the seams for contexts return where nobody overrides them."""
+
 
 
 def has_modes(optimizer: Any) -> bool:

@@ -8,9 +8,11 @@ put in place as they are.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.errors import CheckpointError
+from zae.errors import CheckpointError, CheckpointMismatch
 
-__all__ = ["check_optimizer_states", "copy_optimizer", "load_optimizer_state"]
+__all__ = ["check_optimizer_states", "check_rates", "copy_optimizer", "load_optimizer_state"]
 
 _LOAD = Optimizer.load_state_dict
+_RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
 _reloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers whose own ``load_state_dict`` has been tried."""
 
@@ -270,3 +273,48 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))
     return torch.equal(a, b)
+
+
+def check_rates(what: str, saved: Any, present: Any) -> None:
+    """Refuse text, NaN and the like where an optimizer or a scheduler has a number.
+
+    Parameters
+    ----------
+    what : str
+        What to call it in a message.
+    saved, present : object
+        What was saved, and what there is now: the values of a parameter group or of a scheduler's state by name.
+
+    Raises
+    ------
+    CheckpointMismatch
+        With the name and the value.
+
+    Examples
+    --------
+    >>> check_rates("optimizer", {"lr": "0.1"}, {"lr": 0.1})
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointMismatch: the state of the optimizer has lr='0.1', which is not a number; load another \
+checkpoint
+    """
+    for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
+        value, is_rate = saved[name], name in _RATES
+        several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))
+        for old, new in zip(value, present[name]) if several else [(value, present[name])]:
+            if _is_number(new) and not _is_number(old):
+                raise _refusal(what, name, value, "a number")
+            if is_rate and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
+                raise _refusal(what, name, value, "a rate")
+
+
+def _is_number(value: object) -> bool:
+    """Say whether a value is a number, also one in a tensor."""
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _refusal(what: str, name: str, value: object, kind: str) -> CheckpointMismatch:
+    """Return the error for one value."""
+    return CheckpointMismatch(
+        f"the state of the {what} has {name}={value!r:.60}, which is not {kind}; load another checkpoint"
+    )

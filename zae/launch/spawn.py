@@ -29,10 +29,9 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 import torch.distributed as dist
 
-from zae.errors import ConfigError, DistributedError
+from zae.errors import ConfigError, DistributedError, exit_status
 from zae.launch import transfer
 from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
-from zae.saving.stop_signals import status_of
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
@@ -414,7 +413,7 @@ class _Ranks:
                 signal.signal(number, handler)
         if asked:
             if before[asked[0]] == signal.SIG_DFL:
-                raise SystemExit(status_of(asked[0]))
+                raise SystemExit(exit_status(asked[0]))
             signal.raise_signal(asked[0])
 
     # ------------------------------------------------------------------------------------------ what went wrong

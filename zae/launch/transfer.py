@@ -17,7 +17,7 @@ from torch import nn
 
 from zae.errors import ConfigError
 
-__all__ = ["culprit", "pack", "unpack"]
+__all__ = ["find_unpicklable", "pack", "unpack"]
 
 _DEPTH = 12
 _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
@@ -150,14 +150,14 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
     """Say which attribute cannot travel, and what to do."""
     named = {name: value} if name or not isinstance(value, Mapping) else value
     for key, each in named.items():
-        found = culprit(each, key)
+        found = find_unpicklable(each, key)
         if found is not None:
             path, thing, why = found
             return f"{path} cannot travel to another process: {_describe(thing, why)}{_ELSE}"
     return f"{name or 'what is to be sent'} cannot travel to another process: {error}"
 
 
-def culprit(value: Any, path: str) -> tuple[str, Any, Exception] | None:
+def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:
     """Find the innermost thing that pickle refuses.
 
     Parameters
@@ -176,20 +176,20 @@ def culprit(value: Any, path: str) -> tuple[str, Any, Exception] | None:
     --------
     >>> import threading
     >>> from types import SimpleNamespace
-    >>> culprit(SimpleNamespace(parts=[1, {"lock": threading.Lock()}]), "trainer")[0]
+    >>> find_unpicklable(SimpleNamespace(parts=[1, {"lock": threading.Lock()}]), "trainer")[0]
     "trainer.parts[1]['lock']"
     """
-    return _culprit(value, path, set(), _DEPTH)
+    return _find(value, path, set(), _DEPTH)
 
 
-def _culprit(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any, Exception] | None:
+def _find(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any, Exception] | None:
     error = _error_of(value)
     if error is None or id(value) in seen:
         return None
     seen.add(id(value))
     if depth:
         for name, child in _parts(value):
-            found = _culprit(child, path + name, seen, depth - 1)
+            found = _find(child, path + name, seen, depth - 1)
             if found is not None:
                 return found
     return path, value, error

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zae.common import random_state
-from zae.common.contexts import NOTHING
+from zae.common.optimizer_modes import NOTHING
 from zae.data.gather import batches_of
 from zae.data.loader_state import undrawn
 from zae.data.loaders import check_loader, describe, gives_pinned

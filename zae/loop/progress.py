@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from zae.common.sanity import check_counters
 from zae.errors import CheckpointMismatch, ConfigError, printable
 
-__all__ = ["Bar", "Every", "ProgressChecker", "RunCalls"]
+__all__ = ["Bar", "Every", "ProgressChecker", "RunCalls", "check_counters"]
 
 _log = logging.getLogger("zae")
+_LARGEST = 2**63 - 1
+# The counts of the open epoch are not among them: another batch size, with reshard=True, counts them anew.
+_NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
 _INTERVAL = 0.2  # Seconds between two redraws: reading a loss from an accelerator waits for it.
 
 
@@ -409,3 +411,50 @@ def _in_notebook() -> bool:
     """Whether this runs in a Jupyter kernel, where standard error is no terminal and a bar is shown all the same."""
     shell = sys.modules.get("IPython")
     return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
+
+
+def check_counters(counters: Mapping[str, Any]) -> None:
+    """Refuse counters that no run can have.
+
+    Parameters
+    ----------
+    counters : mapping
+        What ``ProgressChecker.state_dict`` returned.
+
+    Raises
+    ------
+    CheckpointMismatch
+        A counter is not a whole number from 0, or is ahead of one that it is a part of.
+
+    Examples
+    --------
+    >>> check_counters({"epoch": 9, "batch": 4})
+    Traceback (most recent call last):
+    ...
+    zae.errors.CheckpointMismatch: the progress in the state is not one that zae has saved (epoch=9 is more than \
+batch=4); nothing was loaded: take another checkpoint
+    """
+    fault = ""
+    for name, value in counters.items():
+        if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):
+            fault = f"{name}={value!r:.40} is not a whole number from 0"
+    for part, whole in _NEVER_MORE:
+        if not fault and counters.get(part, 0) > counters.get(whole, _LARGEST):
+            fault = f"{part}={counters[part]} is more than {whole}={counters[whole]}"
+    reason = counters.get("stop_reason")
+    if not fault and not (reason is None or isinstance(reason, str)):
+        fault = f"stop_reason={reason!r:.40} is not text"
+    before = [0, 0]
+    for start in counters.get("run_starts", ()) if not fault else ():
+        now = [counters.get("epoch", 0), counters.get("step", 0)]
+        numbers = list(start) if isinstance(start, (list, tuple)) else []
+        is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
+        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, now, strict=True)):
+            fault = f"a call of run began at {start!r:.40}, and the state is of epoch and step {now}"
+            break
+        before = numbers
+    if fault:
+        raise CheckpointMismatch(
+            f"the progress in the state is not one that zae has saved ({fault}); nothing was loaded: take another "
+            "checkpoint"
+        )

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from zae.common import optim, optimizer_modes
 from zae.common.optimizer_settings import REMEDY
-from zae.common.optimizer_state import load_optimizer_state
-from zae.common.sanity import check_rates
+from zae.common.optimizer_state import check_rates, load_optimizer_state
 from zae.common.torch_private import has_own_loading, has_own_shapes
 from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, printable

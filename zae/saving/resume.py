@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 from zae.common.argument_checks import check_partial
-from zae.common.sanity import check_manifest
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DistributedError
 from zae.loop import addon_state
 from zae.saving.crash import crashes_in, say_what_it_lacks
 from zae.saving.unsaved import Unsaved
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
-from zae.storage.manifest import Manifest, read_manifest
+from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import original_name, step_of
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def load_from(
     manifest, model, state = content or load_checkpoint(found, allow_partial=manager.allow_partial)
     if resuming:
         check_ranks(found, manifest["world_size"], manager.world_size, manager.reshard)
-    check_manifest(found, manifest, state)
+    check_progress(found, manifest, state)
     say_what_it_lacks(found, manifest)
     if manager.allow_partial and not (model and state):
         _log.warning("%s is damaged: %s starts a new run", found, "all but the weights" if model else "the model")

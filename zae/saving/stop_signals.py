@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zae.data.workers import mute_workers, unmute_workers
+from zae.errors import exit_status
 
-__all__ = ["StopSignals", "status_of"]
+__all__ = ["StopSignals"]
 
 _log = logging.getLogger("zae")
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
@@ -116,7 +117,7 @@ class StopSignals:
             before(number, None)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(status_of(number))
+        raise SystemExit(exit_status(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._listens:  # Whoever put a handler over this one has put it back when the run was over, or calls it.
@@ -142,17 +143,6 @@ class StopSignals:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-
-def status_of(number: int) -> int:
-    """Return the status that a process ends with, once it has saved for a signal.
-
-    Examples
-    --------
-    >>> status_of(signal.SIGTERM), status_of(signal.SIGUSR1)
-    (143, 143)
-    """
-    return 128 + (number if number == _HANGUP else signal.SIGTERM)
 
 
 def _numbers() -> list[int]:

@@ -27,6 +27,7 @@ __all__ = [
     "STATE_LIMIT",
     "FileEntry",
     "Manifest",
+    "check_progress",
     "draft",
     "parse",
     "read_manifest",
@@ -247,3 +248,33 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
     if content["files"][STATE]["size"] > STATE_LIMIT:
         return f"claims {content['files'][STATE]['size']} bytes for {STATE}; the limit is {STATE_LIMIT}"
     return None
+
+
+def check_progress(found: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose state has another step or epoch than its manifest.
+
+    Parameters
+    ----------
+    found : Path
+        The checkpoint.
+    manifest, state : mapping
+        Its contents.
+
+    Raises
+    ------
+    CheckpointMismatch
+        The error names both.
+
+    Examples
+    --------
+    >>> check_progress(Path("step-00000012"), {"step": 12, "epoch": 1}, {"progress": {"step": 12, "epoch": 1}})
+    """
+    progress = state.get("progress")
+    if not isinstance(progress, Mapping):
+        return
+    for name in ("step", "epoch"):
+        if progress.get(name) != manifest[name]:
+            raise CheckpointMismatch(
+                f"{found}: the manifest says {name} {manifest[name]}, and the state {name} "
+                f"{progress.get(name)!r:.40}; somebody has changed it: load another checkpoint"
+            )
