@@ -16,7 +16,7 @@ from zae.common import torch_private
 # Names in C that torch itself reads, or of the compiler: see the tests of single functions.
 ELSEWHERE = {
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_foreach_add_", "_dynamo"),
-    "_rebuild_buckets",
+    *("_rebuild_buckets", "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
 }
 
 

@@ -1,9 +1,8 @@
-"""Which devices are meant, batches of any shape moved to one of them, and how many samples a batch has."""
+"""Devices: parse their names, move batches to them, and count the samples of a batch."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from zae.common.torch_private import has_bf16_of_x86
+from zae.common.walk import children_of, fields_of, is_dataclass
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
@@ -33,11 +34,10 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 # Names that people write for a device and that no spelling distance leads from to the right one.
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
 _OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
-_MISSING = object()
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
-    """Return the devices that are meant, one for each rank.
+    """Return the devices that a user names, one for each rank.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     Parameters
     ----------
     batch : Any
-        What a loader gave.
+        A batch of a loader.
     device : torch.device
         A device from :func:`parse_device`.
     non_blocking : bool, default False
@@ -125,12 +125,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of device that this build of torch drives beside the host, whether or not one is there.
-
-    Returns
-    -------
-    torch.device or None
-        None where there is no such kind.
+    """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one.
 
     Examples
     --------
@@ -139,22 +134,14 @@ def accelerator() -> torch.device | None:
     """
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 has no other way to say that there is none.
+    except RuntimeError:  # torch 2.6 has no other way to ask.
         return None
 
 
 def copies_by_itself(device: torch.device) -> bool:
-    """Tell whether a copy between pinned memory and a device goes on while the host, and the device, do other things.
+    """Return whether a copy between pinned memory and a device can run beside the host and the computation.
 
-    Parameters
-    ----------
-    device : torch.device
-        A device from :func:`parse_device`.
-
-    Returns
-    -------
-    bool
-        True for the accelerator that torch drives by streams; the CPU has none, and MPS shows none.
+    It can on the accelerator that torch supports with streams: the CPU has none, and MPS does not expose its own.
 
     Examples
     --------
@@ -168,12 +155,8 @@ def copies_by_itself(device: torch.device) -> bool:
 def cpu_computes_in_bf16() -> bool:
     """Return whether the processor has instructions for bfloat16: AVX512_BF16 or AMX, or those of Arm.
 
-    Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32.
-
-    Returns
-    -------
-    bool
-        False also where this build of torch cannot say.
+    Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32. Where this
+    build of torch cannot tell, the result is False.
 
     Examples
     --------
@@ -186,24 +169,21 @@ def cpu_computes_in_bf16() -> bool:
     if ask is not None:
         found = ask()
         return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    # An older torch has only private functions, and those for x86 alone.
-    private = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(each() for each in private if each is not None)
+    return has_bf16_of_x86()
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
-    """List the tensors that :func:`to_device` moves, where it is torch that moves each of them.
+    """Return the tensors that :func:`to_device` moves, unless an object in the batch moves itself.
 
     Parameters
     ----------
     batch : Any
-        What a loader gave.
+        A batch of a loader.
 
     Returns
     -------
     list[Tensor] or None
-        In their order; None where something moves itself: an object with a method ``to``, or a tensor of a class or a
-        layout of its own.
+        In order; None where an object has a method ``to``, or a tensor has another class or layout.
 
     Examples
     --------
@@ -218,7 +198,7 @@ def plain_tensors(batch: Any) -> list[Tensor] | None:
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
         return None
     found: list[Tensor] = []
-    for child in _children(batch):
+    for child in children_of(batch):
         tensors = plain_tensors(child)
         if tensors is None:
             return None
@@ -235,7 +215,7 @@ def leading_dimension(batch: Any) -> int | None:
     Parameters
     ----------
     batch : Any
-        What a loader gave.
+        A batch of a loader.
 
     Returns
     -------
@@ -266,20 +246,11 @@ def leading_dimension(batch: Any) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])  # its first field holds the steps of all sequences, end to end
-    for child in _children(batch):
+    for child in children_of(batch):
         size = leading_dimension(child)
         if size is not None:
             return size
     return None
-
-
-def _children(value: Any) -> Iterable[Any]:
-    """What `to_device` looks into, in order; nothing for what holds no batches."""
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, Mapping):
-        return value.values()
-    return _fields(value).values() if _is_dataclass(value) else ()
 
 
 def _best_device() -> torch.device:
@@ -399,8 +370,8 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
         return _move_sequence(value, [_move(item, device, non_blocking) for item in value])
     if isinstance(value, Mapping):
         return _move_mapping(value, {key: _move(item, device, non_blocking) for key, item in value.items()})
-    if _is_dataclass(value):
-        return _move_fields(value, {name: _move(item, device, non_blocking) for name, item in _fields(value).items()})
+    if is_dataclass(value):
+        return _move_fields(value, {name: _move(item, device, non_blocking) for name, item in fields_of(value).items()})
     return value
 
 
@@ -474,14 +445,3 @@ def _move_fields(old: Any, fields: dict[str, Any]) -> Any:
     for name, item in changed.items():
         object.__setattr__(new, name, item)
     return new
-
-
-def _is_dataclass(value: object) -> bool:
-    """Tell whether the value is an instance of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass instance that have a value, in order."""
-    found = {field.name: getattr(value, field.name, _MISSING) for field in dataclasses.fields(value)}
-    return {name: item for name, item in found.items() if item is not _MISSING}

@@ -30,6 +30,7 @@ __all__ = [
     "find",
     "found_overflow",
     "function_modes",
+    "has_bf16_of_x86",
     "has_gradient_hooks",
     "has_own_loading",
     "has_own_shapes",
@@ -215,6 +216,12 @@ def dispatch_modes() -> int:
 def function_modes() -> int:
     """Return how many modes ``__torch_function__`` goes through; 0 where torch does not tell."""
     return int(getattr(torch._C, "_len_torch_function_stack", int)())
+
+
+def has_bf16_of_x86() -> bool:
+    """Return whether an x86 processor has instructions for bfloat16; False where torch does not tell."""
+    asks = [getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(ask() for ask in asks)
 
 
 # ------------------------------------------------------------------------------------------------ the compiler

@@ -6,8 +6,7 @@ import contextlib
 import functools
 import logging
 import random
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
+from zae.common.walk import search
 from zae.errors import CheckpointMismatch
 from zae.storage.encoding import encode
 
@@ -40,8 +40,7 @@ STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Gene
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
-_MANY = 64  # A longer list holds the samples, not what is done to them.
-_LOOKS = 1000  # At so many objects in a part.
+# Iterators come and go.
 _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
@@ -314,7 +313,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
             seen.add(id(part))
             yield name, part
         else:
-            yield from _within(part, name, seen, ours - {id(part)})
+            yield from search(part, name, STREAMS, closed=_CLOSED, seen=seen, apart=ours - {id(part)})
 
 
 def _streams_in(loader: Any) -> list[Any]:
@@ -329,29 +328,6 @@ def _seed_again(stream: Any) -> None:
         bits: Any = stream.bit_generator
         with contextlib.suppress(AttributeError, TypeError):  # One that was given no seed, but its whole state.
             _write(stream, type(bits)(bits.seed_seq).state)
-
-
-def _within(part: Any, name: str, seen: set[int], others: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """The random streams in an object, the nearest first, each once; not those of iterators, which come and go."""
-    left = deque([(name, part)])
-    for _ in range(_LOOKS):
-        if not left:
-            return
-        place, value = left.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, STREAMS):
-            yield place, value
-            continue
-        inner: Any = value if isinstance(value, (list, tuple, dict)) else vars(value)
-        if len(inner) > _MANY:
-            continue
-        inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
-        for key, each in sorted(inner.items(), key=lambda item: str(item[0])):
-            is_open = isinstance(each, (*STREAMS, list, tuple, dict)) or hasattr(each, "__dict__")
-            if is_open and not isinstance(each, _CLOSED) and id(each) not in seen and id(each) not in others:
-                left.append((f"{place}.{key}", each))
 
 
 def _keeps_state(part: Any) -> bool:
