@@ -495,3 +495,34 @@ def test_fb4_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCapture
     again.progress_checker.run_calls.made = 0
     run(again)
     assert "the loader generator draws from the global random streams as it goes" in caplog.text
+
+
+class Collator:
+    """Has a state, and a random stream that is a part of it."""
+
+    def __init__(self) -> None:
+        self.calls, self.stream = 0, random.Random(1)
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        self.calls += 1
+        return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_collator_with_a_state_is_asked_for_it() -> None:
+    """Its streams are its own concern then. The object of a bound method is not asked: it may be the trainer."""
+    collator = Collator()
+    loader = DataLoader(range(4), batch_size=2, collate_fn=collator)  # type: ignore[arg-type]
+    assert len(list(loader)) == 2
+    state = capture_parts(loader)
+    assert state == {"collate_fn": {"calls": 2}}
+    collator.calls = 0
+    restore_parts(loader, state)
+    assert collator.calls == 2
+    bound = DataLoader(range(4), batch_size=2, collate_fn=collator.__call__)  # type: ignore[arg-type]
+    assert list(capture_parts(bound)) == ["collate_fn.stream"]

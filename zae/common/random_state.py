@@ -1,7 +1,7 @@
-"""The random streams of the process: seed them, capture and restore them, and keep others from drawing from them.
+"""The random streams of the process: seed them, capture and restore them, or isolate code that draws from them.
 
 A process has a stream in ``random``, one in ``numpy.random``, one in torch for the CPU and one for each accelerator.
-A loader may draw from generators of its own beside them.
+A loader may have generators of its own.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 _log = logging.getLogger("zae")
 
 HOST = ("torch", "numpy", "python")
-"""The parts of a state that every process has; all others are of accelerators, by their kind."""
+"""The parts of a state that every process has; the others belong to accelerators, by their kind."""
 
 _WORDS = 624  # of the Mersenne Twister, which is behind random, numpy.random and torch's CPU stream alike
 _NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
 
 
 class _Streams(NamedTuple):
-    """The states as the libraries themselves give and take them."""
+    """The states as the libraries return and accept them."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -88,15 +88,14 @@ def capture() -> dict[str, Any]:
     Returns
     -------
     dict[str, Any]
-        ``"torch"``: uint8 tensor, the CPU's. ``"numpy"``: dict of ``key`` (int64 tensor of shape (624,)), ``pos``,
-        ``has_gauss`` and ``cached_gaussian``. ``"python"``: what ``random.getstate()`` gives, in lists.
-        ``"cuda"``, or another kind of accelerator: list of uint8 tensors, one for each visible device, only if it is
-        in use. ``"mps"``: uint8 tensor, only where there is MPS.
+        ``"torch"``: uint8 tensor, of the CPU. ``"numpy"``: dict of ``key`` (int64 tensor of shape (624,)), ``pos``,
+        ``has_gauss`` and ``cached_gaussian``. ``"python"``: ``random.getstate()`` in lists. ``"cuda"``, or another
+        kind of accelerator in use: list of uint8 tensors, one for each visible device. ``"mps"``: uint8 tensor.
 
     Raises
     ------
     ConfigError
-        If ``numpy.random`` was given another generator than its own MT19937.
+        If ``numpy.random`` has another generator than MT19937.
 
     Examples
     --------
@@ -124,9 +123,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Put every random stream where it was when ``state`` was captured, whatever was drawn or seeded since.
+    """Restore every random stream.
 
-    The streams of devices that are not visible here are passed over, with a warning; those of others stay as they are.
+    The states of devices that are not visible here are skipped, with a warning.
 
     Parameters
     ----------
@@ -138,7 +137,7 @@ def restore(state: Mapping[str, Any]) -> None:
     CheckpointMismatch
         If a part is absent, unknown or damaged. No stream has changed then.
     ConfigError
-        If ``numpy.random`` was given another generator than its own MT19937.
+        If ``numpy.random`` has another generator than MT19937.
 
     Examples
     --------
@@ -152,29 +151,23 @@ def restore(state: Mapping[str, Any]) -> None:
     True
     """
     streams = _checked(state)
-    _numpy_now()  # refuses a generator that the state would not fit
+    _numpy_now()  # It refuses a generator that the state would not fit.
     _write(streams)
 
 
 @contextlib.contextmanager
 def isolated(*generators: torch.Generator) -> Iterator[None]:
-    """Let what runs inside draw random numbers without moving a stream of the process.
-
-    Inside, the streams go on from where they are; on exit, by an exception too, they are back where they were.
+    """Restore the random streams of the process when the block ends, by an exception too.
 
     Parameters
     ----------
     *generators : torch.Generator
-        Further generators to protect, such as those of :func:`generators_of`.
-
-    Yields
-    ------
-    None
+        Further generators to restore, such as those of :func:`generators_of`.
 
     Raises
     ------
     ConfigError
-        On entry, if one of ``generators`` is something else.
+        If one of ``generators`` is something else.
 
     Examples
     --------
@@ -207,18 +200,7 @@ def isolated(*generators: torch.Generator) -> Iterator[None]:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators of its own that a loader draws from, each once.
-
-    Parameters
-    ----------
-    loader : object
-        A ``DataLoader``, or any other object: one without generators has an empty list.
-
-    Returns
-    -------
-    list[torch.Generator]
-        Those of the loader, its sampler, its batch sampler's sampler and its batch sampler, in this order, and of a
-        sampler within its sampler.
+    """Return the generators of a loader, its sampler, its batch sampler and the sampler in each, every one once.
 
     Examples
     --------
@@ -244,17 +226,7 @@ def generators_of(loader: object) -> list[torch.Generator]:
 
 
 def capture_generators(loader: object) -> list[torch.Tensor]:
-    """Return the states of a loader's own generators.
-
-    Parameters
-    ----------
-    loader : object
-        See :func:`generators_of`.
-
-    Returns
-    -------
-    list[torch.Tensor]
-        One uint8 tensor for each generator, in the order of :func:`generators_of`.
+    """Return the states of the generators of a loader, in the order of :func:`generators_of`.
 
     Examples
     --------
@@ -271,19 +243,12 @@ def capture_generators(loader: object) -> list[torch.Tensor]:
 
 
 def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
-    """Put a loader's own generators where they were.
-
-    Parameters
-    ----------
-    loader : object
-        A loader built like the one whose states were captured.
-    states : Sequence[torch.Tensor]
-        What :func:`capture_generators` returned.
+    """Restore the generators of a loader to what :func:`capture_generators` returned.
 
     Raises
     ------
     CheckpointMismatch
-        If the loader has another number of generators, or a state is not one. No generator has changed then.
+        If the loader has another number of generators, or a state does not fit. No generator has changed then.
 
     Examples
     --------
@@ -311,18 +276,12 @@ def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Tell whether a value is a whole number, numpy's included; True and False are none."""
+    """Whether a value is an int, or one of numpy; True and False are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def of_devices() -> dict[str, list[torch.Tensor]]:
-    """Return the states of the streams of accelerators that are in use, by their kind, without beginning to use one.
-
-    Returns
-    -------
-    dict of str to list of Tensor
-        For ``"cuda"``, ``"mps"``, ``"xpu"`` or whatever this process has begun to use, one uint8 tensor for each
-        visible device.
+    """Return the states of the accelerators that this process uses, by kind, one uint8 tensor for each device.
 
     Examples
     --------
@@ -333,14 +292,14 @@ def of_devices() -> dict[str, list[torch.Tensor]]:
 
 
 def _kinds_in_use() -> list[str]:
-    """The kinds of accelerator that this process has begun to use, without beginning to use one."""
+    """List the kinds of accelerator that this process uses, without initializing one."""
     found = accelerator()
     kinds = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
     return [kind for kind in kinds if _devices(kind, begun=True)]
 
 
 def _is_accelerator(part: object) -> bool:
-    """Whether a part of a state is named as torch names a kind of device, other than the host itself."""
+    """Whether a part of a state has the name of a kind of accelerator."""
     if not isinstance(part, str) or part in ("cpu", "meta"):
         return False
     try:
@@ -350,7 +309,7 @@ def _is_accelerator(part: object) -> bool:
 
 
 def _devices(kind: str, begun: bool = False) -> int:
-    """How many devices of a kind have a stream here; with ``begun``, none before the kind is in use."""
+    """Count the devices of a kind that have a stream; with ``begun``, only if the kind is in use."""
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     module: Any = getattr(torch, kind, None)
@@ -383,7 +342,7 @@ def _read() -> _Streams:
 
 
 def _numpy_now() -> dict[str, Any]:
-    """Return the present state of ``numpy.random``, as a dict with the arrays in it."""
+    """Return the present state of ``numpy.random``, with its arrays."""
     state = dict(np.random.get_state(legacy=False))
     kind = state["bit_generator"]
     if kind != "MT19937":

@@ -1,4 +1,4 @@
-"""What a checkpoint has to know of a loader: what it is, and the random streams that its parts hold themselves."""
+"""What a checkpoint stores of a loader: its description, and the states and random streams of its parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-"""The kinds of random stream that an object may hold."""
+"""The kinds of random stream."""
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
@@ -45,17 +45,7 @@ _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """Return what must be the same for a resumed epoch to have the same batches.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-
-    Returns
-    -------
-    dict
-        Names, with text or numbers; only what the loader tells.
+    """Return what must be the same for a resumed epoch to have the same batches: names, with text or numbers.
 
     Examples
     --------
@@ -74,17 +64,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say in words in what two loaders differ.
-
-    Parameters
-    ----------
-    before, now : mapping
-        What `facts_of` returned.
-
-    Returns
-    -------
-    list of str
-        Empty when nothing differs.
+    """Describe how two loaders differ, from what `facts_of` returned for them.
 
     Examples
     --------
@@ -96,13 +76,12 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def capture_parts(loader: Any) -> dict[str, Any]:
-    """Return the states of what a loader's parts hold themselves: their own random streams, or their own state.
+    """Return the states of the parts of a loader, by their places: their ``state_dict``, or their random streams.
 
-    A sampler or dataset with ``state_dict`` and ``load_state_dict`` is asked for it. Any other, and a ``collate_fn``,
-    is looked through for ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and
-    ``torch.Generator``: in its attributes, in what these hold (transforms, say), and in short lists and dicts there.
-    What `zae.common.random_state` saves of a loader is left out. Copies of a dataset in a loader's workers are out of
-    reach.
+    A sampler, a dataset or a ``collate_fn`` with ``state_dict`` and ``load_state_dict`` is asked for its state. Any
+    other is searched for ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and
+    ``torch.Generator``: its attributes, theirs (of transforms, for example), and short lists and dicts. What
+    `zae.common.random_state` saves of a loader is left out. The copies of a dataset in workers cannot be read.
 
     Parameters
     ----------
@@ -112,7 +91,7 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     Returns
     -------
     dict
-        States by the place of their owner, plain values and tensors only.
+        Plain values and tensors.
 
     Examples
     --------
@@ -130,10 +109,10 @@ def capture_parts(loader: Any) -> dict[str, Any]:
 
 
 def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> None:
-    """Put the parts of a loader back to where they were.
+    """Restore the parts of a loader.
 
-    A part that keeps a state, and is in that state already, is left alone: many a sampler takes what it is given for
-    the place at which its next epoch begins.
+    A part with a ``state_dict`` that has this state already is not changed: some samplers take a state that they load
+    for the position at which their next epoch begins.
 
     Parameters
     ----------
@@ -142,20 +121,20 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
     states : mapping
         What `capture_parts` returned.
     only_streams : bool
-        Whether to leave the parts with a ``state_dict`` as they are.
+        Leave the parts with a ``state_dict`` as they are.
 
     Raises
     ------
     CheckpointMismatch
-        A part with a state is not there any more, or one is of another kind.
+        A part with a state is missing, or of another kind.
     """
     found = dict(_owners(loader))
     for place, state in states.items():
         if place not in found:
             if _is_part(place):
                 raise CheckpointMismatch(
-                    f"the checkpoint holds the state of the loader's {place}, which has none now; build the loader and "
-                    "its dataset as they were"
+                    f"the checkpoint contains a state of the loader's {place}, which has none now; build the loader "
+                    "and its dataset as they were"
                 )
             _warn_of_absent(place)
             continue
@@ -170,18 +149,17 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of parts for an epoch that begins again: where they stood at its beginning, with the streams
-    as they are.
+    """Return the states for an epoch that begins again: parts as at its beginning, with the present random streams.
 
     Parameters
     ----------
     present, begin : mapping
-        What `capture_parts` returned now, and at the epoch's beginning.
+        What `capture_parts` returned now, and at the beginning of the epoch.
 
     Returns
     -------
     dict
-        For `restore_parts`.
+        States for `restore_parts`.
 
     Examples
     --------
@@ -192,18 +170,17 @@ def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, 
 
 
 def begins_again(loader: Any) -> bool | None:
-    """Ask a sampler, or a stream of this process, that keeps a place of its own for its first entry.
+    """Return whether a sampler, or a stream, with a state is at its end, so that it begins again when it is used.
 
     Parameters
     ----------
     loader : iterable
-        Any loader, whose parts are to be restored again afterwards.
+        Any loader; its parts have to be restored afterwards, because their first entry is drawn.
 
     Returns
     -------
     bool or None
-        True for one that stood at its end, and will begin again when it is asked once more; None for a loader that has
-        no such part.
+        None for a loader without such a part.
     """
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     walked: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
@@ -218,13 +195,7 @@ def begins_again(loader: Any) -> bool | None:
 
 @contextlib.contextmanager
 def undrawn(loader: Any) -> Iterator[None]:
-    """Let a loader be walked without moving the random streams that its parts hold, which training may share.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-    """
+    """Restore the random streams in the parts of a loader when the block ends; training may share them."""
     kept = [(owner, read_stream(owner)) for owner in _streams_in(loader)]
     try:
         yield
@@ -237,7 +208,7 @@ def undrawn(loader: Any) -> Iterator[None]:
 
 
 class Passing:
-    """A sampler that passes the entries of another on; what it is, that one is asked."""
+    """A sampler with the entries and the attributes of another one."""
 
     def __init__(self, entries: Any) -> None:
         self.passed = entries
@@ -252,7 +223,7 @@ class Passing:
 
 
 class Padded(Passing):
-    """One with entries before those, which stand for what was used: they are passed over, never loaded."""
+    """A sampler with entries before those of another one, in place of the used ones: they are skipped, never loaded."""
 
     def __init__(self, entries: Any, count: int) -> None:
         super().__init__(entries)
@@ -270,14 +241,14 @@ class Padded(Passing):
 
 
 def bare(sampler: Any) -> Any:
-    """A sampler itself, without those that pass its entries on."""
+    """Return the sampler in a `Passing`, at any depth; any other sampler itself."""
     while isinstance(sampler, Passing):
         sampler = sampler.passed
     return sampler
 
 
 def global_streams() -> tuple[Any, ...]:
-    """Return the present state of the global random streams, to be compared with a later one.
+    """Return the present state of the global random streams, in a form that can be compared.
 
     Examples
     --------
@@ -292,7 +263,7 @@ def global_streams() -> tuple[Any, ...]:
 
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Every part that has a state of its own, and every random stream in the others, with its place."""
+    """Yield every part with a ``state_dict``, and every random stream in the others, with its place."""
     batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     parts = {"sampler": _sampler_of(loader), "batch_sampler": bare(batch_sampler)}
     for depth in range(_DEPTH):
@@ -305,11 +276,12 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     ours = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
     parts["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not _keeps_state(loader):
-        parts["loader"] = loader  # One of the user's own.
+        parts["loader"] = loader  # A class of the user.
     for name, part in parts.items():
         if part is None or id(part) in seen:
             continue
-        if _is_part(name) and _keeps_state(part):
+        # A bound method as collate_fn: its object may be the trainer itself, and is only searched.
+        if _is_part(name) and _keeps_state(part) and (name != "collate_fn" or part is collate):
             seen.add(id(part))
             yield name, part
         else:
@@ -321,12 +293,12 @@ def _streams_in(loader: Any) -> list[Any]:
 
 
 def _seed_again(stream: Any) -> None:
-    """Put a stream that was made just now, at the first use of a `collate_fn` say, back to its seed, if it tells it."""
+    """Seed a stream again that was created in the block, for example at the first use of a `collate_fn`."""
     if isinstance(stream, torch.Generator):
         stream.manual_seed(stream.initial_seed())
     elif isinstance(stream, np.random.Generator):
         bits: Any = stream.bit_generator
-        with contextlib.suppress(AttributeError, TypeError):  # One that was given no seed, but its whole state.
+        with contextlib.suppress(AttributeError, TypeError):  # It was created from a state, without a seed.
             _write(stream, type(bits)(bits.seed_seq).state)
 
 
@@ -335,8 +307,8 @@ def _keeps_state(part: Any) -> bool:
 
 
 def _is_part(place: str) -> bool:
-    """Whether a place is that of a part itself, not of a stream within."""
-    return place in ("sampler", "batch_sampler") or set(place.split(".")) == {"dataset"}
+    """Whether a place is that of a part itself, not of a stream in it."""
+    return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -347,7 +319,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @functools.cache
 def _warn_of_absent(place: str) -> None:
-    """Say, once in a process, that nobody has a random stream that was saved: it may be made when it is needed."""
+    """Warn, once in a process, that a saved random stream does not exist; it may be created when it is used."""
     _log.warning(
         "the checkpoint holds the random stream %s of the loader, which is not there now: what it draws is not exact; "
         "make it when the object is made", place,
@@ -360,17 +332,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def read_stream(stream: Any) -> Any:
-    """Return the state of a random stream, or of a part that has a ``state_dict``.
-
-    Parameters
-    ----------
-    stream : object
-        One of the kinds in `STREAMS`, or the part.
-
-    Returns
-    -------
-    object
-        A tensor of bytes for a generator of torch; else as NumPy, `random` or the part gives it.
+    """Return the state of a random stream, or of a part with a ``state_dict``.
 
     Examples
     --------
