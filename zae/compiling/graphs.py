@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from zae.common.device import leading_dimension
 from zae.common.optim import laid_out, leaves_kernel_open, parameters_of
 from zae.common.torch_private import compiler, has_gradient_hooks
+from zae.common.walk import fields_of, is_dataclass
 from zae.composition.introspect import slots_of
 from zae.data.loaders import length_of
 from zae.errors import ConfigError, did_you_mean
@@ -124,8 +124,8 @@ def shapes_of(batch: Any) -> Any:
         return tuple((key, shapes_of(value)) for key, value in batch.items())
     if isinstance(batch, (tuple, list)):
         return tuple(map(shapes_of, batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return tuple(shapes_of(getattr(batch, each.name, None)) for each in dataclasses.fields(batch))
+    if is_dataclass(batch):
+        return tuple(shapes_of(each) for each in fields_of(batch).values())
     if isinstance(batch, (str, int, float, type(None))):
         return batch
     held = getattr(batch, "__dict__", {})  # Only what it holds itself: what is further within may lead back to it.

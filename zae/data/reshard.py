@@ -16,7 +16,7 @@ _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
 
 class _PaddedList(Sequence[Any]):
-    """A sequence of batches with some before its own, which stand for what was used."""
+    """A sequence of batches with some before its own, in place of the used ones."""
 
     def __init__(self, batches: Sequence[Any], count: int) -> None:
         self._batches, self._count = batches, count
@@ -29,19 +29,19 @@ class _PaddedList(Sequence[Any]):
 
 
 def padded(loader: Any, count: int) -> Any:
-    """Return a loader whose order begins with so many entries that nobody will load.
+    """Return a loader whose order begins with additional entries, which are never loaded.
 
     Parameters
     ----------
     loader : DataLoader or sequence of batches
-        What the user gave.
+        The loader of the user.
     count : int
-        Samples, where a batch sampler of torch makes the batches; else batches.
+        A number of samples, if the loader has a batch sampler of torch; else of batches.
 
     Returns
     -------
     object
-        A loader; the same one where there is nothing to put before.
+        A loader; the same one for a count of 0.
 
     Examples
     --------
@@ -65,25 +65,25 @@ def padded(loader: Any, count: int) -> Any:
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
-    """Find where an open epoch goes on, in steps of the present layout.
+    """Return where an epoch continues, in steps of the present layout.
 
     Parameters
     ----------
     loader : DataLoader or sequence of batches
-        What the user gave now.
+        The loader of the user now.
     before : mapping
-        The facts of the loader that the state is of (`zae.data.loader_state.facts_of`).
+        The facts of the loader that was saved (`zae.data.loader_state.facts_of`).
     used : int
-        Batches of the epoch that each rank had used.
+        The number of batches of the epoch that each rank had used.
     ranks : (int, int)
-        How many ranks there were, and are.
+        The number of ranks before, and now.
     pad : int
-        The entries that stood before that epoch's order already.
+        The number of entries before the order of that epoch.
 
     Returns
     -------
     count, batch : tuple of int
-        The entries to put before the order, and the batch of each rank at which the epoch goes on.
+        The number of entries to put before the order, and the batch of each rank at which the epoch continues.
 
     Examples
     --------
@@ -100,7 +100,7 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
 
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
-    """Say what keeps the rest of an open epoch from being dealt anew.
+    """Return why the rest of an epoch cannot be resharded.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     Returns
     -------
     list of str
-        What differs, or what the loader lacks; empty where it can be done.
+        Empty if it can be.
 
     Examples
     --------
@@ -159,5 +159,5 @@ def own_batch_sampler(facts: Mapping[str, Any]) -> str:
 
 
 def _is_by_sample(facts: Mapping[str, Any]) -> bool:
-    """Whether batches are made of the entries of a sampler, one after another: any of them can begin a batch."""
+    """Whether batches are consecutive entries of a sampler, so that a batch can begin at any of them."""
     return facts.get("batch sampler") in _BY_SAMPLE

@@ -1,4 +1,4 @@
-"""Which rank gets which samples: training in equal numbers of steps, evaluation batch by batch, each sample once."""
+"""Shard loaders over ranks: each sample once, in equal numbers of training steps, and in whole evaluation batches."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class _Empty(enum.Enum):
 
 
 EMPTY = _Empty.EMPTY
-"""The batch of a rank that gets no sample in a step that others get some in; it stays itself in every process."""
+"""The batch of a rank without samples in a step in which other ranks have some; pickle keeps it one object."""
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a batch is that of a rank without samples."""
+    """Whether a batch is `EMPTY`."""
     return batch is EMPTY
 
 
 class Ranks(NamedTuple):
-    """This rank among the others, and how to ask them.
+    """This rank, and how it communicates with the others.
 
     Attributes
     ----------
     rank, size : int
-        The number of this one, and how many there are.
+        The number of this rank, and of ranks.
     from_main : callable
-        Returns on every rank the value that rank 0 gave; all ranks call it together.
+        Returns the value of rank 0 on every rank; all ranks call it together.
     all_agree : callable
-        Returns on every rank whether all gave True; all ranks call it together.
+        Returns whether the value is True on every rank; all ranks call it together.
     """
 
     rank: int
@@ -60,20 +60,20 @@ class Ranks(NamedTuple):
 
 
 class Shares(Protocol):
-    """How many samples each rank has in each step of an epoch."""
+    """The number of samples of each rank in each step of an epoch."""
 
     @property
     def leaves_out(self) -> bool:
         """Whether the last step has too few samples (or batches) for every rank."""
 
     def share(self, step: int) -> tuple[int, int]:
-        """Samples of this rank, and of all ranks, in a step."""
+        """Return the number of samples of this rank, and of all ranks, in a step."""
 
     def __len__(self) -> int: ...
 
 
 def shares_of(loader: Any) -> Shares | None:
-    """Find the shares of a loader that `shard` returned; None for a stream, whose shares nobody knows."""
+    """Return the shares of a loader that `shard` returned; None for a stream, whose shares are unknown."""
     for each in (loader, bare(getattr(loader, "batch_sampler", None))):
         if isinstance(each, (SampleShards, BatchShards, ListShards)):
             return each
@@ -83,20 +83,20 @@ def shares_of(loader: Any) -> Shares | None:
 def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     """Return the loader of one rank.
 
-    For training, the samples of ``size`` batches make one step: rank r gets every ``size``-th of them, so that an
-    epoch is the dataset exactly once, in as many steps on every rank, and a step of all ranks together is the batch
-    that one process would have with ``size`` times the batch size. What is left at the end is dealt the same way, and
-    a rank that gets none gives `EMPTY`. For evaluation, whole batches are dealt, the very batches of one process.
-    Everything else of a DataLoader stays as it is: its workers, collate function, pinning, generator, ``drop_last``.
+    In training, the samples of ``size`` batches make one step: rank r gets every ``size``-th of them. So an epoch is
+    the dataset exactly once, with as many steps on every rank, and a step of all ranks is the batch of one process
+    with ``size`` times the batch size. The samples left at the end are shared in the same way, and a rank without any
+    gets `EMPTY`. In evaluation, each rank gets whole batches, those of one process. Everything else of a DataLoader
+    stays the same: its workers, collate function, pinning, generator and ``drop_last``.
 
     Parameters
     ----------
     loader : DataLoader or sequence of batches
-        What the user gave.
+        The loader of the user.
     training : bool
-        Whether each rank must make as many steps as the others.
+        Whether all ranks must have the same number of steps.
     ranks : Ranks
-        Who asks.
+        This rank.
 
     Returns
     -------
@@ -131,28 +131,28 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     each_is_batch = loader.batch_sampler is None
     inner: Any = loader.sampler if each_is_batch else loader.batch_sampler
     if user_sharded:
-        # Its padding would evaluate samples twice.
+        # With its padding, samples would be evaluated twice.
         inner = BatchSampler(SequentialSampler(loader.dataset), loader.batch_size or 1, loader.drop_last)  # type: ignore[arg-type]
     if length_of(inner) is None:
         raise LoaderError(
             f"the {type(inner).__name__} of the loader has no length ({describe(loader)}), so {ranks.size} ranks "
             "cannot share what it gives; give it a __len__, and let it end"
         )
-    dealt: Any = BatchShards(inner, each_is_batch, training, ranks)
+    shards: Any = BatchShards(inner, each_is_batch, training, ranks)
     if training and type(inner) is BatchSampler:
         entries: Any = inner.sampler
-        dealt = SampleShards(entries, inner.batch_size, inner.drop_last, ranks)
-        if inner.drop_last and not len(dealt):
+        shards = SampleShards(entries, inner.batch_size, inner.drop_last, ranks)
+        if inner.drop_last and not len(shards):
             raise LoaderError(
                 f"a step of {ranks.size} ranks takes {ranks.size * inner.batch_size} samples, {inner.batch_size} each, "
                 f"and the loader's sampler gives {len(entries)}: drop_last=True leaves no step; give it more "
                 "data, a smaller batch_size, or drop_last=False"
             )
-    return _with_batches(loader, dealt, each_is_batch, training, ranks.rank)
+    return _with_batches(loader, shards, each_is_batch, training, ranks.rank)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader's samplers, and its dataset, which epoch begins, where they ask for it."""
+    """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have it."""
     batches = getattr(loader, "batch_sampler", None)
     found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
@@ -165,7 +165,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 class SampleShards:
-    """A batch sampler: this rank's part of each step's samples."""
+    """A batch sampler: the samples of this rank in each step."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
         self.sampler, self.batch_size, self.drop_last, self._ranks = sampler, batch_size, drop_last, ranks
@@ -190,7 +190,7 @@ class SampleShards:
 
 
 class BatchShards:
-    """A batch sampler that deals whole batches: of the user's own batch sampler, or in evaluation."""
+    """A batch sampler: whole batches of a custom batch sampler, or in evaluation."""
 
     def __init__(self, sampler: Any, each_is_batch: bool, training: bool, ranks: Ranks) -> None:
         self.sampler, self._each_is_batch, self._training, self._ranks = sampler, each_is_batch, training, ranks
@@ -244,7 +244,7 @@ class ListShards(Sequence[Any]):
 
 
 def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
-    """Everything a sampler gives in this epoch, drawn on every rank from rank 0's random streams."""
+    """Return all entries of a sampler in this epoch, drawn on every rank from the random streams of rank 0."""
     generators = list({id(g): g for s in (sampler, getattr(sampler, "sampler", None)) for g in _generator(s)}.values())
     streams = {key: value for key, value in random_state.capture().items() if key in ("torch", "numpy", "python")}
     main = ranks.from_main((streams, [generator.get_state() for generator in generators]))
@@ -262,13 +262,13 @@ def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
 
 
 def _is_of_torch(sampler: Any) -> bool:
-    """Whether a sampler, and one within it, are torch's own: these keep what they say."""
+    """Whether a sampler, and the one in it, are classes of torch, which need no check."""
     parts = (sampler, getattr(sampler, "sampler", sampler))
     return all(type(each).__module__ == BatchSampler.__module__ for each in parts)
 
 
 def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
-    """Refuse a sampler of the user's by which samples would be lost, or come twice, without a word."""
+    """Refuse a custom sampler with which samples would be lost, or come twice."""
     who, length = f"the {type(sampler).__name__} of the loader", length_of(sampler)
     if length != len(entries):
         raise LoaderError(
@@ -301,11 +301,11 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
-    """A copy of a DataLoader with another batch sampler."""
+    """Return a copy of a DataLoader with another batch sampler."""
     made = copy_with(loader, batch_sampler=batches)
     if hasattr(loader, "load_state_dict"):
         made.__class__ = _without_state(type(loader))
-    # The length of another sampler, or of a dataset that is told the epoch, may change.
+    # The length of a custom sampler, or of a dataset with set_epoch, may change.
     fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
     if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
         made.collate_fn = _Collate(loader.collate_fn, each_is_batch, training)
@@ -315,7 +315,7 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
 
 
 def _without_state(kind: type) -> type:
-    """A class of loaders that keep no place of their own: theirs would be in an order that one rank draws alone."""
+    """Return a subclass without a state, which would be a position in an order that one rank draws alone."""
 
     def absent(_: Any) -> Any:
         raise AttributeError("a rank's shard of a loader has no state")
@@ -324,7 +324,7 @@ def _without_state(kind: type) -> type:
 
 
 class _Collate:
-    """The user's collate function, for what has samples."""
+    """The collate function of the user, called only with samples."""
 
     def __init__(self, collate: Callable[[Any], Any], each_is_batch: bool, training: bool) -> None:
         self._collate, self._each_is_batch, self._training = collate, each_is_batch, training
@@ -337,7 +337,7 @@ class _Collate:
 
 
 def _present(batch: Any) -> Any:
-    """Refuse a batch that is None: this rank would make fewer steps than the others, who would wait."""
+    """Refuse a batch that is None: this rank would have fewer steps than the others, which would wait for it."""
     if batch is None:
         raise LoaderError(
             "a training batch is None (what the collate_fn returned), and with several ranks none may be left out; "
@@ -347,7 +347,7 @@ def _present(batch: Any) -> Any:
 
 
 class _WorkerSeed:
-    """Other random numbers in the workers of each rank, where the ranks' loaders draw from one generator."""
+    """Seed the workers of each rank differently, where the loaders of all ranks draw from one generator."""
 
     def __init__(self, own: Callable[[int], None] | None, rank: int) -> None:
         self._own, self._rank = own, rank
@@ -362,7 +362,7 @@ class _WorkerSeed:
 
 
 def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
-    """Deal the batches of a list; anything else gives what it gives on every rank."""
+    """Shard the batches of a list; refuse any other loader, which would be the same on every rank."""
     if isinstance(loader, Mapping) or not (hasattr(loader, "__getitem__") and length_of(loader) is not None):
         raise LoaderError(
             f"the loader is a {type(loader).__name__}, of which each of {ranks.size} ranks would get every batch; give "
@@ -373,7 +373,7 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
 
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
-    """Take a stream that says that it gives each rank its own share, and let all ranks end together."""
+    """Accept a stream with ``is_sharded``, and let all ranks end together."""
     if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
@@ -384,7 +384,7 @@ def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> An
 
 
 def _together(loader: Any, training: bool, ranks: Ranks) -> Any:
-    """What gives each rank its own batches already: in training, all must make as many steps."""
+    """Accept a loader with other batches on each rank; in training, all must have the same number of steps."""
     kind = _TogetherOnce if isinstance(loader, Iterator) else _Together
     return kind(loader, ranks) if training else loader
 
@@ -405,7 +405,7 @@ class _Together:
 
 
 class _TogetherOnce(_Together):
-    """The same of an iterator, which is one itself: it stands where it was left, and does not begin again."""
+    """The same for an iterator, which continues where it was left, and does not begin again."""
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -1,4 +1,4 @@
-"""The workers of a loader that die: torch must not raise for one just anywhere, nor wait for what one took with it."""
+"""Dead workers of a loader: keep torch from raising for one in the wrong place, and from waiting for its locks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _expected = False
 
 
 def mute_workers(expected: bool = False) -> None:
-    """Keep torch from raising, wherever Python is just then, that a worker of a loader has died.
+    """Keep the signal handler of torch from raising that a worker of a loader has died.
 
-    That is for an error which is on its way already, and may well come of that death: a second one in the midst of
-    dealing with it would take its place. A loader that waits for a dead worker finds out by itself, within seconds.
+    It is called while an error is handled that may come from that death: a second one would take its place. A loader
+    that waits for a dead worker raises by itself within seconds.
 
     Parameters
     ----------
     expected : bool
-        Whether all workers may be about to die: a signal that asks for the end may have gone to them too.
+        Whether all workers may be about to die, because a signal that ends the run may have gone to them too.
     """
     global _expected
     _expected = _expected or expected
     handler = None if _CHILD is None else signal.getsignal(_CHILD)
     is_torch_s = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
     if is_torch_s and threading.current_thread() is threading.main_thread():
-        _muted[:] = [handler]  # First kept, then replaced: the call itself raises what is waiting.
+        _muted[:] = [handler]  # Kept first: signal.signal itself raises for a signal that is waiting.
         signal.signal(_CHILD, signal.SIG_DFL)
 
 
 def unmute_workers() -> None:
-    """Put back what `mute_workers` took away, but not over a handler that was installed meanwhile."""
+    """Restore the signal handler, unless another one was installed since `mute_workers`."""
     global _expected
     _expected = False
     if _muted and threading.current_thread() is threading.main_thread():
@@ -51,30 +51,29 @@ def unmute_workers() -> None:
 
 
 def deaths_expected() -> bool:
-    """Say whether all workers may be about to die."""
+    """Return whether all workers may be about to die."""
     return _expected
 
 
 def part_from_workers(iterator: Any, loader: Any = None) -> None:
-    """Tell the workers of a torch iterator to end, without waiting for a lock that a killed one holds for ever.
+    """Tell the workers of a DataLoader iterator to end, without waiting for a lock that a killed worker may hold.
 
-    torch does so itself when the iterator is freed; there it waits for the lock of the event without an end. The
-    system kills a worker wherever it is, while it asks for that event too. What torch does afterwards stays as it is.
+    torch does so when the iterator is freed, and then waits for the lock of the event without a limit. A worker may be
+    killed while it holds that lock.
 
     Parameters
     ----------
     iterator : object
-        What ``iter(loader)`` returned; anything but an iterator of torch with workers is left alone.
+        What ``iter(loader)`` returned; an object that is not a DataLoader iterator with workers is ignored.
     loader : object, optional
-        Whose iterator it is: with ``persistent_workers=True`` it would ask the workers that are told to end here for
-        its next epoch, and wait for ever.
+        The loader: with ``persistent_workers=True`` it would use the ended workers in the next epoch, and hang.
     """
     event = getattr(iterator, "_workers_done_event", None)
     lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
     if lock is None or flag is None:
         return
     if lock.acquire(True, _PATIENCE):
-        flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for it, it is only asked.
+        flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for the event.
         flag.release()
         lock.release()
     iterator._workers_done_event = _Told()
@@ -113,11 +112,11 @@ def dead_workers(error: Exception) -> str:
 
 
 class _Told:
-    """In the place of an event that was set, as far as that was possible."""
+    """Replaces an event that was set, or could not be."""
 
     def set(self) -> None:
         """Do nothing."""
 
     def is_set(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
