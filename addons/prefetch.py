@@ -1,4 +1,4 @@
-"""Copies of batches to the device on a stream of their own, beside the step that is still under way."""
+"""Copy batches to the device on a second stream, while the previous step is still running."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _log = logging.getLogger("zae")
 
 
 class PrefetchAddon(AddOnBase):
-    """Copy batches from pinned memory beside the computation, on a stream of their own.
+    """Copy batches from pinned memory on a second stream, while the device computes.
 
-    The host is ahead of an accelerator: it has the next batch while the device is still at work on the step before.
-    Copied on the stream of the computation, that batch would wait for the step; on another one, the two go on at once,
-    and only the next step waits for its batch. No batch is drawn earlier than without, so that no random number and
-    no checkpoint is another, and the numbers are the same.
+    The host is ahead of an accelerator: it has the next batch while the device still computes the previous step. On the
+    stream of the computation, the copy of that batch waits for the step. On a second stream both run at the same time,
+    and only the next step waits for its batch. No batch is drawn earlier than without this add-on, so that random
+    numbers, checkpoints and results are the same.
 
-    There is something to gain only where a copy takes long beside a step: with large batches, of a DataLoader with
-    workers and ``pin_memory=True``. There is nothing to gain where each step is waited for, as with
-    ``on_nonfinite="skip"`` and with float16. Elsewhere it stands aside, and says so in ``plan()``: on the CPU, and
-    where a class has a ``to_device`` of its own. So it does for a batch with an object that moves itself.
+    The gain is large only where a copy takes long compared with a step: with large batches, from a DataLoader with
+    workers and ``pin_memory=True``. There is none where the host waits for each step, as with ``on_nonfinite="skip"``
+    or float16. The add-on does nothing, and says so in ``plan()``, on the CPU, where a class overrides ``to_device``,
+    and for a batch with an object that moves itself.
 
-    **Its gain has not been measured on a real device**, only its order on a simulated one: that is why it is an
-    add-on, and not the default. ``benchmarks/gpu.py`` measures it.
+    **The gain has not been measured on a real device**, only the order of the copies on a simulated one. That is why
+    it is an add-on, and not the default. ``benchmarks/gpu.py`` measures it.
 
     Examples
     --------
@@ -59,26 +59,26 @@ class PrefetchAddon(AddOnBase):
         self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the stream behind: it belongs to this process."""
+        """Leave the stream out: it belongs to this process."""
         return {**super().__getstate__(), "_side": None, "_said": False}
 
     def setup(self) -> None:
-        """Make the stream, where the device has any."""
+        """Create the stream, where the device has streams."""
         super().setup()
         self._said = False
         self._side = None if self._stands_aside() else torch.Stream(device=self.device)
 
     def teardown(self) -> None:
-        """Give the stream back."""
+        """Drop the stream."""
         self._side = None
         super().teardown()
 
     def is_idle(self) -> bool:
-        """Tell whether there is no stream to copy on, or no batch that could be."""
+        """Return whether there is no second stream, or no batch that can be copied on it."""
         return self._side is None or (self.mode == "train" and bool(self._why_not))
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Look whether what the loader gives may be copied beside the computation, and say once where it may not."""
+        """Check whether batches of the loader can be copied on the second stream, and warn once if they cannot."""
         loader = super().wrap_loader(loader, training)
         if training:
             self._why_not = self._stands_aside() or _why_not(loader)
@@ -88,37 +88,37 @@ class PrefetchAddon(AddOnBase):
         return loader
 
     def to_device(self, batch: Any) -> Any:
-        """Copy on the other stream; what is computed from now on waits for it."""
+        """Copy on the second stream; what is computed from now on waits for it."""
         if self._side is None or not self.loader_position.pinned or plain_tensors(batch) is None:
             return super().to_device(batch)
         with self._side:
             moved = super().to_device(batch)
         computing = torch.accelerator.current_stream(self.device)
         computing.wait_stream(self._side)
-        # The memory is the other stream's: it may be given out again there when the computation is done with it.
+        # The memory belongs to the second stream, which must not reuse it before the computation is done with it.
         for tensor in plain_tensors(moved) or ():
             tensor.record_stream(computing)
         return moved
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Say where it does nothing, and why."""
+        """Add the reason, where it does nothing."""
         lines, reason = super().plan_lines(plan), self._stands_aside() or self._why_not
         return [*lines, f"PrefetchAddon does nothing: {reason}"] if reason else lines
 
     def _stands_aside(self) -> str:
-        """Why no batch of any loader may be copied on another stream; empty where they may."""
+        """Return why no batch can be copied on a second stream; empty if they can."""
         if not copies_by_itself(self.device):
             return f"{self.device} has no stream that copies beside the computation"
         if not hasattr(torch.Stream, "__enter__"):
             return f"torch {torch.__version__} has no streams for all kinds of devices; use torch 2.7 or newer"
         inner = type(self).__mro__[type(self).__mro__.index(PrefetchAddon) + 1 :]
         owner = next(cls for cls in inner if "to_device" in cls.__dict__)
-        # What it computes with may still be in the making on the stream of the computation.
+        # It may compute with tensors that the stream of the computation has yet to write.
         return "" if owner is Trainer else f"{owner.__name__}.to_device may do more than copy; do that in train_step"
 
 
 def _why_not(loader: Any) -> str:
-    """Why batches of a loader cannot be copied while something else is done; empty where they can."""
+    """Return why batches of a loader cannot be copied at the same time as a step; empty if they can."""
     if gives_pinned(loader):
         return ""
     return (

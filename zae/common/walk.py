@@ -105,7 +105,7 @@ def search(
         if isinstance(each, kinds):
             yield where, each
             continue
-        inner: Any = each if isinstance(each, (list, tuple, dict)) else vars(each)
+        inner: Any = each if isinstance(each, (list, tuple, dict)) else getattr(each, "__dict__", {})
         if len(inner) > many:
             continue
         inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
