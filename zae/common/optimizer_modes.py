@@ -46,7 +46,6 @@ NOTHING = cast("AbstractContextManager[None]", _NoContext())
 """What the seams for contexts return where nobody overrides them."""
 
 
-
 def has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer evaluates with other weights than it trains with: it has ``train`` and ``eval``.
 
