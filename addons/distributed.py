@@ -20,12 +20,11 @@ from zae.composition.introspect import slots_of
 from zae.data.loader_state import restore_parts
 from zae.data.position import LoaderPosition
 from zae.data.sharding import Ranks, shard
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 from zae.launch import spawn as launching
 from zae.launch.rank_process import note_failure, random_state_of, tell_failures_early
 from zae.loop import addon_state
 from zae.loop.epoch_log import EpochLog, merge_logs
-from zae.saving.resume import check_places
 
 __all__ = ["DistributedAddon"]
 
@@ -256,7 +255,7 @@ class DistributedAddon(ShardingAddon):
     def on_run_begin(self) -> None:
         """Forget what was asked of an earlier run, and begin all at the same place."""
         self._wish, progress = None, self.progress_checker
-        check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
+        _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         super().on_run_begin()
 
     def checkpoint(self) -> None:
@@ -320,6 +319,16 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
     return result, addon_state.gather_entries(trainer, trainer.state_dict()), rest
+
+
+def _check_places(places: list[tuple[int, int, int]]) -> None:
+    """Refuse to begin a run with processes that are at different epochs, steps or batches."""
+    if len(set(places)) > 1:
+        stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
+        raise DistributedError(
+            f"the processes do not continue from the same state: {stand}. A checkpoint that one of them has loaded the "
+            "others must find too: save_path (or resume) must name a folder that all machines share"
+        )
 
 
 def _is_known(backend: str) -> bool:

@@ -104,7 +104,7 @@ def test_a_copy_made_within_a_run_goes_on_behind_the_step(name: str, tmp_path: P
     first.run(3, loader(), loader(8, shuffle=False))
     again = pickle.loads(first.copied)
     if name == "all":
-        again.save_path = tmp_path / "again"
+        again.checkpointer.folder = tmp_path / "again"
     assert again.progress_checker.step == 4
     assert finish(again) == end_of(first)
 

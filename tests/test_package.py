@@ -113,6 +113,8 @@ SEAMS = [
     "on_validation_end",
     "on_exception",
     "checkpoint",
+    "on_save",
+    "on_load",
     "log",
     "reduce",
     "gather",

@@ -639,6 +639,14 @@ class Trainer(metaclass=TrainerMeta):
         """Save when it is due: called between steps, after the validation of that moment, and after each epoch."""
 
     @seam
+    def on_save(self, path: Path) -> None:
+        """Called on every rank when a checkpoint was saved; with ``save_async`` a thread may still be writing it."""
+
+    @seam
+    def on_load(self, path: Path) -> None:
+        """Called on every rank when a checkpoint was loaded, by a resume or by ``load_state``."""
+
+    @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
+from kit.faults import RefusingDisk, installed
 from kit.hand import digest, loader, network
 from kit.table import Task, core_of, fingerprint
-from zae import ConfigError, Every
+from zae import AddOnBase, ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.common.random_state import seed_everything
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
@@ -141,7 +142,7 @@ def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any,
     later.evaluate(loader(4))
     assert digest(later.model) == digest(first.model)
     with pytest.raises(
-        CheckpointNotFound, match=r"holds 2 checkpoints of another run.*; write resume=True to continue"
+        CheckpointNotFound, match=r"contains 2 checkpoints of another run.*; write resume=True to continue"
     ):
         build(tmp_path, scores, *more, **options).restore_best()
     with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
@@ -167,7 +168,7 @@ def test_resume_p23_another_monitor_judges_what_was_saved_anew(tmp_path: Path, c
     other = make(resume="auto")  # By "loss", of which less is better.
     assert other.restore_best().name == "step-00000001"
     assert (other.best["score"], other.best["epoch"], other.best["loss"]) == (0.1, 1, 0.1)
-    told = "saved with monitor='accuracy' ('max'), and here it is 'loss' ('min'): what was the best so far is"
+    told = "saved with monitor='accuracy' ('max'), and here it is 'loss' ('min'): the best epoch so far is"
     assert told in caplog.text
     metrics = make(resume="auto").run(5, loader(4), loader(4))
     assert (metrics["best_valid"]["score"], metrics["epoch"], metrics["stop_reason"]) == (0.1, 5, None)
@@ -252,7 +253,7 @@ def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
     first.run(1, loader())
     second = build(tmp_path / "b", resume=first.last_path)
     assert second.run(2, loader())["step"] == 12
-    with pytest.raises(ConfigError, match=r"holds 1 checkpoints of another run.*overwrite=True"):
+    with pytest.raises(ConfigError, match=r"contains 1 checkpoints of another run.*overwrite=True"):
         build(tmp_path / "a").run(1, loader())
     assert build(tmp_path / "a", overwrite=True).run(2, loader())["step"] == 12
     assert names(tmp_path / "a") == {"step-00000006", "step-00000012"}
@@ -583,3 +584,41 @@ def test_a_format_that_cannot_hold_the_weights_is_refused_at_once(tmp_path: Path
             assert made(model).save_state(tmp_path / "other").is_dir()
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(2, dtype=torch.complex64))
     assert format_for(lazy, "safetensor") == "safetensors"
+
+
+class Noting(AddOnBase):
+    """Notes each checkpoint that was saved or loaded, with what holds at that moment."""
+
+    layer = "observe"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.noted: list[tuple[str, str, int]] = []
+
+    def on_save(self, path: Path) -> None:
+        super().on_save(path)
+        assert (path / "manifest.json").exists()
+        self.noted.append(("save", path.name, self.progress_checker.step))
+
+    def on_load(self, path: Path) -> None:
+        super().on_load(path)
+        self.noted.append(("load", path.name, self.progress_checker.step))
+
+
+def test_on_save_and_on_load_are_called_once_for_each_checkpoint(tmp_path: Path) -> None:
+    """After each save, a resume and load_state; not for weights alone, nor for a save that the disk refused."""
+    first = build(tmp_path, (), Noting, keep_last=None)
+    first.run(2, loader(), valid())
+    steps = [int(name[5:]) for name in sorted(names(tmp_path))]
+    assert first.noted == [("save", f"step-{step:08d}", step) for step in steps]
+    second = build(tmp_path, (), Noting, resume="auto", keep_last=None, on_save_error="warn")
+    second.setup()
+    assert second.noted == [("load", f"step-{steps[-1]:08d}", steps[-1])]
+    second.load_state(tmp_path / f"step-{steps[0]:08d}")
+    assert second.noted[1:] == [("load", f"step-{steps[0]:08d}", steps[0])]
+    second.restore_best()
+    with installed(RefusingDisk(0, 28)):
+        second.save_state(tmp_path / "other")
+    assert second.noted[2:] == []
+    second.save_state(tmp_path / "other")
+    assert second.noted[2:] == [("save", "other", steps[0])]

@@ -123,7 +123,7 @@ TABLE = [
         StateManagerAddon,
         lambda folder: {"save_path": folder / "neutral", "overwrite": True},
         lambda folder: {"save_path": folder / "biting", "save_every": 1, "keep_last": 1, "overwrite": True},
-        stateful=True, transient=("_resumed", "_to_replace", "_saved_at", "_token"),
+        stateful=True, transient=("checkpointer", "_resumption", "_crash"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
     ),
     Entry(

@@ -97,7 +97,7 @@ class Unrolled:
             yield from self._line(line, inside)
 
     def _line(self, line: Line, inside: list[Line]) -> Iterator[tuple[str, list[str]]]:
-        if line.text.startswith("after an exception"):
+        if line.text.startswith("after a"):
             return
         for name in line.calls * (self.count if line.text.startswith("for out in outputs") else 1):
             owners = [note.split(":")[0].split(".")[0] for note in line.notes]

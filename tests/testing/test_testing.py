@@ -148,7 +148,7 @@ OWN = {
     "MultiGPUAddon": {},
     "PrefetchAddon": {},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
-    "StateManagerAddon": {"save_path": "save", "transient": ["_saved_at", "_token", "_undo_save"]},
+    "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
 

@@ -336,6 +336,20 @@ class History:
             f"{', '.join(source) or 'none'}; give one of these, or return it from the step"
         )
 
+    def score_at(self, step: int, has_validation: bool) -> float | None:
+        """Return the monitored metric if it was measured at this step, else None.
+
+        Parameters
+        ----------
+        step : int
+            The present step.
+        has_validation : bool
+            Whether the present run validates; without any validation, training is measured at the end of an epoch.
+        """
+        by_training = self.watches_training or not (self.valid or has_validation)
+        rows, metrics = (self.train, self.train_metrics) if by_training else (self.valid, self.test_metrics)
+        return self.score_of(metrics) if rows and rows[-1]["step"] == step else None
+
     def is_better(self, score: float | None) -> bool:
         """Return whether a score is better than the best so far; NaN never is."""
         best = self.best.get("score")

@@ -53,7 +53,7 @@ def checkpoint_bytes(trainer: Trainer, plan: RunPlan, optimizers: Mapping[str, A
     names = len(json.dumps([each.__name__ for each in add_ons_of(type(trainer))], indent=2))
     whole = _stored(state) + tensor_bytes(model) + _MANIFEST + names + rest + plan.world_size * random_states
     for_step = 16 * len(plan.metrics or ["loss"]) * plan.batches_per_step
-    if getattr(trainer, "save_format", "") == "ckpt":
+    if getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt":
         whole += _IN_ZIP * len(model)
     return whole, plan.world_size * random_states, plan.world_size * for_step
 

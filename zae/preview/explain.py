@@ -69,6 +69,8 @@ LOOP = """
     ?    on_epoch_end()
     ?    checkpoint()
     ?on_run_end()
+    ?after a save: on_save(path)
+    ?after a load: on_load(path)
     ?after an exception: on_exception(error)
     teardown()  # always
 

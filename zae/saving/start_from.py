@@ -1,10 +1,10 @@
-"""A new run that begins from parts of a checkpoint: a fine-tune, or another schedule over the same weights."""
+"""Start a new run from parts of a checkpoint: a fine-tune, or another schedule for the same weights."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ from zae.storage.weights_file import load_weights
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Start"]
+__all__ = ["Start", "parts_of"]
 
 _Read = TypeVar("_Read")
 _log = logging.getLogger("zae")
@@ -35,27 +35,31 @@ class Start:
 
     Parameters
     ----------
-    trainer : Trainer
-        Whose options these are.
     start_from : str, Path or None
         A checkpoint, or a folder of them, of which the newest whole one is taken.
-    start_with : tuple of str or None
+    start_with : sequence of str or None
         The parts; None means ``("model",)``.
+    known : sequence of str
+        The parts that the trainer has.
+    save_path : Path
+        Where the new run saves.
     resume, allow_partial : object
-        The options of the state manager, as they were given.
+        The other options of the state manager.
 
     Raises
     ------
     ConfigError
-        The options contradict others, or a part is not known.
+        The options contradict each other, or a part is unknown.
     CheckpointNotFound, CheckpointDamaged
         There is no checkpoint, and none to resume from that would make it superfluous.
     """
 
-    def __init__(self, trainer: Any, start_from: Any, start_with: Any, resume: Any, allow_partial: Any) -> None:
-        self.parts = _check_parts(trainer, start_from, start_with)
-        self.path = None if start_from is None else _check_path(trainer.save_path, start_from, resume, allow_partial)
-        if self.path is not None and not (resume == "auto" and list_checkpoints(trainer.save_path)):
+    def __init__(
+        self, start_from: Any, start_with: Any, known: Sequence[str], save_path: Path, resume: Any, allow_partial: Any
+    ) -> None:
+        self.parts = _check_parts(start_from, start_with, known)
+        self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
+        if self.path is not None and not (resume == "auto" and list_checkpoints(save_path)):
             self._newest(read_manifest, read_manifest)
 
     def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
@@ -84,26 +88,15 @@ class Start:
         verify(path, skip=needed if self.parts == ["model"] else {*needed, STATE, STATE_TENSORS})
         return self._load(path)
 
-    def take(self, trainer: Trainer) -> None:
-        """Load the parts into a trainer that is set up, and has not begun.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The rest of it stays as it is.
-
-        Raises
-        ------
-        CheckpointDamaged, CheckpointMismatch
-            Nothing is loaded.
-        """
+    def apply(self, trainer: Trainer) -> None:
+        """Load the parts into a trainer that is set up and has not begun; on an error, nothing."""
         if self.path is None:
             return
         found, (model, rest) = self._newest(self._load, self._load_whole)
         saved = addon_state.state_of_rank(trainer, rest)
         present = trainer.state_dict()
-        streams = _streams_of(saved, trainer) if "random" in self.parts else None
-        state = {**present, **_merged(trainer, saved, present, self.parts, found)}
+        streams = _streams_of(saved, trainer.world_size, trainer.rank) if "random" in self.parts else None
+        state = {**present, **_merged(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "model" in self.parts:
             state["model"] = model
             if "optimizer" in self.parts and saved.get("training_weights"):
@@ -118,7 +111,13 @@ class Start:
         _log.info("a new run starts from %s of %s", ", ".join(self.parts), found)
 
 
-def _check_parts(trainer: Any, start_from: Any, start_with: Any) -> list[str]:
+def parts_of(cls: type) -> list[str]:
+    """List the parts of a checkpoint that a trainer class may take: its own, and its add-ons."""
+    # What distributes the work, and the list of the checkpoints, belong to a run.
+    return [*_PARTS, *(each.__name__ for each in add_ons_of(cls) if each.slot not in ("state", "parallel"))]
+
+
+def _check_parts(start_from: Any, start_with: Any, known: Sequence[str]) -> list[str]:
     """Return the parts, or refuse them."""
     if start_from is None:
         if start_with is not None:
@@ -128,9 +127,6 @@ def _check_parts(trainer: Any, start_from: Any, start_with: Any) -> list[str]:
         return ["model"]
     if not isinstance(start_with, (list, tuple, set, frozenset)) or not start_with:
         raise ConfigError(f"start_with={start_with!r}; it must be a tuple of parts: start_with=('model', 'optimizer')")
-    # What is between the ranks, and the list of the checkpoints, belong to a run.
-    add_ons = [each.__name__ for each in add_ons_of(type(trainer)) if each.slot not in ("state", "parallel")]
-    known = [*_PARTS, *add_ons]
     for name in start_with:
         if name not in known:
             raise ConfigError(
@@ -164,14 +160,18 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
 
 
 def _merged(
-    trainer: Trainer, saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], found: Path
+    saved: Mapping[Any, Any],
+    present: Mapping[str, Any],
+    parts: list[str],
+    found: Path,
+    counters: Mapping[str, set[str]],
 ) -> dict[str, Any]:
-    """Return the entries of a state that come, or partly come, from the saved one."""
+    """Return the entries of a state that come entirely or partly from the saved one."""
     made: dict[str, Any] = {}
     try:
         if "optimizer" in parts or "scheduler" in parts:
             _same_names(saved, present, "optimizer", found)
-            made |= _optimizers(saved, present, parts, _counters_of(trainer))
+            made |= _optimizers(saved, present, parts, counters)
         if "scheduler" in parts:
             _same_names(saved, present, "scheduler", found)
             made["scheduler"] = saved["scheduler"]
@@ -202,10 +202,10 @@ def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str,
         )
 
 
-def _counters_of(trainer: Trainer) -> dict[str, set[str]]:
-    """Name what each optimizer counts in its groups, as schedule-free ones do: no argument of its class sets it."""
+def _counters_of(optimizers: Any) -> dict[str, set[str]]:
+    """Return the counters in the groups of each optimizer, as schedule-free ones have: not arguments of its class."""
     found = {}
-    for name, optimizer in optim.named(trainer.optimizer).items():
+    for name, optimizer in optim.named(optimizers).items():
         parameters = inspect.signature(type(optimizer)).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
@@ -264,9 +264,8 @@ def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[s
     return {**present["records"], "settings": both}
 
 
-def _streams_of(saved: Mapping[Any, Any], trainer: Trainer) -> Any:
+def _streams_of(saved: Mapping[Any, Any], world: int, rank: int) -> Any:
     """Return the random streams of this rank."""
-    world, rank = trainer.world_size, trainer.rank
     if world == 1:
         return saved["position"]["present"]["random"]
     ranks = [

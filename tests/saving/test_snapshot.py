@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zae.saving import saver
-from zae.saving.saver import Snapshots
+from zae.saving import snapshot
+from zae.saving.snapshot import Snapshots
 
 
 def test_p54_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_p54_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.np, "copyto", interrupted)
+        patch.setattr(snapshot.np, "copyto", interrupted)
         with pytest.raises(KeyboardInterrupt):
             snapshots.take({"a": first})
     assert torch.equal(snapshots.take({"a": second})["a"], second)

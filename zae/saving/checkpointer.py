@@ -1,0 +1,267 @@
+"""The checkpoints of one run in one folder: save them, remove old ones, find the one to resume from."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from zae.saving.crash import crashes_in, forget_claims
+from zae.saving.retention import Retention
+from zae.saving.saver import Job, Saver
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
+from zae.storage.locks import FolderLock
+from zae.storage.manifest import Manifest, read_manifest
+from zae.storage.names import checkpoint_name, original_name, step_of
+
+__all__ = ["Checkpointer", "Content"]
+
+_log = logging.getLogger("zae")
+Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
+_Place: TypeAlias = "tuple[int, int, str]"
+
+
+class Checkpointer:
+    """Saves, keeps and finds the checkpoints of a run in one folder; it does not know any trainer.
+
+    A run calls `open`, then for each checkpoint `adding` and `write`, and at last `close`. Another kind of storage is
+    another class with these methods.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the checkpoints.
+    model_format : {"safetensors", "ckpt"}
+        The format of the weights.
+    retention : Retention
+        The rule for which checkpoints stay.
+    in_background : bool
+        Whether a thread writes while training goes on.
+
+    Attributes
+    ----------
+    run_id : str
+        The run whose checkpoints these are.
+    saved_at : tuple or None
+        Epoch, step and pending validation of the newest checkpoint that was saved or loaded.
+
+    Examples
+    --------
+    >>> checkpointer = Checkpointer(Path("runs/no-such-run"), "safetensors", Retention(2, 1, sign=1))
+    >>> checkpointer.find("auto"), checkpointer.last, checkpointer.path_at(12).name
+    (None, None, 'step-00000012')
+    """
+
+    def __init__(self, folder: Path, model_format: str, retention: Retention, *, in_background: bool = False) -> None:
+        self.folder, self.model_format, self.retention = folder, model_format, retention
+        self.run_id = ""
+        self.saved_at: _Place | None = None
+        self.saver = Saver(in_background)
+        self._lock = FolderLock(folder)
+        self._lock.check()
+        self._damaged: set[str] = set()  # Newer ones that the resume has passed over.
+        self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
+        self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
+
+    def path_at(self, step: int) -> Path:
+        """Return the place of the checkpoint of a step."""
+        return self.folder / checkpoint_name(step)
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint of this run, None before the first."""
+        return self.folder / max(self.retention.scores) if self.retention.scores else None
+
+    @property
+    def best(self) -> Path | None:
+        """The existing checkpoint with the best score, None if there is no score."""
+        there = self._names()
+        return next((self.folder / name for name in self.retention.ranked() if name in there), None)
+
+    def _names(self) -> set[str]:
+        """Return the names of the checkpoints in the folder, also of those that were moved aside."""
+        return {original_name(path.name) for path in list_checkpoints(self.folder)}
+
+    # ------------------------------------------------------------------------------------------ before and after a run
+
+    def open(self, step: int, overwrite: bool) -> None:
+        """Lock the folder for a run that is at this step, and refuse to mix its checkpoints with those of another run.
+
+        Raises
+        ------
+        ConfigError
+            Another process saves there, or there are checkpoints of another run and `overwrite` is false.
+        """
+        self._lock.acquire()
+        forget_claims(self.folder)
+        put_back(self.folder)
+        known = self.retention.scores.keys() | self._damaged
+        others = [path for path in list_checkpoints(self.folder) if path.name not in known]
+        others = [path for path in others if not (known and self._is_left_over(path, step))]
+        if others and not overwrite:
+            raise ConfigError(
+                f"save_path={str(self.folder)!r} contains {len(others)} checkpoints of another run, or newer than this "
+                f"one (newest: {others[0].name}); write resume='auto' to resume from it, give another "
+                "save_path, or overwrite=True to replace them"
+            )
+        self._replaced = others
+
+    def _is_left_over(self, path: Path, step: int) -> bool:
+        """Return whether a checkpoint before this step is an older one of this run, or damaged."""
+        if (step_of(original_name(path.name)) or 0) > step:
+            return False
+        try:
+            return read_manifest(path)["run_id"] == self.run_id
+        except (CheckpointDamaged, CheckpointNotFound):
+            return True
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    @contextlib.contextmanager
+    def adding(self, kept: tuple[str, float | None] | None, place: _Place) -> Iterator[list[Path]]:
+        """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
+
+        All ranks call it; None is a checkpoint elsewhere. After an error in the block, or in the thread that writes
+        (see `settle`), everything is as before.
+        """
+        scores = self.retention.scores
+        self._before = (dict(scores), self._replaced)
+        if kept is None:
+            with self._forgetting():
+                yield []
+            return
+        scores[kept[0]] = kept[1]
+        names = self.retention.to_delete()
+        with self._forgetting():
+            yield [*(self.folder / name for name in names), *(p for p in self._replaced if p.name not in scores)]
+        self.saved_at, self._replaced = place, []
+        for name in names:
+            del scores[name]
+
+    def write(self, job: Job) -> None:
+        """Write a checkpoint, or begin to, and then remove those that it replaces; one rank calls it."""
+        self._lock.keep(job.target)
+        self.saver.save(job)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise what a save in the background failed with, and forget that save; by default wait for it."""
+        with self._forgetting():
+            self.saver.wait() if wait else self.saver.poll()
+
+    def sync(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Forget on every rank a save that failed where it was written, so that all agree on what is due."""
+        if self.saver.learns(gather):
+            self._forget_save()
+
+    @contextlib.contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._forget_save()
+            raise
+
+    def _forget_save(self) -> None:
+        """Forget the last save, which failed: what it was to replace still exists."""
+        (self.retention.scores, self._replaced), self.saved_at = self._before, None
+
+    # -------------------------------------------------------------------------------------------------------- loading
+
+    def find(self, resume: bool | str | Path) -> tuple[Path, Content | None] | None:
+        """Find the checkpoint that the option ``resume`` means, and read it if that is how it was found.
+
+        Returns
+        -------
+        path, content : tuple, or None
+            The checkpoint, and what ``load_checkpoint`` returned for it; None for one that is given by its path. None
+            to start from scratch.
+
+        Raises
+        ------
+        CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+            There is none, all are damaged, or a newer zae wrote the newest.
+        """
+        if resume is False:
+            return None
+        folder = self.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
+        if folder != self.folder and not list_checkpoints(folder):
+            return folder, None
+        found = newest_valid(folder, load_checkpoint)
+        _refuse_links(folder, found[0] if found else None)
+        if found is None:
+            crashed = next(iter(crashes_in(folder)), None)
+            hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
+            if resume == "auto":
+                level = logging.WARNING if hint else logging.INFO
+                _log.log(level, "no checkpoint in %s: a new run begins%s", folder, hint)
+                return None
+            raise CheckpointNotFound(
+                f"resume={resume!r}, but {folder} contains no checkpoint; write resume='auto' to start a new run in "
+                f"that case{hint}"
+            )
+        path, content, passed_over = found
+        for damaged, why in passed_over:
+            _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
+        self._damaged = {damaged.name for damaged, _ in passed_over}
+        return path, content
+
+    def read(self, path: Path, allow_partial: Collection[str] = ()) -> Content:
+        """Read a checkpoint."""
+        return load_checkpoint(path, allow_partial=allow_partial)
+
+    def adopt(self, path: Path, manifest: Manifest, place: _Place) -> None:
+        """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
+        self.run_id, self.saved_at = manifest["run_id"], place
+        name = original_name(path.name)
+        if path.parent == self.folder and name in self._names():
+            self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
+
+    def restore(
+        self, run_id: str, scores: Mapping[str, float | None], by_step: Mapping[int, Mapping[str, Any]] | None
+    ) -> None:
+        """Load the name of the run, and the scores of those of its checkpoints that still exist.
+
+        ``by_step`` has the rows of the history by another monitor than the one that the scores were saved with.
+        """
+        there = self._names()
+        scores = {name: score for name, score in scores.items() if name in there}
+        if by_step is not None:
+            rows = {name: by_step.get(step_of(name) or 0) for name in scores}
+            scores = {name: None if row is None else row["score"] for name, row in rows.items()}
+        self.run_id, self.retention.scores = run_id, scores
+
+    def require_best(self, monitor: str) -> Path:
+        """Return the checkpoint with the best score; raise CheckpointNotFound if no checkpoint of the run has one."""
+        path = self.best
+        if path is not None:
+            return path
+        if self.last is None and (older := list_checkpoints(self.folder)):
+            raise CheckpointNotFound(
+                f"{self.folder} contains {len(older)} checkpoints of another run (newest: {older[0].name}), and none "
+                "of this trainer; write resume=True to continue that run"
+            )
+        raise CheckpointNotFound(
+            f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; give run() a "
+            "valid_loader, and monitor= the name of a metric that test_step returns"
+        )
+
+
+def _refuse_links(folder: Path, found: Path | None) -> None:
+    """Refuse to start from scratch, or from an older checkpoint, if a link stands for a newer one."""
+    steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
+    newest = max(steps, key=lambda path: steps[path], default=None)
+    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
+        raise CheckpointNotFound(
+            f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
+            "folder that it points into as save_path, or remove the link"
+        )
