@@ -24,8 +24,9 @@ from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
-from zae.loop import binding, evaluation, scheduling
+from zae.loop import binding, scheduling
 from zae.loop.epoch_log import EpochLog, plain
+from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
@@ -334,7 +335,7 @@ class Trainer(metaclass=TrainerMeta):
         """
         self.current_run.set_up(self)
         if self.mode == "test":
-            return evaluation.test_epoch(self, loader, None)
+            return Evaluation(self).epoch(loader)
         self.optimization.track(self._module)  # Again: the model may have grown.
         run, loader = self.current_run, self.wrap_loader(loader, True)
         run.open_epoch(loader)
@@ -362,7 +363,7 @@ class Trainer(metaclass=TrainerMeta):
             if self.mode == "train":
                 self.optimization.begin_training()
         if self.mode == "test":
-            evaluation.test_batch(self, batch)
+            Evaluation(self).record_batch(batch)
             return
         run.batch = batch
         with self.batch_context():
@@ -732,7 +733,7 @@ class Trainer(metaclass=TrainerMeta):
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
         with self.ready():
-            return evaluation.evaluate(self, loader)
+            return Evaluation(self).metrics(loader)
 
     def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
         """Return what ``test_step`` gives for each batch, detached and on the host; no log is touched.
@@ -747,7 +748,8 @@ class Trainer(metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
-        return evaluation.outputs_of(self, loader)
+        with self.ready():
+            return Evaluation(self).outputs(loader)
 
     @seam
     def validate(self) -> dict[str, float]:
@@ -762,7 +764,17 @@ class Trainer(metaclass=TrainerMeta):
         mode : {"train", "test"}, optional
             The mode; None takes the other one.
         """
-        evaluation.switch(self, argument_checks.check_mode(mode or ("test" if self.mode == "train" else "train")))
+        before, root = self.mode, self.model if isinstance(self.model, nn.Module) else self._module
+        self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
+        if (before, self.mode) == ("train", "test"):
+            self._in_training = modules_in_training(self._module)  # A wrapper may be another one by then.
+        if self.mode == "test":
+            root.eval()
+        else:
+            restore_training(root, self._module, self._in_training)
+            self._in_training = None
+        if self.current_run.is_ready:
+            binding.bind(self)
 
     # ------------------------------------------------------------------------------------- weights and state
 

@@ -1,4 +1,4 @@
-"""Evaluation that leaves training exactly as it is: its mode, its weights, and every random stream."""
+"""Evaluate without a change to training: to its mode, its weights, and every random stream."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from zae.loop.step_output import call_step
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
+
+__all__ = ["Evaluation", "EvaluationAborted", "modules_in_training", "restore_training"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 
@@ -73,144 +75,137 @@ class DistributedStopFlag:
             yield batch
 
 
-def switch(trainer: Trainer, mode: str) -> None:
-    """Set the mode of a trainer and of its modules; one that was frozen with ``.eval()`` before stays frozen."""
-    root, before, trainer.mode = _root_of(trainer), trainer.mode, mode
-    if mode == "test" and before == "train":
-        trainer._in_training = _in_training(trainer._module)  # Not of a wrapper, which may be another one by then.
-    if mode == "test":
-        root.eval()
-    elif trainer._in_training is not None:
-        inner = {id(module) for module in trainer._module.modules()}
-        for module in (*trainer._in_training, *(each for each in root.modules() if id(each) not in inner)):
-            module.training = True
-        trainer._in_training = None
-    elif not root.training:
-        root.train()
-    if trainer.current_run.is_ready:
-        binding.bind(trainer)
-
-
-def _root_of(trainer: Trainer) -> nn.Module:
-    """Return the model as it is wrapped, or the one that was given where the wrapper is not a module."""
-    return trainer.model if isinstance(trainer.model, nn.Module) else trainer._module
-
-
-def _in_training(root: nn.Module) -> list[nn.Module]:
+def modules_in_training(root: nn.Module) -> list[nn.Module]:
     """List the modules that are in training mode."""
     return [module for module in root.modules() if module.training]
 
 
-@contextmanager
-def testing(trainer: Trainer, loader: Any) -> Iterator[None]:
-    """Evaluate: no gradient, every module in evaluation mode, and no number drawn from training's streams."""
-    mode, root = trainer.mode, _root_of(trainer)
-    training = _in_training(root)
-    position = trainer.loader_position
-    pinned, is_within = position.pinned, position.is_evaluating
-    try:
-        trainer.mode, position.pinned = "test", gives_pinned(loader)  # Of this loader, not the epoch's.
-        position.is_evaluating = True
-        binding.bind(trainer)
-        root.eval()
-        drawn = random_state.isolated(*random_state.generators_of(loader))
-        with torch.no_grad(), drawn, undrawn(loader), trainer.evaluation_context():
-            yield
-    finally:
-        for module in training:
+def restore_training(root: nn.Module, inner: nn.Module, modules: list[nn.Module] | None) -> None:
+    """Put these modules of ``inner`` into training mode, and what ``root`` wraps around it; None is all of them."""
+    if modules is not None:
+        inside = set(inner.modules())
+        for module in (*modules, *(each for each in root.modules() if each not in inside)):
             module.training = True
-        trainer.mode, position.pinned, position.is_evaluating = mode, pinned, is_within
-        binding.bind(trainer)
+    elif not root.training:
+        root.train()
 
 
-@contextmanager
-def _fresh_log(trainer: Trainer) -> Iterator[None]:
-    """Begin the log of an evaluation, and free what is not a number when that ends, by an exception too."""
-    trainer.log_test.clear()
-    try:
-        yield
-    finally:
-        trainer.log_test.free()
+class Evaluation:
+    """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams.
 
+    Parameters
+    ----------
+    trainer : Trainer
+        It is set up.
+    signals : sequence of int, optional
+        Signals that ask for the end, looked up between batches; one of them aborts the evaluation.
+    """
 
-def test_epoch(trainer: Trainer, loader: Any, signals: Sequence[int] | None) -> Metrics:
-    """Evaluate one loader, or give it up between two batches, where signals that ask for the end are looked at."""
-    with _fresh_log(trainer), testing(trainer, loader):
-        own = trainer.wrap_loader(loader, False)
-        batches = batches_of(own, trainer.fast_data)
-        if signals is None or trainer.world_size == 1:
-            count = _record_all(trainer, loader, batches, signals)
-        else:
-            agreed = DistributedStopFlag(trainer, signals, len(shares_of(own) or ()))
-            count = _record_all(trainer, loader, agreed.walk(batches), agreed.signals)
-            count = None if agreed.signals else count
-        if count is not None:
-            further = trainer.metric_on_epoch_end
-            metrics = trainer.history.summarize("test", trainer.gather, trainer.world_size, further)
-    if count is None:  # Raised here, where every context has been left as after any evaluation.
-        trainer.log_test.clear()
-        part_from_workers(batches, own)
-        raise EvaluationAborted
-    # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
-    if not len(trainer.log_test) and not any(trainer.gather(count)):
-        once = "; an iterator is exhausted after one evaluation: give a list, or a class with __iter__"
-        raise LoaderError(
-            f"the loader yielded 0 batches ({describe(loader)}), so there is nothing to evaluate"
-            + (once if isinstance(loader, Iterator) else "")
-        )
-    return metrics
+    def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None) -> None:
+        self.trainer, self.signals = trainer, signals
 
+    def metrics(self, loader: Any) -> dict[str, float]:
+        """Return the metrics of one loader, or of each of several and their mean."""
+        if not isinstance(loader, Mapping):
+            check_loader(loader)
+            return dict(self.epoch(loader))
+        if not loader:
+            raise LoaderError("loader is an empty dict; give loaders by name")
+        for name, each in loader.items():
+            check_loader(each, f"loader[{name!r}]")
+        rows = {name: self.epoch(each) for name, each in loader.items()}
+        metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
+        common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
+        return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
 
-def _record_all(
-    trainer: Trainer, loader: Any, batches: Iterator[Any], signals: Sequence[int] | None = None
-) -> int | None:
-    """Test and record each batch; return how many there were, or None where a signal ended it early."""
-    to_device, test_step, logging = trainer.to_device, trainer.test_step, trainer.logging
-    run, count = trainer.current_run, 0
-    with run.evaluating(loader):
-        for batch in batches:
-            if signals:
-                return None
-            if batch is None:
-                continue
-            run.batch = batch
-            logging(*call_step(trainer, test_step, to_device(batch)))
-            run.batch = None
-            count += 1
-    return count
+    def epoch(self, loader: Any) -> Metrics:
+        """Return the metrics of one loader; raise `EvaluationAborted` after a signal."""
+        trainer = self.trainer
+        with self._fresh_log(), self._testing(loader):
+            wrapped = trainer.wrap_loader(loader, False)
+            batches = batches_of(wrapped, trainer.fast_data)
+            if self.signals is None or trainer.world_size == 1:
+                count = self._record_all(loader, batches, self.signals)
+            else:
+                flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
+                count = self._record_all(loader, flag.walk(batches), flag.signals)
+                count = None if flag.signals else count
+            if count is not None:
+                further = trainer.metric_on_epoch_end
+                metrics = trainer.history.summarize("test", trainer.gather, trainer.world_size, further)
+        if count is None:  # Raised here, where every context has been left as after any evaluation.
+            trainer.log_test.clear()
+            part_from_workers(batches, wrapped)
+            raise EvaluationAborted
+        # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
+        if not len(trainer.log_test) and not any(trainer.gather(count)):
+            once = "; an iterator is exhausted after one evaluation: give a list, or a class with __iter__"
+            raise LoaderError(
+                f"the loader yielded 0 batches ({describe(loader)}), so there is nothing to evaluate"
+                + (once if isinstance(loader, Iterator) else "")
+            )
+        return metrics
 
+    def record_batch(self, batch: Any) -> None:
+        """Evaluate and record one batch, in an evaluation or outside of one."""
+        with NOTHING if self.trainer.loader_position.is_evaluating else self._testing(None):
+            self._record_all(None, iter([batch]))
 
-def test_batch(trainer: Trainer, batch: Any) -> None:
-    """Evaluate and record one batch, in an evaluation or outside of one."""
-    with NOTHING if trainer.loader_position.is_evaluating else testing(trainer, None):
-        _record_all(trainer, None, iter([batch]))
-
-
-def evaluate(trainer: Trainer, loader: Any, signals: Sequence[int] | None = None) -> dict[str, float]:
-    """Evaluate one loader, or each of several and their mean."""
-    if not isinstance(loader, Mapping):
+    def outputs(self, loader: Any) -> list[dict[str, Any]]:
+        """List what ``test_step`` returns for each batch, on the host; the outputs of all ranks in turn."""
         check_loader(loader)
-        return dict(test_epoch(trainer, loader, signals))
-    if not loader:
-        raise LoaderError("loader is an empty dict; give loaders by name")
-    for name, each in loader.items():
-        check_loader(each, f"loader[{name!r}]")
-    rows = {name: test_epoch(trainer, each, signals) for name, each in loader.items()}
-    metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
-    common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
-    return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
+        trainer, run, outputs = self.trainer, self.trainer.current_run, []
+        with self._testing(loader):
+            with run.evaluating(loader):
+                for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
+                    if batch is None:
+                        continue
+                    run.batch = batch
+                    outputs.append(to_host(call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]))
+                    run.batch = None
+            return in_turn(trainer.gather(outputs))
 
-
-def outputs_of(trainer: Trainer, loader: Any) -> list[dict[str, Any]]:
-    """List what ``test_step`` returns for each batch, on the host; those of all ranks in turn."""
-    check_loader(loader)
-    with trainer.ready(), testing(trainer, loader):
-        run, outputs = trainer.current_run, []
+    def _record_all(self, loader: Any, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
+        """Test and record each batch; return how many there were, or None where a signal ended it early."""
+        trainer, run, count = self.trainer, self.trainer.current_run, 0
+        to_device, test_step, logging = trainer.to_device, trainer.test_step, trainer.logging
         with run.evaluating(loader):
-            for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
+            for batch in batches:
+                if signals:
+                    return None
                 if batch is None:
                     continue
                 run.batch = batch
-                outputs.append(to_host(call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]))
+                logging(*call_step(trainer, test_step, to_device(batch)))
                 run.batch = None
-        return in_turn(trainer.gather(outputs))
+                count += 1
+        return count
+
+    @contextmanager
+    def _testing(self, loader: Any) -> Iterator[None]:
+        """Enclose an evaluation, and put back what it changes."""
+        trainer, position = self.trainer, self.trainer.loader_position
+        root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
+        training, before = modules_in_training(root), (trainer.mode, position.pinned, position.is_evaluating)
+        try:
+            # Whether batches are pinned is asked of this loader, not of the epoch's.
+            trainer.mode, position.pinned, position.is_evaluating = "test", gives_pinned(loader), True
+            binding.bind(trainer)
+            root.eval()
+            isolated = random_state.isolated(*random_state.generators_of(loader))
+            with torch.no_grad(), isolated, undrawn(loader), trainer.evaluation_context():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+            trainer.mode, position.pinned, position.is_evaluating = before
+            binding.bind(trainer)
+
+    @contextmanager
+    def _fresh_log(self) -> Iterator[None]:
+        """Clear the log of the evaluation, and free what is not a number when it ends, also by an exception."""
+        self.trainer.log_test.clear()
+        try:
+            yield
+        finally:
+            self.trainer.log_test.free()

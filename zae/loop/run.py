@@ -16,9 +16,9 @@ from zae.common import argument_checks, optim
 from zae.data.loaders import check_loader, describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import binding, evaluation, scheduling
+from zae.loop import binding, scheduling
 from zae.loop.epoch_log import merge_sums
-from zae.loop.evaluation import EvaluationAborted
+from zae.loop.evaluation import Evaluation, EvaluationAborted
 from zae.loop.history import Metrics
 from zae.loop.progress import Bar, Every
 from zae.schedulers import is_plateau
@@ -421,7 +421,7 @@ class Run:
     def validate(self, trainer: Trainer) -> dict[str, float]:
         """Evaluate the ``valid_loader``, record its metrics and update the best."""
         signals = self.signals if trainer.progress_checker.pending_validation else None
-        metrics = evaluation.evaluate(trainer, self.valid_loader, signals)
+        metrics = Evaluation(trainer, signals).metrics(self.valid_loader)
         self.record_validation(metrics)
         self.update_best("valid", metrics)
         return metrics
