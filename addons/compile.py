@@ -1,4 +1,4 @@
-"""Compiled training steps: the model, forward and backward, or the whole step as one graph, where that is faster."""
+"""Compile the model, forward and backward, or the whole training step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from zae.addon import AddOnBase, replaces
 from zae.common import argument_checks, optim, torch_private
 from zae.common.walk import tensors_in
-from zae.compiling import fused, graphs
-from zae.compiling.trial import Trial
+from zae.compiling import compiler, fused, graphs, kernels
+from zae.compiling.benchmark import Benchmark
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
 
@@ -24,18 +24,18 @@ __all__ = ["CompileAddon"]
 
 _log = logging.getLogger("zae")
 _MODES = ("auto", "graph", "fused", "model")
-_REMEDY = "write compile_mode='model', which can"
+_REMEDY = "write compile_mode='model', which does"
 
 
 class CompileAddon(AddOnBase):
-    """Compile the training step, and run eagerly whatever the compiled one was not made for.
+    """Compile the training step, and run eagerly what the compiled step does not cover.
 
-    One shape is compiled: that of the first full batch. A batch of any other (the short one at an epoch's end) runs
-    eagerly instead of being compiled again, and so does evaluation, a step while a parameter has a hook, and
-    everything once the compiler refuses the step (it cannot follow a decision by ``.item()``, ``print`` or an LSTM
-    into a graph); a warning says why. The module that was given stays as it is, and a checkpoint has its keys: a run
-    goes on from it with or without this add-on. Compiled and eager arithmetic differ in the last bits. Two runs in one
-    of the fixed modes agree bitwise; with "auto" the clock decides.
+    One shape is compiled: that of the first full batch. A batch of another shape (the short one at an epoch's end) runs
+    eagerly instead of being compiled, and so do evaluation, a step while a parameter has a hook, and all steps once the
+    compiler refuses the step (it cannot trace a branch on ``.item()``, ``print`` or an LSTM); a warning says why. The
+    module itself is not changed, and a checkpoint has its keys: a run can resume from it with or without this add-on.
+    Compiled and eager arithmetic differ in the last bits. Two runs in a fixed mode agree bitwise; "auto" decides by
+    measured time.
 
     Parameters
     ----------
@@ -43,36 +43,36 @@ class CompileAddon(AddOnBase):
         "graph" compiles ``train_step`` and its gradient as one graph, and on the CPU steps SGD, Adam and AdamW with
         their fused kernels, unless they were made with ``fused`` or ``foreach``, or of weights in half precision.
 
-        "fused" compiles the whole step, on a CPU: forward, loss, backward, clip, the look for NaN, and the update of
-        SGD, Adam or AdamW, which changes nothing where ``on_nonfinite`` does not let it. There is no ``.grad`` then:
-        who would look at it between the gradient and the step is refused by name. An optimizer's first step is eager,
-        for it makes the optimizer's state.
+        "fused" compiles the whole step, on a CPU: forward, loss, backward, clip, the check for NaN, and the update of
+        SGD, Adam or AdamW, which is skipped where ``on_nonfinite`` says so. There is no ``.grad`` then: an add-on that
+        reads it between the gradient and the step is refused by name. An optimizer's first step is eager, because it
+        creates the optimizer's state.
 
-        "model" compiles what the model computes, whatever the loop does around it: it takes several ranks and several
-        optimizers, and is seldom faster on a CPU.
+        "model" compiles only the model: it supports several ranks and several optimizers, and is rarely faster on a
+        CPU.
 
-        "auto" times the eager step, "graph" and, where it holds the step, "fused", one by one in turn, and keeps the
-        fastest; a tie keeps the eager one.
+        "auto" times the eager step, "graph" and, where the step allows it, "fused", in turn, and keeps the fastest; a
+        tie keeps the eager step.
     compile_backend : str or callable
-        A backend of ``torch.compile``; "aot_eager" compiles nothing and is for finding faults.
+        A backend of ``torch.compile``; "aot_eager" only traces, for debugging.
     fallback_random : bool
-        With the backend "inductor", draw dropout's numbers as the eager step does.
+        With the backend "inductor", draw the same random numbers as the eager step.
 
     Attributes
     ----------
     compile_report : dict
-        "kept" ("eager", "graph", "fused", "model", or "auto" while it is being timed), "reason" where the step was
-        refused, "compile_seconds", "graphs", "eager_batches" (of another shape, or where somebody waits for a hook);
-        with "auto", "not_fused" (why it is without "fused"), the "seconds" of a step each way, and "pays_after" so
-        many steps (None: never).
+        "kept" ("eager", "graph", "fused", "model", or "auto" during the benchmark), "reason" when the step was refused,
+        "compile_seconds", "graphs", "eager_batches" (of another shape, or with a hook); with "auto", "not_fused" (why
+        "fused" was not tried), the "seconds" of a step of each kind, and "pays_after", the number of steps after which
+        compiling has paid off (None: never).
 
     Raises
     ------
     ConfigError
-        The mode or the backend is unknown, or torch is too old for a graph; and before the first step, where the graph
-        cannot hold what is asked for: several ranks, several optimizers, a float16 loss scale, hooks of gradients, a
-        ``backward`` of your own; with "fused" BatchNorm's statistics, windows of several batches, another optimizer,
-        hooks of its step, and whatever else acts on gradients. With "auto" such a run is eager, and a warning says why.
+        The mode or the backend is unknown, or torch is too old for a graph; and before the first step, for what a graph
+        does not support: several ranks, several optimizers, a float16 loss scale, hooks of gradients, an overridden
+        ``backward``; with "fused" also BatchNorm's statistics, windows of several batches, other optimizers, hooks of
+        their step, and add-ons that act on gradients. With "auto" such a run is eager, with a warning that says why.
 
     Examples
     --------
@@ -106,33 +106,33 @@ class CompileAddon(AddOnBase):
         if compile_mode not in _MODES:
             raise ConfigError(f"compile_mode={compile_mode!r}; it must be one of {', '.join(map(repr, _MODES))}"
                               f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
-        graphs.check_compiler(compile_mode, compile_backend)
+        compiler.check_compiler(compile_mode, compile_backend)
         self.compile_mode, self.compile_backend = compile_mode, compile_backend
         (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
         self._eager: Any = None
         self._looked = False
-        self._settings: Mapping[str, Any] = {}  # Of the compiler, while it is used.
-        self._full: tuple[int | None, int] = (None, 0)  # Samples of a full batch, and batches, where the loader tells.
-        self._shapes: Any = None  # Of the batches that are compiled, in this run; and those that the report is of.
+        self._settings: Mapping[str, Any] = {}  # Of the compiler, during a run.
+        self._full: tuple[int | None, int] = (None, 0)  # Samples of a full batch, and batches of an epoch, where known.
+        self._shapes: Any = None  # Of the compiled batches in this run; and of those in the report.
         self._reported: Any = None
-        self._to_copy: set[int] = set()  # At which places of a graph a gradient has to be copied.
-        self._not_fused: str | None = ""  # Why a trial is without the whole step.
-        self._trial = Trial(())
+        self._copied: set[int] = set()  # The indices of gradients that a graph returns and that must be copied.
+        self._not_fused: str | None = ""  # Why the benchmark is without the whole step.
+        self._benchmark = Benchmark(())
         self._to_fuse: list[Optimizer] = []
-        self._update: fused.Update | None = None  # Of the optimizer, where the whole step may be one graph.
-        self._made: Any = None  # What the graph of the whole step leaves behind, until the loop has gone through it.
-        self._way, self._began = "", 0.0  # How this window's batches are computed, and since when.
+        self._update: fused.Update | None = None  # Of the optimizer, for a graph of the whole step.
+        self._made: Any = None  # What the graph of the whole step returned, until the loop has used it.
+        self._way, self._began = "", 0.0  # How this window is computed, and since when.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was compiled: it travels to no other process."""
+        """Drop what was compiled: it cannot be pickled."""
         state = super().__getstate__()
-        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None,
+        return {**state, "_compiled": {}, "_copied": set(), "_settings": {}, "_update": None, "_made": None,
                 "_eager": None}  # fmt: skip
 
     def setup(self) -> None:
-        """Refuse what the graph cannot hold; it is compiled with the first full batch."""
+        """Check what the graph supports; it is compiled with the first full batch."""
         super().setup()
         self._shapes, self._made, self._update, self._looked = None, None, None, False
         if not self.compile_report:
@@ -141,11 +141,11 @@ class CompileAddon(AddOnBase):
         reason = None if alone else graphs.why_not(self, CompileAddon)
         if reason is not None:
             self._refuse(f"{reason}; {_REMEDY}")
-        elif graphs.is_off():
+        elif compiler.is_off():
             self._give_up("torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE or its stance)")
         else:
-            graphs.hold(-1, self._settings)  # Of a setup that nobody has undone.
-            self._settings = graphs.hold(1, graphs.GUARDS if alone else graphs.TRACES)
+            compiler.release_settings(self._settings)  # Of a setup without a teardown.
+            self._settings = compiler.acquire_settings(compiler.GUARDS if alone else compiler.TRACES)
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Note the module whose calls are compiled, in the mode "model"."""
@@ -153,61 +153,62 @@ class CompileAddon(AddOnBase):
         return self._eager
 
     def is_idle(self) -> bool:
-        """Tell whether all is eager: a graph was refused, or is no faster for the batches of this run."""
+        """Return whether every step is eager: a graph was refused, or is not faster for the batches of this run."""
         decided = self._shapes is not None or not self._settings
         return self.compile_report.get("kept") == "eager" and decided
 
     def teardown(self) -> None:
-        """Leave the compiler's settings as they were."""
-        self._settings, self._eager = graphs.hold(-1, self._settings), None
+        """Restore the compiler's settings."""
+        self._release_settings()
+        self._eager = None
         super().teardown()
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Suggest no fused kernel where the step takes it as it is."""
+        """Do not suggest a fused kernel where the step uses it anyway."""
         graphed = self.compile_mode != "model" and self.compile_report.get("kept") != "eager"
         if graphed and [each.type for each in self.devices] == ["cpu"] and len(optim.named(self.optimizer)) == 1:
-            plan.kernels = {name: text for name, text in plan.kernels.items() if name not in graphs.WITH_KERNEL}
+            plan.kernels = {name: text for name, text in plan.kernels.items() if name not in kernels.WITH_KERNEL}
         return super().plan_lines(plan)
 
-    # -------------------------------------------------------------------------------------- gradients, in two ways
+    # -------------------------------------------------------------------------------------- gradients
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Note how many samples a full batch has."""
+        """Note the size of a full batch."""
         if training:
-            self._full = graphs.full_of(loader, self.world_size)
-            self._looked = False  # Who is idle may have changed since the last epoch.
+            self._full = graphs.full_batch(loader, self.world_size)
+            self._looked = False  # Other add-ons may be idle than in the last epoch.
         return super().wrap_loader(loader, training)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Choose how the batches of this window are computed: eagerly, by a graph, or the whole step in one."""
+        """Choose how to compute this window: eagerly, with a graph of the gradient, or with one of the whole step."""
         if not self._looked:
             self._look()
         self._begin_window()
         return super().gradients(batch)
 
     def _look(self) -> None:
-        """Find out, when everybody is set up, what a graph cannot hold of what they do; and so in each epoch."""
+        """Check, in each epoch, what a graph cannot do for the add-ons that are not idle."""
         self._looked, alone = True, self.compile_mode == "model"
-        self._to_fuse = [o for o in self.optimizers.values() if graphs.is_fusible(o) and not alone]
+        self._to_fuse = [o for o in self.optimizers.values() if kernels.is_fusible(o) and not alone]
         if not self._settings or self.compile_report["kept"] in ("eager", "model"):
             return
-        if getattr(self, "scaler", None) is not None:  # Which precision a device computes in is settled in setup.
+        if getattr(self, "scaler", None) is not None:  # The precision is decided in setup.
             self._refuse(f"a float16 loss scale; {_REMEDY}")
             return
         reason = fused.why_not(self) if self.compile_mode in ("auto", "fused") else ""
         if reason is None:
             self._update = self._update or fused.Update(next(iter(self.optimizers.values())))
         elif self.compile_mode == "fused" and self._update is not None:
-            self._give_up(f"a graph cannot hold {reason} any more")
+            self._give_up(f"a graph does not support {reason}")
         elif self.compile_mode == "fused":
-            self._refuse(f"{reason}; write compile_mode='graph', which can")
+            self._refuse(f"{reason}; write compile_mode='graph', which does")
         if reason != self._not_fused and self.compile_report["kept"] != "eager":
             self._not_fused = reason
             self._begin_report()
 
     @replaces
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Compute a batch in a graph, of the gradient or of the whole step, where it is of the compiled shape."""
+        """Compute a batch of the compiled shape with a graph, of the gradient or of the whole step."""
         if not self._is_due(batch, count):
             return super().micro_step(batch, count)
         if self.compile_mode == "model":
@@ -224,13 +225,13 @@ class CompileAddon(AddOnBase):
         return eager
 
     def _is_due(self, batch: Any, count: int) -> bool:
-        """Whether a micro-batch is computed by what was compiled."""
+        """Return whether a micro-batch is computed by a graph."""
         if self.compile_report["kept"] == "eager" and (self._shapes is not None or not self._settings):
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
-            # The same on any way to this step: a resumed run may begin with the short batch. A lazy layer takes its
-            # weights from the random stream, which the compiler puts back.
+            # The same shape in a resumed run, which may begin with the short batch. A lazy layer draws its weights from
+            # the random stream, which the compiler would restore.
             full = graphs.is_full(batch, *self._full, self.progress_checker.epoch_batch, count)
             full = full and not optim.are_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
@@ -240,25 +241,25 @@ class CompileAddon(AddOnBase):
         return self._way not in ("", "eager") and self.compile_report["kept"] != "eager"
 
     def _pass_over(self) -> None:
-        """Count a batch that has to be eager; a window with one is not timed."""
+        """Count an eager batch; a window with one is not timed."""
         self._way = ""
         self.compile_report["eager_batches"] += 1
 
     def _settle_on(self, shapes: Any) -> None:
-        """Compile batches of these shapes; what was found for them in an earlier run is still so."""
+        """Compile batches of these shapes; keep the report of an earlier run with the same shapes."""
         self._shapes = shapes
         if self._reported not in (None, shapes):
             self._begin_report()
         self._reported = shapes
 
     def _begin_report(self) -> None:
-        self._trial = Trial(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
+        self._benchmark = Benchmark(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
         self.compile_report = {"kept": self.compile_mode, "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
         if self._not_fused:
             self.compile_report["not_fused"] = self._not_fused
 
     def _in_graph(self, batch: Any, count: int, parameters: list[Tensor]) -> dict[str, Any] | None:
-        """Compute a micro-batch by a compiled graph; None where it has to be eager."""
+        """Compute a micro-batch with a graph; return None where it must be eager."""
         whole = self._way == "fused"
         if any(map(torch_private.has_gradient_hooks, parameters)) or (whole and (count > 1 or self._is_awaited())):
             self._pass_over()
@@ -269,20 +270,20 @@ class CompileAddon(AddOnBase):
                 if whole:
                     return self._whole(batch, parameters)
                 out, gradients = self._timed("graph", batch, count, parameters)
-        except graphs.refusals() as error:  # It is refused as a whole, before anything is computed.
-            self._give_up(graphs.reason_of(error))
+        except compiler.refusals() as error:  # Raised before anything is computed.
+            self._give_up(compiler.reason_of(error))
             return None
         if self.compile_report["graphs"] != before:
-            self._to_copy |= graphs.to_copy(parameters, gradients, list(tensors_in((batch, out))))
-        graphs.add_gradients(parameters, gradients, self._to_copy)
+            self._copied |= graphs.shared_gradients(parameters, gradients, list(tensors_in((batch, out))))
+        graphs.add_gradients(parameters, gradients, self._copied)
         return cast("dict[str, Any]", out)
 
     def _is_awaited(self) -> bool:
-        """Whether somebody waits for the optimizer's step."""
+        """Return whether the optimizer's step has hooks."""
         return any(map(torch_private.has_step_hooks, self.optimizers.values()))
 
     def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
-        """Make the whole step in one graph; None where the optimizer has yet to make its state."""
+        """Make the whole step in one graph; return None where the optimizer has no state yet."""
         assert self._update is not None
         arguments = self._update.arguments(parameters)
         if arguments is None:
@@ -292,7 +293,7 @@ class CompileAddon(AddOnBase):
         return cast("dict[str, Any]", out)
 
     def _with_step(self, batch: Any, parameters: list[Tensor], settings: Tensor, states: Any) -> Any:
-        """What is compiled of a whole step: all of it, up to the weights, which stay where the loop would stop."""
+        """Compute the whole step; compiled by "fused". The weights stay where the loop would raise or skip."""
         assert self._update is not None
         out, gradients = self._with_gradients(batch, 1, parameters)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -302,23 +303,23 @@ class CompileAddon(AddOnBase):
         return out, norm, stepped
 
     def _with_gradients(self, batch: Any, count: int, parameters: list[Tensor]) -> tuple[dict[str, Any], Any]:
-        """What is compiled: the step, and the gradient of its share of the window."""
+        """Compute the step and its gradient, scaled for the window; compiled by "graph"."""
         out: Any = self.train_step(batch)
         if isinstance(out, Tensor) and out.numel() == 1:
             out = {"loss": out}
         if not isinstance(out, Mapping):
-            raise TypeError  # Refused by the compiler; the eager step then says what it should be.
-        with torch.autocast(self.device.type, enabled=False):  # As the backward is by hand: outside of autocast.
+            raise TypeError  # The compiler refuses the step, and the eager step raises a better error.
+        with torch.autocast(self.device.type, enabled=False):  # As in a manual loop: backward is outside of autocast.
             loss = self.weigh(out["loss"], out.get("num_targets"), count)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return {key: graphs.detached(value) for key, value in out.items()}, gradients
+        return {key: graphs.detach(value) for key, value in out.items()}, gradients
 
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
-        """What is compiled of a model alone; its own call would only lead back to here."""
+        """Call the module, past the function that the compiled call replaces."""
         return torch_private.call_of(self._eager)(*args, **kwargs)
 
     def _timed(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what is compiled, and note the graphs that were made for it."""
+        """Call a compiled function, and count the graphs that are made for it."""
         compiled = self._compiled.get(what) or self._compile(what)
         before, start = torch_private.compiled_graphs(), time.perf_counter()
         result = compiled(*args, **kwargs)
@@ -332,55 +333,59 @@ class CompileAddon(AddOnBase):
         functions: dict[str, Callable[..., Any]] = {
             "model": self._call_module, "graph": self._with_gradients, "fused": self._with_step,
         }  # fmt: skip
-        options = graphs.options_of(self.compile_backend, self.fallback_random)
+        options = compiler.options_of(self.compile_backend, self.fallback_random)
         compiled = self._compiled[what] = torch.compile(functions[what], fullgraph=what != "model", **options)
         return compiled
 
-    # ------------------------------------------------------------------------------------ the optimizer, and a trial
+    # -------------------------------------------------------------------------------- the optimizer, and the benchmark
 
     def clip(self) -> None:
-        """Clip, unless the graph has done so; it leaves the norm behind."""
+        """Clip, or take the norm from the graph that has clipped."""
         if self._made is None:
             super().clip()
         elif self.gradient_clip:
             self.grad_norm = self._made[0]
 
     def optimizer_step(self) -> bool:
-        """Step, unless the graph has done so; beside a graph, with the fused kernel, where there is one."""
+        """Step, unless the graph has; after a graph of the gradient, with the fused kernel."""
         if self._made is not None and self._update is not None:
             self._update.advance(self._made[1])
             stepped = True
         else:
             graphed = self._way != "eager" and self.compile_report["kept"] != "eager"
-            with graphs.by_kernel(self._to_fuse if graphed else ()):
+            with kernels.fused_kernels(self._to_fuse if graphed else ()):
                 stepped = super().optimizer_step()
         if self._began and self._way:
-            graphs.wait_for(self.device)
-            self._trial.note(self._way, time.perf_counter() - self._began)
-            self._trial.judge(self.compile_report)
+            compiler.synchronize(self.device)
+            self._benchmark.record(self._way, time.perf_counter() - self._began)
+            self._benchmark.decide(self.compile_report)
         return stepped
 
     def _begin_window(self) -> None:
-        """Choose how a window is computed: in a trial, one way and the other in turn."""
+        """Choose how to compute a window; during the benchmark, in turn."""
         self._way, self._began, self._made = self.compile_report["kept"], 0.0, None
         if self._way == "auto":
-            self._way = self._trial.turn
-            graphs.wait_for(self.device)
+            self._way = self._benchmark.next_way
+            compiler.synchronize(self.device)
             self._began = time.perf_counter()
 
+    def _release_settings(self) -> None:
+        compiler.release_settings(self._settings)
+        self._settings = {}
+
     def _refuse(self, reason: str) -> None:
-        """Say what a graph cannot hold; where nobody asked for a graph, run eagerly."""
+        """Raise for what a graph cannot do; with "auto", run eagerly."""
         if self.compile_mode != "auto":
-            raise ConfigError(f"compile_mode={self.compile_mode!r} cannot hold {reason}")
-        self._settings = graphs.hold(-1, self._settings)
-        self._give_up(f"a graph cannot hold {reason}")
+            raise ConfigError(f"compile_mode={self.compile_mode!r} does not support {reason}")
+        self._release_settings()
+        self._give_up(f"a graph does not support {reason}")
 
     def _give_up(self, reason: str) -> None:
-        """Run eagerly from now on; in a trial, without what was refused."""
+        """Run eagerly from now on; during the benchmark, only without what was refused."""
         if self._way == "fused" and self.compile_report["kept"] == "auto":
-            self._trial.leave_out("fused")
+            self._benchmark.remove("fused")
             self.compile_report["not_fused"] = reason
             return
         self.compile_report |= {"kept": "eager", "reason": reason}
         if self.is_main:
-            _log.warning("the step runs eagerly, for %s", reason)
+            _log.warning("the step runs eagerly: %s", reason)

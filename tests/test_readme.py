@@ -273,7 +273,7 @@ def test_table_of_add_ons_agrees_with_the_classes():
 def test_sentences_that_quote_the_code(blocks):
     """What stands in the running text: the line of explain(), the layers, the files and the public names."""
     explained = str(blocks.namespace["Task"].explain())
-    beside = re.search(r"beside `unscale\(\)` stands `([^`]+)`", TEXT)[1]
+    beside = re.search(r"next to `unscale\(\)` it prints `([^`]+)`", TEXT)[1]
     assert re.search(rf"^ +unscale\(\) +# {re.escape(beside)}\.$", explained, re.M)
     assert " < ".join(zae.addon.LAYERS) in TEXT
     for path in re.findall(r"`((?:examples|zae)/\w+\.py|\.ci/run|constraints\.txt)`", TEXT):
@@ -323,7 +323,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(blocks):
     metrics = trainer.run(1, train, train)
     for ask, found in (
         (lambda: metrics["accuracy"], r"no 'accuracy'; it holds best_valid, .*\['valid_metrics_history'\]\[-1\]"),
-        (lambda: metrics["best_valid"]["loss"], "there are none: "),
+        (lambda: metrics["best_valid"]["loss"], "available: none: "),
         (trainer.restore_best, "no validation returned monitor='loss'; give run.. a valid_loader, and monitor="),
     ):
         with pytest.raises(zae.ZaeError, match=found):

@@ -1,4 +1,4 @@
-"""CompileAddon: the eager numbers from one graph, and what a graph cannot hold is eager or refused (issue 6)."""
+"""CompileAddon: the eager numbers from one graph, and what a graph does not support is eager or refused (issue 6)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.compiling.trial import Trial
+from zae.compiling.benchmark import Benchmark
 
 FAST = {"compile_backend": "aot_eager"}
 FASTEST = {"compile_backend": "eager"}
@@ -130,7 +130,7 @@ def test_evaluation_is_never_stale(mode: str) -> None:
 def test_auto_keeps_one_step_and_says_which_and_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zae.compiling.trial._SECONDS", 0.0)
+    monkeypatch.setattr("zae.compiling.benchmark._SECONDS", 0.0)
     with caplog.at_level(logging.INFO, logger="zae"):
         task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FAST)
     report = task.compile_report
@@ -145,8 +145,10 @@ def test_auto_keeps_one_step_and_says_which_and_why(
 
 def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the next epoch on the steps pass it by; batches of another shape, in another run, are tried again."""
-    monkeypatch.setattr("zae.compiling.trial._SECONDS", 0.0)
-    monkeypatch.setattr("zae.compiling.trial._LEAST", 1.0)  # Nothing gains as much as the whole of the eager step.
+    monkeypatch.setattr("zae.compiling.benchmark._SECONDS", 0.0)
+    monkeypatch.setattr(
+        "zae.compiling.benchmark._LEAST_GAIN", 1.0
+    )  # Nothing gains as much as the whole of the eager step.
     task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FASTEST)
     assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
     assert furthest(trained(Task, epochs=10), task) < 1e-10
@@ -169,11 +171,11 @@ def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_trial_keeps_what_is_faster_and_a_tie_keeps_eager(graph: Any, kept: str, pays_after: int | None) -> None:
-    trial, report, step = Trial(["eager", "graph"]), {"compile_seconds": 6.0, "graphs": 1}, 0
+    benchmark, report, step = Benchmark(["eager", "graph"]), {"compile_seconds": 6.0, "graphs": 1}, 0
     turns = []
-    while not trial.judge(report):
-        turns.append(trial.turn)
-        trial.note(turns[-1], 1.0 if turns[-1] == "eager" else graph(step // 2))
+    while not benchmark.decide(report):
+        turns.append(benchmark.next_way)
+        benchmark.record(turns[-1], 1.0 if turns[-1] == "eager" else graph(step // 2))
         step += 1
     assert turns == ["eager", "graph"] * 20
     assert (report["kept"], report["pays_after"]) == (kept, pays_after)
@@ -246,7 +248,7 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
         task = cls.add_on(CompileAddon)(model, "cpu", optimizer=optimizer, compile_mode="graph", **FAST)
         task.run(1, batches())
 
-    with pytest.raises(ConfigError, match="cannot hold 2 optimizers; write compile_mode='model'"):
+    with pytest.raises(ConfigError, match="does not support 2 optimizers; write compile_mode='model'"):
         start(optimizer=[two, two])
     with pytest.raises(ConfigError, match=r"hooks of the gradient of 0\.weight"):
         start(hook=True)
@@ -524,7 +526,7 @@ def test_a_loss_scale_that_comes_late_is_refused_too(mode: str) -> None:
         return task
 
     if mode == "graph":
-        with pytest.raises(ConfigError, match="cannot hold a float16 loss scale; write compile_mode='model'"):
+        with pytest.raises(ConfigError, match="does not support a float16 loss scale; write compile_mode='model'"):
             run(CompileAddon, compile_mode=mode, **FASTEST)
         return
     assert furthest(run(), run(CompileAddon, compile_mode=mode, **FASTEST)) == 0
@@ -547,7 +549,7 @@ def test_mixed_precision_is_compiled_or_eager(precision: str, kept: str) -> None
     assert task.compile_report["kept"] == kept
     assert furthest(run(), task) <= (1e-6 if kept == "graph" else 0)
     if kept == "eager":
-        with pytest.raises(ConfigError, match="cannot hold a float16 loss scale; write compile_mode='model'"):
+        with pytest.raises(ConfigError, match="does not support a float16 loss scale; write compile_mode='model'"):
             run(CompileAddon, compile_mode="graph", **FAST)
 
 
@@ -568,7 +570,7 @@ def test_auto_is_eager_where_a_graph_cannot_be(caplog: pytest.LogCaptureFixture)
         return task
 
     task = gan(CompileAddon, **FAST)
-    assert "the step runs eagerly, for a graph cannot hold 2 optimizers" in caplog.text
+    assert "the step runs eagerly: a graph does not support 2 optimizers" in caplog.text
     assert furthest(gan(), task) == 0
     assert furthest(gan(), gan(CompileAddon, compile_mode="model", **FAST)) == 0
 
@@ -795,7 +797,7 @@ class OuterAddon(AddOnBase):
 
 
 def test_a_micro_step_of_ones_own_is_refused_inside_of_the_graph_and_called_around_it() -> None:
-    with pytest.raises(ConfigError, match=r"cannot hold micro_step\(\) of OwnMicroStep"):
+    with pytest.raises(ConfigError, match=r"does not support micro_step\(\) of OwnMicroStep"):
         trained(OwnMicroStep.add_on(CompileAddon), compile_mode="graph", **FASTEST)
     assert furthest(trained(OwnMicroStep), trained(OwnMicroStep.add_on(CompileAddon), **FASTEST)) == 0
     outer = trained(Task.add_on(CompileAddon, OuterAddon), compile_mode="graph", **FASTEST)

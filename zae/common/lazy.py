@@ -24,7 +24,7 @@ MOVED = {
     "zae.addons.redact": "zae.sinks.redact",
     "zae.addons.replica": "zae.launch.ddp",
     "zae.addons.sinks": "zae.sinks.base",
-    "zae.addons.trial": "zae.compiling.trial",
+    "zae.addons.trial": "zae.compiling.benchmark",
     "zae.bar": "zae.loop.progress",
     "zae.checkpoint_size": "zae.preview.checkpoint_size",
     "zae.checks": "zae.common.argument_checks",

@@ -1,5 +1,5 @@
-"""What CompileAddon needs.
+"""What CompileAddon is made of.
 
-`graphs` checks what can be compiled; `fused` puts the whole step into one graph; `trial` measures which way is
-the fastest.
+`compiler` holds the settings of torch.compile; `graphs` says what a graph covers; `fused` puts the whole step into one
+graph; `kernels` switches optimizers to their fused kernels; `benchmark` finds the fastest way to make a step.
 """

@@ -1,7 +1,7 @@
-"""The whole step in one graph: what it can hold, and the optimizer's update, with the settings of each step.
+"""Put the whole step into one graph, with the update of SGD, Adam and AdamW on torch's own state.
 
-The update follows the formulas of torch's SGD, Adam and AdamW, on their own state. What a scheduler may change is
-computed by the host and given to the graph as numbers: a learning rate is never stale, and nothing is compiled anew.
+Settings that a scheduler may change are inputs of the graph: a learning rate is never stale, and a change does not
+recompile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ __all__ = ["Update", "clipped", "is_finite", "update", "why_not"]
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
-# The seams between a gradient and the next: there is no ".grad" to look at. zae's own overrides act on averages, on a
-# loss scale that is not there, on ranks that are one, or on the step as a whole; only what clips looks at gradients.
+# The seams in which there is no ".grad" to read. zae's own overrides do not read it, except in clip().
 _SEAMS = (
     "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "optimizer_step", "step_one",
     "zero_grad",
@@ -34,7 +33,7 @@ _SEAMS = (
 
 
 class Recipe(NamedTuple):
-    """Which operations step a group of parameters; with which numbers, each step says anew."""
+    """The operations that update a parameter group; their numbers are inputs of each step."""
 
     state: tuple[str, ...]
     is_sgd: bool
@@ -45,17 +44,7 @@ class Recipe(NamedTuple):
 
 
 def why_not(trainer: Trainer) -> str | None:
-    """Name what one graph of the whole step could not hold.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        With one optimizer, set up.
-
-    Returns
-    -------
-    str or None
-        None where it holds the step.
+    """Name what one graph of the whole step does not support in a trainer with one optimizer, or return None.
 
     Examples
     --------
@@ -93,7 +82,7 @@ def why_not(trainer: Trainer) -> str | None:
 
 
 def _acting(trainer: Trainer) -> list[tuple[str, type]]:
-    """The overrides of seams that would find no gradient."""
+    """List the overrides of seams that would find no gradient."""
     idle, found = idle_add_ons(trainer), []
     for seam in _SEAMS:
         for owner in owners_of(type(trainer), seam):
@@ -107,12 +96,7 @@ def _acting(trainer: Trainer) -> list[tuple[str, type]]:
 
 
 class Update:
-    """What the graph is given of an optimizer at each step, and what is left to do when it has run.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        SGD, Adam or AdamW.
+    """The inputs that a graph needs of SGD, Adam or AdamW in each step, and the bookkeeping after it.
 
     Examples
     --------
@@ -135,28 +119,13 @@ class Update:
         self._counters: list[Tensor | None] = []
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """Note, after an eager backward, which parameters have no part in the loss: they get no state.
-
-        Parameters
-        ----------
-        parameters : sequence of Tensor
-            Those that the loss was differentiated by.
-        """
+        """Note, after an eager backward, which parameters got no gradient: they get no state."""
         self._without = {id(p) for p in parameters if p.grad is None}
 
     def arguments(self, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Any]] | None:
-        """Gather the numbers and the state of the next step.
+        """Return the settings of the next step, a row of float64 per parameter, and the state of each parameter.
 
-        Parameters
-        ----------
-        parameters : sequence of Tensor
-            Those that the loss is differentiated by.
-
-        Returns
-        -------
-        (Tensor, list) or None
-            Settings, a row of float64 for each parameter, and its state; None where the optimizer has yet to make
-            some, in an eager step.
+        None where some state is missing, which an eager step of the optimizer creates.
         """
         groups = self.optimizer.param_groups
         listed = [[*map(id, group["params"])] for group in groups]
@@ -178,7 +147,7 @@ class Update:
                 known[key] = [0.0] if at is None else _settings(self.optimizer, groups[at], key[1])
             layout.append(recipe)
             rows.append(known[key])
-            # torch 2.13 takes a number in double precision for a constant, and would not write to it.
+            # torch 2.13 treats a float64 scalar as a constant, and would not write to it.
             states.append([each.view(1) if each is not None and not each.ndim else each for each in held])
             counters.append(counter)
         self.layout, self._counters = tuple(layout), counters
@@ -186,21 +155,15 @@ class Update:
         return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64), states
 
     def advance(self, stepped: Sequence[bool]) -> None:
-        """Count a step that the graph has made, as the optimizer's own ``step`` does.
-
-        Parameters
-        ----------
-        stepped : sequence of bool
-            What `update` returned.
-        """
+        """Count a step of the graph as the optimizer's ``step`` does; ``stepped`` is what `update` returned."""
         counters = [each for each, took_part in zip(self._counters, stepped) if took_part and each is not None]
         if counters:
             add_to_all(counters, 1)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # Schedulers read it.
 
 
 def _recipe(optimizer: Optimizer, group: Mapping[str, Any]) -> Recipe:
-    """Look up which operations a group needs."""
+    """Return the operations that a group needs."""
     is_sgd = isinstance(optimizer, SGD)
     if is_sgd:
         state: tuple[str, ...] = ("momentum_buffer",) if group["momentum"] else ()
@@ -241,7 +204,7 @@ def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | 
 
 
 def is_finite(*values: Any) -> Tensor:
-    """Say whether all of some numbers are finite, without reading them.
+    """Return whether all values are finite, as a tensor, without a device synchronization.
 
     Examples
     --------
@@ -259,25 +222,9 @@ def update(
     states: Sequence[Any],
     allowed: Tensor | None,
 ) -> list[bool]:
-    """Step the parameters and their state, where that is allowed; see `Update`.
+    """Update parameters and their state from `Update.arguments`, unless ``allowed`` is false.
 
-    Parameters
-    ----------
-    layout : sequence of Recipe or None
-        For each parameter, None where no optimizer has it.
-    parameters, gradients : sequence of Tensor
-        A gradient may be None.
-    settings : Tensor
-        A row for each parameter.
-    states : sequence of list of Tensor
-        As `Update.arguments` gives them.
-    allowed : Tensor or None
-        A truth value; where it is false, everything stays as it is.
-
-    Returns
-    -------
-    list of bool
-        Which parameters had a gradient to be stepped by.
+    Return for each parameter whether it was updated: it needs a gradient, and a recipe in ``layout``.
     """
     stepped = []
     for recipe, parameter, gradient, row, state in zip(layout, parameters, gradients, settings.unbind(0), states):
@@ -285,7 +232,7 @@ def update(
         if recipe is None or gradient is None:
             continue
         if any(each is None for each in state):
-            raise RuntimeError  # It takes part, and did not in the eager step: the compiler refuses this by itself.
+            raise RuntimeError  # It had no gradient in the eager step. The compiler refuses to trace this.
         numbers = row.to(parameter.dtype).unbind(0)
         after = (_by_sgd if recipe.is_sgd else _by_adam)(recipe, parameter, gradient, numbers, state)
         for old, new in zip((parameter, *state), after):

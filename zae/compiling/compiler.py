@@ -1,0 +1,163 @@
+"""What `CompileAddon` asks of torch.compile: its settings, its options, and why it refuses a step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zae.common.torch_private import compiler
+from zae.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "GUARDS",
+    "TRACES",
+    "acquire_settings",
+    "check_compiler",
+    "is_off",
+    "options_of",
+    "reason_of",
+    "refusals",
+    "release_settings",
+    "synchronize",
+]
+
+GUARDS: dict[str, Any] = {
+    "config.skip_nnmodule_hook_guards": False,
+    "config.use_numpy_random_stream": True,
+    "variables.RandomVariable._supported_fn_names": frozenset(),
+}
+"""Make a graph check for module hooks that were added later, and refuse random numbers of NumPy and ``random.Random``:
+torch 2.13 would draw the former from its own stream, and treat the latter as constants."""
+TRACES = {"config.trace_autograd_ops": True, **GUARDS}
+"""Trace ``torch.autograd.grad`` as well."""
+_in_use: dict[str, tuple[int, Any]] = {}  # How many trainers use a setting, and its value before.
+
+
+def check_compiler(mode: str, backend: Any) -> None:
+    """Refuse an unknown backend, and a torch that cannot trace ``torch.autograd.grad``, which "model" does not need.
+
+    Examples
+    --------
+    >>> check_compiler("graph", "inductor")
+    """
+    backends = torch.compiler.list_backends(())
+    if not isinstance(backend, str) and not callable(backend):
+        raise ConfigError(
+            f"compile_backend={backend!r}; it must be the name of a backend of torch.compile, or a function"
+        )
+    if isinstance(backend, str) and backend not in backends:
+        raise ConfigError(
+            f"compile_backend={backend!r} is not a backend of torch.compile{did_you_mean(backend, backends)}; "
+            f"available: {', '.join(backends)}"
+        )
+    if mode != "model" and not hasattr(compiler("config"), "trace_autograd_ops"):
+        raise ConfigError(
+            f"compile_mode={mode!r} needs a torch that traces torch.autograd.grad, and torch {torch.__version__} does "
+            "not; update torch, or write compile_mode='model'"
+        )
+
+
+def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
+    """Return the keyword arguments for ``torch.compile``; with ``fallback_random`` inductor draws as the eager step.
+
+    Examples
+    --------
+    >>> options_of("inductor", True)["options"]
+    {'fallback_random': True}
+    """
+    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if fallback_random and backend == "inductor":
+        options["options"] = {"fallback_random": True}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        # Else all trainers of a process share the few graphs that one function may have.
+        options["isolate_recompiles"] = True
+    return options
+
+
+def is_off() -> bool:
+    """Return whether torch.compile is switched off, so that it would run a function eagerly.
+
+    Examples
+    --------
+    >>> with torch.compiler.set_stance("force_eager"):
+    ...     is_off()
+    True
+    """
+    by_name = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    return by_name or bool(compiler("config.disable")) or compiler("eval_frame._stance.stance") == "force_eager"
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the errors that the compiler raises before it computes anything.
+
+    Examples
+    --------
+    >>> issubclass(compiler("exc.Unsupported"), refusals())
+    True
+    """
+    # The second is not derived from the first.
+    kinds = (compiler("exc.TorchDynamoException"), compiler("exc.FailOnRecompileLimitHit"))
+    return tuple(kind for kind in kinds if kind is not None)
+
+
+def reason_of(refusal: Exception) -> str:
+    """Say why the compiler refuses a step.
+
+    Examples
+    --------
+    >>> reason_of(compiler("exc.Unsupported")("cannot follow print"))
+    'torch.compile refuses it: cannot follow print'
+    """
+    if type(refusal).__name__ == "FailOnRecompileLimitHit":
+        return (
+            "torch.compile had to recompile it again and again: it reads a Python value that changes from step to "
+            "step, a counter for instance (TORCH_LOGS=recompiles says which)"
+        )
+    return f"torch.compile refuses it: {str(refusal).strip()[:500]}"
+
+
+def acquire_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Set values in ``torch._dynamo``, by path, for as long as any trainer of the process uses them.
+
+    Examples
+    --------
+    >>> before = compiler("config.trace_autograd_ops")
+    >>> held = acquire_settings(TRACES)
+    >>> release_settings(held)
+    >>> compiler("config.trace_autograd_ops") == before
+    True
+    """
+    _count_users(settings, 1)
+    return settings
+
+
+def release_settings(settings: Mapping[str, Any]) -> None:
+    """Restore the values that the settings had before, when no other trainer uses them."""
+    _count_users(settings, -1)
+
+
+def _count_users(settings: Mapping[str, Any], change: int) -> None:
+    for place, value in settings.items():
+        path, _, name = place.rpartition(".")
+        owner = compiler(path)
+        if not hasattr(owner, name):  # Another torch's compiler.
+            continue
+        count, before = _in_use.get(place, (0, None))
+        before = before if count else getattr(owner, name)
+        _in_use[place] = (count + change, before)
+        setattr(owner, name, value if count + change else before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished, before the clock is read.
+
+    Examples
+    --------
+    >>> synchronize(torch.device("cpu"))
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
