@@ -1,4 +1,4 @@
-"""The base of every logger: it opens sinks, hands them the records of a run, and closes them."""
+"""The base class of loggers: it opens sinks, passes the records of a run to them, and closes them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from zae.common.optim import are_lazy
 from zae.composition.metaclass import add_ons_of, options_of
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 from zae.sinks.base import RunInfo, Sink
-from zae.sinks.guard import Guard
 from zae.sinks.redact import redact, secrets_in
+from zae.sinks.worker import SinkWorker
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,36}")
-_OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config does not take as they are.
+_OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 
 
 class LoggerAddon(AddOnBase):
-    """Log every record of ``log`` to the sinks that the loggers add; on the main rank only.
+    """Pass every record of ``log`` to the sinks of the loggers, on the main rank only.
 
-    A sink never costs the run: when one raises, or blocks for longer than ``logger_timeout``, there is one warning, and
-    its records go to a local file for as long as the trainer lives. Training is bitwise the same with and without. A
-    second call of ``run``, and a process that resumes, go on with the same run. A logger of your own extends ``sinks``.
+    A failing sink does not end the run: when it raises, or blocks for longer than ``logger_timeout``, there is one
+    warning, and its records go to a local file for the lifetime of the trainer. Training is bitwise the same with and
+    without loggers. A second call of ``run``, and a process that resumes, continue the same logged run. To write a
+    logger, override ``sinks``.
 
     Parameters
     ----------
     logger_required : bool
-        Raise `LoggerError` when a sink fails, instead of keeping its records locally.
+        Raise `LoggerError` when a sink fails, instead of writing its records to a local file.
     logger_fallback : str or Path
         The folder of the local files, ``<sink>-<run id>.jsonl``.
     logger_timeout : float
-        Seconds that the sinks may hold up training, together: when they are opened, when a state is saved and when
-        they are closed. One that takes longer has failed.
+        Seconds that training waits for all sinks together: when they are opened, when a state is saved and when they
+        are closed. A sink that takes longer has failed.
 
     Raises
     ------
@@ -94,36 +95,36 @@ class LoggerAddon(AddOnBase):
             raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
         (self.logger_required,) = check_flags(logger_required=logger_required)
         self.logger_fallback = Path(os.path.expanduser(logger_fallback))
-        # No lock waits for longer than its system can count; eleven days are as good as for ever.
+        # A lock cannot wait for arbitrarily long; eleven days are as good as forever.
         self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
-        self._guards: list[Guard] = []
+        self._workers: list[SinkWorker] = []
         self._opened = self._failed = False
-        self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them once more.
-        self._run_id: str | None = None  # None until the sinks are opened for the first time.
+        self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
+        self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
         self._resumed_at: int | None = None
 
     @seam
     def sinks(self) -> list[Sink]:
-        """List where the records go, each time they are opened; a logger returns ``[*super().sinks(), MySink()]``."""
+        """Return new sinks for the records of a run; a logger returns ``[*super().sinks(), MySink()]``."""
         return []
 
     def on_run_begin(self) -> None:
-        """Open the sinks, so that what is wrong with one is known before the first batch."""
+        """Open the sinks, so that an error in one is raised before the first batch."""
         super().on_run_begin()
         self._open_sinks()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand a record to every sink, with the epoch it belongs to and the number of batches so far."""
+        """Pass a record to every sink, with its epoch and the number of batches so far."""
         super().log(metrics, step)
         self._open_sinks()
         self._records += 1
-        if self._guards:
+        if self._workers:
             progress = self.progress_checker
             at = {"epoch": progress.epoch + bool(progress.epoch_batch), "batch": progress.batch}
             record = {**at, **{str(key): _plain(value) for key, value in metrics.items()}}
-            for guard in self._guards:
-                guard.write(record, step)
+            for worker in self._workers:
+                worker.write(record, step)
 
     def on_exception(self, error: BaseException) -> None:
         """Remember that the run has failed, for the sinks that show it."""
@@ -139,7 +140,7 @@ class LoggerAddon(AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Wait until the sinks have written what the state counts."""
-        self._settle(flush=True)
+        self._wait(flush=True)
         return super().state_dict()
 
     def adapt_state(self, entry: Any) -> Any:
@@ -157,11 +158,11 @@ class LoggerAddon(AddOnBase):
         self._resumed_at = self.progress_checker.step if self._run_id is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the open sinks behind: they belong to this process."""
-        return {**super().__getstate__(), "_guards": [], "_opened": False}
+        """Drop the open sinks: they belong to this process."""
+        return {**super().__getstate__(), "_workers": [], "_opened": False}
 
     def _open_sinks(self) -> None:
-        """Open them all at once, and wait for them, but no longer than allowed."""
+        """Open all sinks at the same time, and wait at most ``logger_timeout`` seconds."""
         if self._opened or not self.is_main:
             return
         self._opened = True
@@ -179,51 +180,51 @@ class LoggerAddon(AddOnBase):
             config=self._config(),
         )
         folder, hidden = self.logger_fallback.absolute(), self._secrets()
-        self._guards = [
-            Guard(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
+        self._workers = [
+            SinkWorker(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
             for s in sinks
         ]
-        # A client may draw numbers: for the name of a folder, or to wait before it tries again.
+        # A client may draw random numbers, for the name of a folder or the time until a retry.
         with random_state.isolated():
-            for guard in self._guards:
-                guard.start()
-            self._settle()
+            for worker in self._workers:
+                worker.start()
+            self._wait()
         self._resumed_at = None
 
-    def _settle(self, flush: bool = False) -> None:
+    def _wait(self, flush: bool = False) -> None:
         deadline = time.monotonic() + self.logger_timeout
-        for guard in self._guards:
-            guard.settle(deadline, flush=flush)
+        for worker in self._workers:
+            worker.wait(deadline, flush=flush)
 
     def _close_sinks(self) -> None:
-        """Close every sink; a required one that fails here is an error, unless there is one on its way already."""
-        guards, self._guards, self._opened = self._guards, [], False
+        """Close every sink; raise the first error of a required one, unless the run has failed already."""
+        workers, self._workers, self._opened = self._workers, [], False
         failed, self._failed = self._failed, False
-        if not guards:
+        if not workers:
             return
         deadline = time.monotonic() + self.logger_timeout
         errors = []
         with random_state.isolated():
-            for guard in guards:
+            for worker in workers:
                 try:
-                    guard.close(failed, deadline)
+                    worker.close(failed, deadline)
                 except ZaeError as error:
                     errors.append(error)
         if not self.logger_required:
-            self._lost |= {guard.sink.name for guard in guards if guard.failed}
+            self._lost |= {worker.sink.name for worker in workers if worker.failed}
         if errors and not failed:
             raise errors[0]
 
     def _secrets(self) -> list[str]:
-        """What must not occur in any message."""
+        """Return texts to remove from messages."""
         return []
 
     def _config(self) -> dict[str, Any]:
-        """How this trainer was made, in plain values."""
+        """Return how this trainer was made, in plain values."""
         options = [name for name in options_of(type(self)) if name not in _OBJECTS and hasattr(self, name)]
         config = {name: _setting(getattr(self, name)) for name in options}
         config["model"] = type(self.unwrap()).__name__
-        if not are_lazy(self.unwrap().parameters()):  # Else the first batch makes them.
+        if not are_lazy(self.unwrap().parameters()):  # Else the first batch creates them.
             config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
         for name, optimizer in self.optimizers.items():
             rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
@@ -234,17 +235,17 @@ class LoggerAddon(AddOnBase):
 
 
 class WebLoggerAddon(LoggerAddon):
-    """The base of the loggers that send records to a service: what they share is the option ``web_logger``.
+    """The base class of the loggers that send records to a service; they share the option ``web_logger``.
 
     Parameters
     ----------
     web_logger : dict
-        For each web logger, under its own key, what its client is given: ``{"wandb": {"project": "my-project"}}``.
+        The settings of each client under the key of its logger: ``{"wandb": {"project": "my-project"}}``.
 
     Raises
     ------
     ConfigError
-        An entry is missing, or belongs to no add-on that is there.
+        An entry is missing, or belongs to an add-on that the class does not have.
 
     Examples
     --------
@@ -282,14 +283,14 @@ class WebLoggerAddon(LoggerAddon):
         return f"{{{entries}}}" if name == "web_logger" else "..."
 
     def _check_key(self, key: Any) -> None:
-        """Refuse an entry that no web logger of this class reads."""
+        """Refuse an entry that this class does not read."""
         owners = {c.web_key: c.__name__ for c in WebLoggerAddon.__subclasses__() if c.web_key}
         if key in self._web_keys():
             return
         if key in owners:
             raise ConfigError(f"web_logger has an entry {key!r} of {owners[key]}; add it: .add_on({owners[key]})")
         known = self._web_keys() or owners
-        hint = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
+        hint = did_you_mean(str(key), known) or f"; available: {', '.join(known)}"
         raise ConfigError(f"web_logger has an unknown entry {redact(key)!r}{hint}")
 
     def _secrets(self) -> list[str]:
@@ -297,24 +298,14 @@ class WebLoggerAddon(LoggerAddon):
 
 
 class _Entries(dict[str, Any]):
-    """A dict that does not show its secrets: ``explain`` and tracebacks print what an option is set to."""
+    """A dict whose repr hides secrets, because ``explain`` and tracebacks print options."""
 
     def __repr__(self) -> str:
         return repr(redact(dict(self)))
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be imported, without importing it.
-
-    Parameters
-    ----------
-    package : str
-        Its import name.
-
-    Returns
-    -------
-    bool
-        False also where it has been blocked.
+    """Return whether a package can be imported, without importing it.
 
     Examples
     --------
@@ -323,12 +314,12 @@ def is_installed(package: str) -> bool:
     """
     try:
         return find_spec(package) is not None
-    except ValueError:  # sys.modules holds None in its place.
+    except ValueError:  # sys.modules[package] is None: the import is blocked.
         return False
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python has it, detached from graph and device; anything else as short text."""
+    """Return a Python number, detached from graph and device, or short text for other values."""
     if isinstance(value, Tensor):
         value = value.detach()
     if isinstance(value, (bool, int, float)):
@@ -341,7 +332,7 @@ def _plain(value: Any) -> Any:
 
 
 def _setting(value: Any) -> Any:
-    """An option's value, as far as it says something in a config."""
+    """Return the value of an option for a config."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

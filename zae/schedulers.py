@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are functions of the step, and what a trainer asks of any scheduler.
+"""Learning-rate schedules that are functions of the step, and what a trainer needs to know about any scheduler.
 
 Each of them computes the rate from the number of steps alone, never from the rate before. So a resumed schedule
 is bitwise the one that was interrupted, and a chain is nothing but its parts, each with its own share of the steps.
@@ -47,11 +47,11 @@ class _StepSchedule(LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of every param group at the present step, ``last_epoch``."""
+        """Return the rate of every param group at the current step, ``last_epoch``."""
         return self.lr_at(self.last_epoch)
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a saved state must have in common with this schedule."""
+        """Return the settings that a saved state must share with this schedule."""
         return {"total_iters": self.total_iters}
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class _StepSchedule(LRScheduler):
         return {"kind": type(self).__name__, **self._settings(), **counters, **rates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`; the optimizer's own state carries its present rates.
+        """Load a state from :meth:`state_dict`; the current rates are in the optimizer's state.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class _StepSchedule(LRScheduler):
         self._apply_state(state_dict)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is not of this schedule."""
+        """Refuse the state of another schedule."""
         wanted = {"kind": type(self).__name__, **self._settings()}
         known = {*wanted, *_COUNTERS, *_RATES}
         if not isinstance(state, Mapping) or set(state) != known:
@@ -108,7 +108,7 @@ class _StepSchedule(LRScheduler):
                 )
 
     def _apply_state(self, state: Mapping[str, Any]) -> None:
-        """Take up a state that has been checked."""
+        """Load a state that has been checked."""
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
         self.base_lrs = [float(lr) for lr in state["base_lrs"]]
@@ -136,7 +136,7 @@ class _Ramp(_StepSchedule):
 
 
 class WarmUpScheduler(_Ramp):
-    """Raise the rate linearly from ``eta_min`` to the base rate, and stay there.
+    """Raise the rate linearly from ``eta_min`` to the base rate, then keep it.
 
     After ``t`` steps the rate is ``eta_min + (base - eta_min) * t / total_iters``, from ``total_iters`` steps on
     it is ``base``. With ``eta_min=0`` the first update therefore changes nothing.
@@ -196,7 +196,7 @@ class WarmUpScheduler(_Ramp):
 
 
 class CosineAnnealingScheduler(_Ramp):
-    """Lower the rate from the base rate to ``eta_min`` along half a cosine, and stay there.
+    """Lower the rate from the base rate to ``eta_min`` along half a cosine, then keep it.
 
     After ``t`` steps the rate is ``eta_min + (base - eta_min) * (1 + cos(pi * t / total_iters)) / 2``: equation 5 of
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (ICLR 2017), without the restarts.
@@ -338,7 +338,7 @@ class SchedulerChain(_StepSchedule):
         return {**super().state_dict(), "schedulers": [part.state_dict() for part in self.schedulers]}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is not of this chain, before any part has changed."""
+        """Refuse the state of another chain, before any part is changed."""
         own = (
             {key: value for key, value in state.items() if key != "schedulers"} if isinstance(state, Mapping) else state
         )
@@ -353,14 +353,14 @@ class SchedulerChain(_StepSchedule):
             part._check_state(saved)
 
     def _apply_state(self, state: Mapping[str, Any]) -> None:
-        """Take up a state that has been checked, the parts' base rates included."""
+        """Load a state that has been checked, with the base rates of the parts."""
         super()._apply_state(state)
         for part, saved in zip(self.schedulers, state["schedulers"], strict=True):
             part._apply_state(saved)
 
 
 def planned_length(scheduler: object) -> int | None:
-    """Return how many ``step()`` calls a scheduler is made for, or None if it has no end.
+    """Return the number of ``step()`` calls after which a scheduler must not be stepped, or None.
 
     ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler` and :class:`SchedulerChain`
     do not, but the rate that they stay at is not one to go on training with. Among torch's combinations,
@@ -401,7 +401,7 @@ def planned_length(scheduler: object) -> int | None:
 
 
 def own_length(scheduler: object) -> int | None:
-    """Return how many ``step()`` calls a schedule describes, whether it may be stepped further or not.
+    """Return the length of a schedule in ``step()`` calls, whether or not it may be stepped further.
 
     It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
     ``ChainedScheduler`` with the longest of its parts.
@@ -435,7 +435,7 @@ def own_length(scheduler: object) -> int | None:
 
 
 def steps_taken(scheduler: object) -> int:
-    """Return how many ``step()`` calls a scheduler has had since its creation, those before a resume included.
+    """Return the number of ``step()`` calls of a scheduler since its creation, including those before a resume.
 
     Parameters
     ----------
@@ -450,7 +450,7 @@ def steps_taken(scheduler: object) -> int:
     Raises
     ------
     ConfigError
-        If the scheduler does not tell.
+        If the scheduler has no such counter.
 
     Examples
     --------
@@ -474,7 +474,7 @@ def steps_taken(scheduler: object) -> int:
 
 
 def is_plateau(scheduler: object) -> bool:
-    """Tell whether a scheduler's ``step`` wants a metric: whether it is a ``ReduceLROnPlateau``.
+    """Return whether a scheduler's ``step`` needs a metric, as that of ``ReduceLROnPlateau`` does.
 
     Parameters
     ----------
@@ -499,14 +499,14 @@ def is_plateau(scheduler: object) -> bool:
 
 
 def parts_of(scheduler: object) -> list[Any]:
-    """Return the schedulers that a scheduler is made of, whatever attribute it has them in."""
+    """Return the schedulers that a scheduler consists of."""
     held = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
     kinds = (LRScheduler, ReduceLROnPlateau)
     return [each for several in held for each in several if isinstance(each, kinds) and each is not scheduler]
 
 
 def milestones_of(scheduler: object) -> list[int] | None:
-    """Return where the second and the later parts of a SequentialLR begin; None where torch does not tell."""
+    """Return the milestones of a SequentialLR, or None if torch has no such attribute."""
     return getattr(scheduler, "_milestones", None)
 
 
@@ -524,7 +524,7 @@ def _sequential_length(scheduler: SequentialLR) -> int | None:
 
 
 def _like(present: object, lr: float) -> float | torch.Tensor:
-    """Return a rate in the form that the param group has it in."""
+    """Return a rate as a float or a tensor, as the param group has it."""
     if isinstance(present, torch.Tensor):
         return torch.tensor(lr, dtype=present.dtype, device=present.device)
     return float(lr)

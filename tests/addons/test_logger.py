@@ -154,7 +154,7 @@ def test_p29_only_the_main_rank_logs():
     trainer = build(ListLoggerAddon, SecondRankAddon)
     trainer.run(2, loader(), loader(1))
     assert not ListLoggerAddon.sink.calls
-    assert not trainer._guards
+    assert not trainer._workers
 
 
 def test_one_run_in_two_calls():
@@ -293,9 +293,9 @@ def test_a_trainer_with_open_sinks_travels():
     ListLoggerAddon.sink = ListSink()
     trainer = build(ListLoggerAddon, task=Copying)
     trainer.run(1, loader())
-    assert trainer.twin._guards == []
+    assert trainer.twin._workers == []
     assert digest(trainer.twin) == digest(trainer)
-    assert pickle.loads(pickle.dumps(listing()))._guards == []
+    assert pickle.loads(pickle.dumps(listing()))._workers == []
 
 
 # --------------------------------------------------------------------------------------------- options and composition
@@ -384,7 +384,7 @@ def web(*add_ons, **options):
         (WandBLoggerAddon, {}, 'web_logger has no entry "wandb"; write web_logger={"wandb"'),
         (WandBLoggerAddon, {"wandb": "canary"}, 'web_logger has a str for "wandb"; write'),
         (WandBLoggerAddon, {"wanbd": {}}, "unknown entry 'wanbd'; did you mean 'wandb'?"),
-        (WandBLoggerAddon, {"wandb": {}, "mlflow": {}}, "unknown entry 'mlflow'; there are wandb"),
+        (WandBLoggerAddon, {"wandb": {}, "mlflow": {}}, "unknown entry 'mlflow'; available: wandb"),
         (WandBLoggerAddon, {"wandb": {}, "neptune": {}}, "add it: .add_on(NeptuneLoggerAddon)"),
         (NeptuneLoggerAddon, {}, 'web_logger has no entry "neptune"; write web_logger={"neptune"'),
         (NeptuneLoggerAddon, {"neptune": {}, "wandb": {}}, "add it: .add_on(WandBLoggerAddon)"),

@@ -1,4 +1,4 @@
-"""The commands of `python -m zae`: each is a module of its own, imported only when it is the one that was asked for.
+"""The commands of `python -m zae`: one module for each, imported only when it is used.
 
 A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, whose result is the exit status: 0 when
 all is well, 1 when it found something, 2 for wrong usage and for what cannot be read. Neither this module nor theirs
@@ -20,7 +20,7 @@ COMMANDS = {
     "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and say what is wrong and what to do"),
     "diff": ("zae.cli.diff", "name the first step and stage at which two runs part"),
 }
-"""Each command, the module that it is in, and its line in the help."""
+"""Each command with its module and its line in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

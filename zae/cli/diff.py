@@ -1,4 +1,4 @@
-"""`python -m zae diff runA runB`: the first step and stage at which the ledgers of two runs part."""
+"""`python -m zae diff runA runB`: the first step and stage at which the ledgers of two runs differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class Difference(NamedTuple):
-    """Where two runs part: the stage of a step, what differs there, and both values."""
+    """The first difference of two runs: the stage of a step, what differs, and both values."""
 
     step: int
     stage: str
@@ -90,7 +90,7 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> Difference | None:
-    """Find the first step and stage at which two ledgers part.
+    """Find the first step and stage at which two ledgers differ.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print where two runs part; the status is 1 when they do."""
+    """Print the first difference of two runs; return 1 if there is one."""
     try:
         first, second = read_ledger(arguments.first), read_ledger(arguments.second)
     except ConfigError as error:
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(found: Difference, common: list[int]) -> str:
-    """A difference in words."""
+    """Describe a difference in words."""
     before = [step for step in common if step < found.step]
     same = f"the same up to step {before[-1]}" if before else "no step before it was compared"
     begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""

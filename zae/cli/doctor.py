@@ -1,4 +1,4 @@
-"""`python -m zae doctor PATH`: what checkpoints are there, whether they are whole, and what to do about the others."""
+"""`python -m zae doctor PATH`: list the checkpoints of a run, verify them, and say what to do about damaged ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["add_arguments", "examine", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("path", help="the folder that a run saves to (save_path), or one checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine a folder and print what was found.
+    """Verify a folder and print a report.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _examined(path: Path) -> dict[str, Any]:
-    """One checkpoint: what it says of itself, and whether that is true."""
+    """Read the manifest of one checkpoint, and verify it."""
     from zae.errors import CheckpointError
     from zae.storage.manifest import verify
 
@@ -102,7 +102,7 @@ def _examined(path: Path) -> dict[str, Any]:
 
 
 def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
-    """What to do."""
+    """Say what to do."""
     if not checkpoints:
         return ['there is no checkpoint: resume="auto" starts a new run here']
     damaged = [each["name"] for each in checkpoints if not each["whole"]]
@@ -125,7 +125,7 @@ def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any
 
 
 def _table(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
+    """Format the report for a terminal."""
     lines = [f"{_plain(report['path'])}"]
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "epoch", "score", "ranks", "size", "zae", "state")]
     rows += [_row(each) for each in [*report["checkpoints"], *report["crashes"]]]
@@ -158,12 +158,12 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _left_behind(folder: Path) -> list[str]:
-    """What killed saves and removals left."""
+    """List what interrupted saves and removals have left."""
     return sorted(p.name for p in folder.glob(".*") if p.name.startswith((".staging-", ".replaced-", ".deleting-")))
 
 
 def _holder(folder: Path) -> str | None:
-    """Who is saving into the folder."""
+    """Say which process is saving into the folder."""
     from zae.errors import ConfigError
     from zae.storage.locks import FolderLock
 
@@ -179,5 +179,5 @@ def _size(path: Path) -> int:
 
 
 def _plain(value: object) -> str:
-    """Text from a checkpoint, without anything that a terminal would act on."""
+    """Return text from a checkpoint without control characters."""
     return printable(str(value), kept="")

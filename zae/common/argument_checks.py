@@ -47,7 +47,7 @@ def check_model(model: Any, seed: int | None = None) -> nn.Module:
 
 
 def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
-    """Refuse another model in the place of the one that is trained, saved and loaded, or of its wrapper."""
+    """Refuse a `trainer.model` that is neither the model that was given nor its wrapper."""
     if present is not given and present is not wrapped:
         raise ConfigError(
             f"trainer.model was set to a {type(present).__name__}, and what is trained is the {type(given).__name__} "
@@ -58,7 +58,7 @@ def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
 
 
 def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> list[Any]:
-    """Refuse several devices for a trainer that uses one."""
+    """Refuse several devices without a parallel add-on."""
     if len(devices) > 1 and "parallel" not in slots:
         raise ConfigError(
             f"device is a list of {len(devices)}, but {name} trains on one device; to train on several, write "
@@ -68,7 +68,7 @@ def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> li
 
 
 def check_mode(mode: Any) -> str:
-    """Refuse a mode that is neither "train" nor "test"."""
+    """Refuse a mode other than "train" and "test"."""
     if mode not in ("train", "test"):
         hint = did_you_mean(str(mode), ("train", "test"))
         raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{hint}")
@@ -76,7 +76,7 @@ def check_mode(mode: Any) -> str:
 
 
 def check_number(name: str, value: Any, least: float = 0.0) -> float:
-    """Refuse what is not a finite number of at least so much."""
+    """Refuse anything but a finite number of at least ``least``."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     good = is_number and least <= value < math.inf
     if not good:
@@ -85,7 +85,7 @@ def check_number(name: str, value: Any, least: float = 0.0) -> float:
 
 
 def check_count(name: str, value: Any, least: int = 1, *, bits: int = 0, optional: bool = False) -> Any:
-    """Refuse what is not a whole number of at least so much, and, where that is given, of at most so many bits."""
+    """Refuse anything but an integer of at least ``least`` and at most ``bits`` bits."""
     if value is None and optional:
         return None
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
@@ -96,7 +96,7 @@ def check_count(name: str, value: Any, least: int = 1, *, bits: int = 0, optiona
 
 
 def check_flags(**flags: Any) -> list[bool]:
-    """Refuse what is neither true nor false: the text "False", of a file or a command line, would count as true."""
+    """Refuse anything but a bool: the text "False", from a file or a command line, would be true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ConfigError(f"{name}={value!r}; it must be True or False")
@@ -104,7 +104,7 @@ def check_flags(**flags: Any) -> list[bool]:
 
 
 def check_partial(files: Any) -> list[str]:
-    """Take over the files that a checkpoint may lack; a text would be taken for a list of its letters."""
+    """Return the files that a checkpoint may lack; refuse a str, which is a list of its characters."""
     if not isinstance(files, (list, tuple, set, frozenset)):
         example = files if isinstance(files, str) else "state.json"
         raise ConfigError(f"allow_partial={files!r}; it must be a list of files: [{example!r}]")
@@ -112,14 +112,14 @@ def check_partial(files: Any) -> list[str]:
 
 
 def check_folder(path: Any, name: str) -> Path:
-    """Refuse what cannot be a folder to write to, without making it."""
+    """Refuse a path that cannot be a writable folder, without creating it."""
     folder = _path_of(path, name, "folder")
     _check_place(folder.absolute(), f"{name}={str(path)!r}")
     return folder
 
 
 def check_file(path: Any, name: str, example: str) -> Path:
-    """Refuse what cannot be a file to write to, without making it."""
+    """Refuse a path that cannot be a writable file, without creating it."""
     file = _path_of(path, name, "file").absolute()
     if os.path.isdir(file):
         raise ConfigError(f"{name}={str(file)!r} is a folder; give a file in it: {str(file / example)!r}")
@@ -132,7 +132,7 @@ def check_file(path: Any, name: str, example: str) -> Path:
 
 
 def _path_of(path: Any, name: str, kind: str) -> Path:
-    """Take a path over, or say why it is none."""
+    """Return a path, or refuse what cannot be one."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"{name}={path!r}; it must be the path of a {kind}")
     try:
@@ -140,7 +140,7 @@ def _path_of(path: Any, name: str, kind: str) -> Path:
         os.stat(found)
     except RuntimeError:
         raise ConfigError(f"{name}={str(path)!r} has no home folder here; write the path in full") from None
-    except (OSError, ValueError) as error:  # That nothing is there, or that it may not be looked at, is no fault yet.
+    except (OSError, ValueError) as error:  # A missing or unreadable path is not an error here.
         if isinstance(error, ValueError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"{name}={str(path)!r} cannot be a path: {why}; give another one") from None
@@ -148,8 +148,8 @@ def _path_of(path: Any, name: str, kind: str) -> Path:
 
 
 def _check_place(folder: Path, option: str) -> None:
-    """Refuse a folder that nothing can be written to, or that cannot be made."""
-    # Unlike those of a Path, these tests say False of what may not even be looked at.
+    """Refuse a folder that cannot be written to or created."""
+    # Unlike the methods of Path, these return False without permission.
     present = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(present):
         raise ConfigError(f"{option}: {present} is a file, not a folder; give another path")
@@ -169,7 +169,7 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
 
 
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:
-    """Take over what ``metric_on_epoch_end`` returned, or say why not."""
+    """Return the metrics of ``metric_on_epoch_end`` as floats, or refuse them."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

@@ -20,7 +20,7 @@ MOVED = {
     "zae.addon_state": "zae.loop.addon_state",
     "zae.addons.fused": "zae.compiling.fused",
     "zae.addons.graphs": "zae.compiling.graphs",
-    "zae.addons.guard": "zae.sinks.guard",
+    "zae.addons.guard": "zae.sinks.worker",
     "zae.addons.redact": "zae.sinks.redact",
     "zae.addons.replica": "zae.launch.ddp",
     "zae.addons.sinks": "zae.sinks.base",

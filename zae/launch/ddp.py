@@ -1,4 +1,4 @@
-"""DistributedDataParallel as `MultiGPUAddon` wraps a model in it: to a step, it looks like the model itself."""
+"""The DistributedDataParallel of `MultiGPUAddon`, which forwards attributes to the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS els
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel that notes its use, and whose model can be written to and read as without it.
+    """DistributedDataParallel that records whether it was called, and forwards attributes to its model.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Replica(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the wrapper does not have itself on the model, whose forward may read it."""
+        """Set attributes that the wrapper does not have on the model."""
         own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
         if own or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, value)
@@ -100,7 +100,7 @@ class Replica(DistributedDataParallel):
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can be put into one.
+    """Group tensors that can be flattened into one.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give tensors the values that they have on rank 0.
+    """Broadcast tensors from rank 0.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def sparse_in(model: nn.Module) -> set[int]:
-    """Find the parameters of a model whose gradients are sparse, by their ids.
+    """Return the ids of the parameters whose gradients are sparse.
 
     Examples
     --------

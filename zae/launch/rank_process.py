@@ -1,4 +1,4 @@
-"""The life of one spawned rank: it arrives, joins the others, works, reports, and never outlives its parent."""
+"""The process of one spawned rank: join the others, work, report, and end when the parent does."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pip
 _PR_SET_PDEATHSIG = 1
 
 WHERE: Any = getattr(signal, "SIGUSR2", None)
-"""The signal by which a rank is asked where it stands; Windows has none."""
+"""The signal that asks a rank for its stack; None on Windows."""
 
 
 def _settings() -> dict[str, Any]:
-    """Settings of torch that a new process would not have."""
+    """Settings of torch to copy to a new process."""
     return {
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
@@ -69,7 +69,7 @@ def _random() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank has to know before it can read what it is to do."""
+    """What a rank needs before it can unpack its work."""
 
     rank: int
     devices: tuple[str, ...]
@@ -87,13 +87,13 @@ class Task:
 
     @property
     def where(self) -> Path:
-        """The file that it answers in, when it is asked where it stands."""
+        """The file to which it writes its stack."""
         return Path(self.folder, f"where-{self.rank}")
 
 
 @dataclass
 class Report:
-    """What a rank tells its parent: that it began, that it has failed and is ending, how it ended."""
+    """A message from a rank to its parent: that it has begun, is failing, has failed, or is done."""
 
     kind: str  # "began", "failing", "failed" or "done"
     when: float = 0.0
@@ -104,14 +104,14 @@ class Report:
 
     @classmethod
     def of(cls, kind: str, error: BaseException, when: float) -> Report:
-        """Describe an error, and take it along where it can travel."""
+        """Describe an error, and pickle it if possible."""
         text = "".join(traceback.format_exception(error))
         summary = traceback.format_exception_only(error)[0].strip()
         lost = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         return cls(kind, when, lost and bool(_LOST_PEER.search(str(error))), summary[:500], text, _packed(error))
 
     def rebuild(self, rank: int, world: int) -> BaseException:
-        """Make the error of a rank again, of its own type where that is possible."""
+        """Rebuild the error of a rank, with its type if possible."""
         who = f"rank {rank} of {world}"
         error: BaseException = DistributedError(f"{self.summary} [{who}]")
         if self.packed is not None:
@@ -123,7 +123,7 @@ class Report:
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """An exception as bytes, if the same comes out of them again."""
+    """Pickle an exception, or return None if it does not survive that."""
     try:
         data = pickle.dumps(error)
         again = pickle.loads(data)
@@ -133,7 +133,7 @@ def _packed(error: BaseException) -> bytes | None:
 
 
 class _Line:
-    """The way back to the parent."""
+    """The connection to the parent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -147,7 +147,7 @@ class _Line:
             return
 
     def failing(self, error: BaseException) -> float:
-        """Tell at once that this rank has failed; what follows, on other ranks too, comes of it."""
+        """Report at once that this rank has failed, because other ranks fail as a consequence."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
             self.send(Report.of("failing", error, self._failed_at))
@@ -158,7 +158,7 @@ _line: _Line | None = None
 
 
 def note_failure(error: BaseException) -> None:
-    """Tell the parent of a spawned rank that it fails, before it unwinds; elsewhere nothing is done.
+    """Report to the parent of a spawned rank that it is failing, before the exception propagates.
 
     Parameters
     ----------
@@ -170,13 +170,13 @@ def note_failure(error: BaseException) -> None:
 
 
 def tell_failures_early() -> None:
-    """Say that what is passed to `note_failure` ends the work of this rank."""
+    """Make `note_failure` report."""
     if _line is not None:
         _line.early = True
 
 
 def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the random streams of a rank: rank 0 has those given, each other one its own that follow from them.
+    """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def main_of_rank(task: Task, connection: Connection) -> None:
-    """Be one rank, from its first line to its last.
+    """Run one rank; the entry point of its process.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ def main_of_rank(task: Task, connection: Connection) -> None:
 
 
 def _work(task: Task) -> Any:
-    """Join the other ranks, and do what is to be done."""
+    """Join the other ranks, and call the function."""
     env = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.world, "LOCAL_WORLD_SIZE": task.world}
     os.environ.update({key: str(value) for key, value in env.items()})
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -263,7 +263,7 @@ def _work(task: Task) -> Any:
 
 
 def _store(task: Task, waiting: timedelta) -> Any:
-    """The store that the ranks meet at."""
+    """Return the store of the process group."""
     if task.meeting.startswith("file://"):
         path, _, prefix = task.meeting.removeprefix("file://").rpartition("#")
         return dist.PrefixStore(prefix, dist.FileStore(path, task.world))
@@ -277,7 +277,7 @@ def _leave() -> None:
 
 
 def _interrupt_once() -> None:
-    """Let Ctrl-C interrupt a rank once only: the second would come while it cleans up."""
+    """Handle Ctrl-C only once: a second one would interrupt the cleanup."""
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -288,13 +288,13 @@ def _interrupt_once() -> None:
 
 
 def _answer_where(path: Path) -> None:
-    """Let the parent ask where this rank stands: one that waits for ever, for a lock say, answers too."""
+    """Let the parent ask for the stack of this rank, which works during a deadlock as well."""
     if WHERE is not None and signal.getsignal(WHERE) == signal.SIG_DFL:  # Else it is the script's own.
         faulthandler.register(WHERE, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the parent dies, however it dies."""
+    """Kill this process when the parent dies."""
     if platform.system() == "Linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died before that line.

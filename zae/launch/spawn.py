@@ -36,13 +36,13 @@ from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
 GRACE = 5.0
-"""Seconds that the other ranks have to end by themselves after one has failed."""
+"""Seconds in which the other ranks may end by themselves after one has failed."""
 
 UNWIND = 9.0
-"""Seconds that a rank has from its error to its end; it may be saving."""
+"""Seconds from a rank's error to its end, in which it may save."""
 
 ANSWER = 0.3
-"""Seconds that a rank which is about to be ended has to say where it stands."""
+"""Seconds in which a rank writes its stack before it is killed."""
 
 _CALLS = 20
 
@@ -68,7 +68,7 @@ def local_rank() -> int:
 
 
 def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
-    """Become one of the ranks that a launcher has started; where there is a process group already, it is that one.
+    """Join the ranks of a launcher, or use the process group that exists.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def spawn(
 
 
 def _runs_unguarded() -> bool:
-    """Return whether the main script certainly begins this run again wherever it is imported: under no condition."""
+    """Return whether the main script would start this run again when it is imported."""
     frame, main = inspect.currentframe(), sys.modules.get("__main__")
     if getattr(main, "__file__", None) is None:  # A notebook, say, which no process imports.
         return False
@@ -218,7 +218,7 @@ def _runs_unguarded() -> bool:
 
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
-    """Serve a store for the ranks to meet at, on one address only; return it, and how a rank finds it."""
+    """Start a store for the process group, on one address; return it, and its address for a rank."""
     address = _address_of("tcp://127.0.0.1:0" if init_method is None else init_method)
     if address.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
@@ -260,7 +260,7 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
 
 
 def _address_of(text: str) -> SplitResult:
-    """Take an address apart, or say that its port, or its folder, is none."""
+    """Parse an address, or refuse its port or its folder."""
     address, why = urlsplit(text), ""
     try:
         _ = address.port
@@ -274,7 +274,7 @@ def _address_of(text: str) -> SplitResult:
 
 
 class _Ranks:
-    """The processes of one run, and what they report."""
+    """The processes of one run, and their reports."""
 
     def __init__(self, tasks: list[Task]) -> None:
         self._tasks = tasks
@@ -307,7 +307,7 @@ class _Ranks:
             connection.close()
 
     def watch(self) -> None:
-        """Wait for the end of every rank, and raise what went wrong."""
+        """Wait until every rank has ended, and raise the first failure."""
         with self._passing_on():
             try:
                 self._wait()
@@ -322,7 +322,7 @@ class _Ranks:
         self._raise_failure()
 
     def _wait(self) -> None:
-        """Take reports until every rank has ended, or the deadline after a failure has passed."""
+        """Receive reports until every rank has ended, or the deadline after a failure has passed."""
         open_ends = set(self._connections)
         while sentinels := [process.sentinel for process in self._processes if process.is_alive()]:
             left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -335,7 +335,7 @@ class _Ranks:
             self._note_deaths()
 
     def _receive(self, connection: Any) -> bool:
-        """Take one report; False when there will be no more."""
+        """Receive one report; return False when there will be no more."""
         try:
             report: Report = connection.recv()
         except (EOFError, OSError):
@@ -346,7 +346,7 @@ class _Ranks:
         return True
 
     def _note_deaths(self) -> None:
-        """Take note of ranks that have ended without saying how."""
+        """Record ranks that have ended without a report."""
         for connection, rank in self._connections.items():
             if self._processes[rank].is_alive() or rank in self._died:
                 continue
@@ -362,7 +362,7 @@ class _Ranks:
         self._deadline = latest if self._deadline is None else min(self._deadline, latest)
 
     def _ask_where(self) -> None:
-        """Let the ranks that are about to be ended say where they stand."""
+        """Ask the ranks that will be killed for their stacks."""
         if WHERE is None:
             return
         self._signal(WHERE, self._reports)
@@ -375,7 +375,7 @@ class _Ranks:
                 self._stood[task.rank] = list(own)[:_CALLS]
 
     def _kill(self) -> None:
-        """End what is still there; a stopped process too."""
+        """Kill the remaining processes, stopped ones as well."""
         for rank, process in enumerate(self._processes):
             if process.is_alive():
                 self._ended_here.add(rank)
@@ -391,7 +391,7 @@ class _Ranks:
 
     @contextmanager
     def _passing_on(self) -> Iterator[None]:
-        """Give the ranks a signal that asks this process to end, and obey it when they have ended."""
+        """Pass signals that ask this process to end on to the ranks, and obey them when these have ended."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -419,7 +419,7 @@ class _Ranks:
     # ------------------------------------------------------------------------------------------ what went wrong
 
     def _raise_failure(self) -> None:
-        """Raise the failure that came first; those that only followed from it are left to its notes."""
+        """Raise the first failure; failures that followed from it are in its notes."""
         world = len(self._processes)
         failed = {rank: r for rank, r in self._reports.items() if r.kind in ("failed", "failing")}
         own = {rank: r for rank, r in failed.items() if not r.lost_peer}
@@ -461,11 +461,11 @@ class _Ranks:
         return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
 
     def _where(self, missing: Sequence[int]) -> str:
-        """Where the ranks stood that were ended; one that was stopped has not said."""
+        """Describe the stacks of the ranks that were killed; a stopped one has none."""
         stood = {rank: "\n    ".join(self._stood.get(rank, [])) for rank in missing}
         return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
 
     @staticmethod
     def _described(failed: dict[int, Report]) -> str:
-        """What the other ranks ran into, in one line each."""
+        """Describe the failures of the other ranks, in one line each."""
         return "".join(f"\n  rank {rank}: {report.summary}" for rank, report in sorted(failed.items()))

@@ -1,4 +1,4 @@
-"""What goes to another process and back: packed into a file, or refused with the attribute that cannot go."""
+"""Send values to another process through a file; name the attribute that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
 
 
 def _recording(seen: list[Any]) -> type:
-    """A pickler class that notes what is found by name in ``__main__``."""
+    """Return a pickler class that records names of ``__main__``."""
 
     class Recording(_Pickler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +113,7 @@ def _recording(seen: list[Any]) -> type:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes which classes and functions of ``__main__`` are met: they are found by name, not sent."""
+    """Records the classes and functions of ``__main__``, which are pickled by name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,7 +126,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Names a class or function that is not there; what Python says of it differs from version to version."""
+    """Names a missing class or function; Python's message differs between versions."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -141,13 +141,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _main_is_a_file() -> bool:
-    """Whether another process can run the main module again."""
+    """Return whether another process can import the main module."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _refusal(value: Any, name: str, error: Exception) -> str:
-    """Say which attribute cannot travel, and what to do."""
+    """Return the error that names the attribute, and the remedy."""
     named = {name: value} if name or not isinstance(value, Mapping) else value
     for key, each in named.items():
         found = find_unpicklable(each, key)
@@ -158,7 +158,7 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
 
 
 def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:
-    """Find the innermost thing that pickle refuses.
+    """Find the innermost value that pickle refuses.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def _error_of(value: Any) -> Exception | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, with how one writes it."""
+    """List the parts of a value, with their expressions."""
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return
     if isinstance(value, MethodType):
@@ -224,7 +224,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """The parts of what ``__reduce_ex__`` returned: state first, for it has names."""
+    """List the parts of what ``__reduce_ex__`` returned: the state first, because it has names."""
     state = made[2] if len(made) > 2 else None
     for each in state if isinstance(state, tuple) else (state,):
         if isinstance(each, Mapping):
@@ -237,7 +237,7 @@ def _reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(thing: Any, error: Exception) -> str:
-    """What a thing is that cannot travel, and what to write."""
+    """Describe a value that cannot be pickled, and the remedy."""
     if isinstance(thing, (type, FunctionType)):
         kind, keyword = ("class", "class") if isinstance(thing, type) else ("function", "def")
         return (

@@ -1,4 +1,4 @@
-"""The size of a checkpoint before there is one: its tensors, what describes them, and the history of the run."""
+"""Compute the size of a checkpoint before it is written: tensors, their descriptions, and the history of the run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def checkpoint_bytes(trainer: Trainer, plan: RunPlan, optimizers: Mapping[str, A
 
 
 def _stored(state: Any) -> int:
-    """The bytes of a state in state.json and state.safetensors."""
+    """Return the bytes of a state in state.json and state.safetensors."""
     stand_ins: dict[int, Tensor] = {}
     structure, tensors = encode(_without_data(state, stand_ins, {}))
     text = len(json.dumps(structure, allow_nan=False, separators=(",", ":")))
@@ -95,7 +95,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor], reference: bool = False) -> int:
 
 
 def _after_a_step(now: Any, after: Any) -> Any:
-    """The state of an optimizer that has stepped; its groups as they are."""
+    """Return the state of an optimizer after a step, with its present groups."""
     groups = now["param_groups"] if isinstance(now, Mapping) and "param_groups" in now else []
     if isinstance(after, Mapping):
         return {"state": dict(enumerate(after.values())), "param_groups": groups}
@@ -103,7 +103,7 @@ def _after_a_step(now: Any, after: Any) -> Any:
 
 
 def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPlan) -> tuple[dict[str, Any], int]:
-    """The history at the end of the run, and the bytes of the rows that were only counted."""
+    """Return the history at the end of the run, and the bytes of the rows that are only counted."""
     names = plan.metrics or ["loss"]
     drawn = random.Random(0)
     rates = dict.fromkeys(plan.learning_rates, 0.001)
@@ -130,7 +130,7 @@ def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPlan) -> tuple[d
 
 
 def _without_data(value: Any, stand_ins: dict[int, Tensor], memo: dict[int, Tensor]) -> Any:
-    """Copy a state with a number in place of each tensor, which is noted by the address of that number."""
+    """Copy a state with a number in place of each tensor, and record the tensor by the id of that number."""
     if isinstance(value, Tensor):
         if id(value) not in memo:
             memo[id(value)] = made = torch.zeros(1)

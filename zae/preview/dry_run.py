@@ -317,7 +317,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 
 
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
-    """Return what each optimizer is going to keep.
+    """Return the state that each optimizer will have.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
 
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:
-    """What an optimizer keeps after its first step, which is tried on tensors without data."""
+    """Return an optimizer's state after a first step on tensors without data."""
     # What else it holds is copied, large tensors without their data: a step may change it in place.
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer))
                             if each.dim()}  # fmt: skip

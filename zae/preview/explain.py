@@ -74,7 +74,7 @@ LOOP = """
     ?after an exception: on_exception(error)
     teardown()  # always
 
-validate():  # in evaluation mode, without gradients, on random streams of its own
+validate():  # in evaluation mode, without gradients, on its own random streams
 ?    with evaluation_context():
 ?        valid_loader = wrap_loader(valid_loader)
         for batch in valid_loader:
@@ -86,16 +86,16 @@ validate():  # in evaluation mode, without gradients, on random streams of its o
     log(metrics)
     check_better(metrics)  # of the monitored metric
 """
-"""The loop; a line with a question mark is shown only where somebody overrides its seam."""
+"""The loop; a line with a question mark is shown only if its seam is overridden."""
 
-_WINDOW = ("weigh", "normalize")  # They do something only where a step has several micro-batches, or ranks.
-_BLOCKS = ("gradients", "micro_step", "optimizer_step")  # What one override may do wholly itself.
+_WINDOW = ("weigh", "normalize")  # They act only with several micro-batches or ranks.
+_BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
 _COLUMN = 46
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
 class Line(NamedTuple):
-    """A line of the pseudo-code: how deep it stands, the seams it calls in their order, and who overrides them."""
+    """A line of the pseudo-code: its depth, the seams that it calls in order, and who overrides them."""
 
     depth: int
     text: str
@@ -104,7 +104,7 @@ class Line(NamedTuple):
 
 
 class Text(str):
-    """Text that shows itself as it is, in a terminal and in a notebook."""
+    """Text whose repr is the text itself, in a terminal and in a notebook."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -114,16 +114,16 @@ class Text(str):
 
 
 class _ExplainMethod:
-    """A method of the class and of the instance alike."""
+    """A method of both the class and the instance."""
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         def explain() -> Text:
-            """Show the effective loop as pseudo-code, each line with the add-ons that have a hand in it.
+            """Show the effective loop as pseudo-code, each line with the add-ons that override it.
 
             Returns
             -------
             Text
-                It prints as it is, in a terminal and in a notebook; of an instance it shows the options too.
+                Printed as it is, in a terminal and in a notebook; for an instance, with the options.
             """
             return Text(_text(owner, instance))
 
@@ -141,25 +141,12 @@ def owners_of(cls: Any, name: str) -> list[Any]:
 
 
 def lines_of(cls: Any, instance: Any = None) -> list[Line]:
-    """Resolve the loop for a class, or for a trainer with its options.
-
-    Parameters
-    ----------
-    cls : type
-        A trainer class.
-    instance : Trainer, optional
-        One of its objects: what its options switch off is left out.
-
-    Returns
-    -------
-    list of Line
-        What is shown, in order.
-    """
+    """Return the lines to show for a class, or for a trainer, without what its options switch off."""
     seams = seams_of(cls).keys() | {"train_step", "test_step"}
     windowed = bool(owners_of(cls, "micro_batches"))
     lines: list[Line] = []
-    dropped: list[int] = []  # Depths of the blocks around that are not shown: what is inside moves to the left.
-    closed: int | None = None  # The depth of a block that an add-on does wholly itself.
+    dropped: list[int] = []  # Depths of enclosing blocks that are not shown: their content moves to the left.
+    closed: int | None = None  # The depth of a block that an add-on replaces.
     for raw in LOOP.strip("\n").splitlines():
         optional, text, comment, depth = _parsed(raw)
         if closed is not None and text and depth > closed:
@@ -178,7 +165,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             text = text.replace("for out in outputs: ", "")
             text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "weigh") else text
         shown_comment = _switch(text, comment, instance)
-        notes = [f"{owner.__name__}{_told(owner, name)}" for name, owner in mine] or shown_comment
+        notes = [f"{owner.__name__}{_described(owner, name)}" for name, owner in mine] or shown_comment
         replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
         closed = depth if replaced else None
         text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
@@ -195,7 +182,7 @@ def _parsed(raw: str) -> tuple[bool, str, str, int]:
 
 
 def _without_empty_blocks(lines: list[Line]) -> list[Line]:
-    """Write ``f():`` without its colon where nothing of what it calls is shown."""
+    """Write ``f():`` without its colon where nothing that it calls is shown."""
     followed = zip(lines, [*lines[1:], None], strict=True)
     return [
         line._replace(text=line.text.removesuffix(":"))
@@ -206,7 +193,7 @@ def _without_empty_blocks(lines: list[Line]) -> list[Line]:
 
 
 def _is_off(text: str, calls: tuple[str, ...], owned: list[Any], instance: Any) -> bool:
-    """Whether an option of this trainer switches a line off."""
+    """Return whether an option of this trainer switches a line off."""
     if instance is None or owned:
         return False
     if "scheduler_step" in calls:
@@ -215,7 +202,7 @@ def _is_off(text: str, calls: tuple[str, ...], owned: list[Any], instance: Any) 
 
 
 def _switch(text: str, comment: str, instance: Any) -> list[str]:
-    """The comment of a line; of an instance, the option's value in place of its condition."""
+    """Return the comment of a line; for an instance, the value of the option instead of the condition."""
     if instance is not None:
         if "clip()" in text:
             comment = f"gradient_clip={instance.gradient_clip:g}"
@@ -230,8 +217,8 @@ def _replaces(owner: Any, name: str) -> bool:
     return is_marked(owner.__dict__[name], "__replaces__")
 
 
-def _told(owner: Any, name: str) -> str:
-    """What an override does, by the first line of its docstring."""
+def _described(owner: Any, name: str) -> str:
+    """Describe an override by the first line of its docstring."""
     if name in ("train_step", "test_step"):
         return ""
     doc = inspect.getdoc(owner.__dict__[name]) if owner.__dict__[name].__doc__ else None
@@ -239,9 +226,9 @@ def _told(owner: Any, name: str) -> str:
 
 
 def _text(cls: Any, instance: Any) -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = lines_of(cls, instance)
-    page = [f"{cls.__name__}, the effective loop; after # stands who overrides a call, outermost first", ""]
+    page = [f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first", ""]
     for line in lines:
         code = "    " * line.depth + line.text
         first, *others = line.notes or ("",)
@@ -256,7 +243,7 @@ def _text(cls: Any, instance: Any) -> str:
 
 
 def _add_ons(cls: Any, instance: Any) -> list[str]:
-    """Each add-on with its options, or with its purpose."""
+    """Describe each add-on, with its options for an instance."""
     lines = []
     for add_on in add_ons_of(cls):
         doc = (inspect.getdoc(add_on) or "no description").splitlines()[0]
@@ -267,7 +254,7 @@ def _add_ons(cls: Any, instance: Any) -> list[str]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """An option's value, unless it is long or may be secret."""
+    """Return an option's value, unless it is long or may be secret."""
     if _SECRET.search(name) or isinstance(value, (dict, set)):
         return "..."
     if isinstance(value, Every):
@@ -282,6 +269,6 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _shown_every(every: Every) -> str:
-    """A cadence as one writes it."""
+    """Return a cadence as it is written in a script."""
     fields = {"steps": every.steps, "epochs": every.epochs, "after": every.after or None}
     return f"Every({', '.join(f'{name}={value}' for name, value in fields.items() if value is not None)})"

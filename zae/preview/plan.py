@@ -1,4 +1,4 @@
-"""`plan()`: what a run is going to do, found out without doing any of it.
+"""`plan()`: predict what a run will do, without running it.
 
 Steps and epochs are counted as `zae.loop.run` counts them; learning rates are those of copies of the schedulers on an
 optimizer without parameters; the names of metrics come from one batch, tried with a copy of the model.
@@ -41,7 +41,7 @@ _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show
 
 @dataclass
 class RunPlan:
-    """What a run is going to do; it prints as a page, and shows as a table in a notebook.
+    """What a run will do; it prints as a page, and shows as a table in a notebook.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class RunPlan:
         The class of the trainer.
     first_step, last_step : int or None
         The steps (optimizer steps, counted from 1 over all runs) that this run begins and ends with; None where
-        nobody can know the end.
+        the end is unknown.
     batches_per_epoch, steps_per_epoch : int or None
         None where the loader has no length.
     batches_per_step : int
@@ -97,12 +97,12 @@ class RunPlan:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of this run."""
+        """The number of optimizer steps of this run."""
         return None if self.last_step is None else self.last_step - self.first_step + 1
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples of a whole step."""
+        """The number of samples of a step."""
         return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.world_size
 
     def due(self, every: Every) -> list[int]:
@@ -126,7 +126,7 @@ class RunPlan:
         return [step for step in range(start, stop + 1, every.steps) if step > every.after]
 
     def keep(self, every: Every, keep_last: int | None, keep_best: int, folder: Any) -> list[str]:
-        """Note when checkpoints are saved, and the room that they take.
+        """Add the steps of checkpoints, and their size.
 
         Parameters
         ----------
@@ -155,7 +155,7 @@ class RunPlan:
         return [f"{kept} checkpoints are kept in {folder}, and there is one more while it is written{best}"]
 
     def rows(self) -> list[tuple[str, str]]:
-        """List what there is to say, each with its title."""
+        """List the lines of the page, each with its title."""
         size = f" of {self.batch_size} samples" if self.batch_size else ""
         whole = f"; {self.effective_batch_size} samples a step" if self.effective_batch_size else ""
         of = f", of {self.batches_per_step} batches each" if self.batches_per_step > 1 else ""
@@ -189,7 +189,7 @@ class RunPlan:
 
 @seam
 def plan_lines(self: Any, plan: RunPlan) -> list[str]:
-    """Add to the plan of a run, and return what is to be noted beside it; called by ``plan``."""
+    """Add to the plan of a run, and return further notes; called by ``plan``."""
     return []
 
 
@@ -203,7 +203,7 @@ def plan(
     valid_every: Every | int | None = None,
     steps_per_epoch: int | None = None,
 ) -> RunPlan:
-    """Tell what ``run`` with the same arguments would do; nothing is changed by it.
+    """Return what ``run`` with the same arguments would do; nothing is changed.
 
     One batch of ``valid_loader`` (without one, of ``loader``) is tried with a copy of the model, to learn the names of
     the metrics; where loading a batch cannot be undone, it is left out.
@@ -272,7 +272,7 @@ def plan(
 
 
 def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
-    """Note the size of a checkpoint, where the trainer saves any."""
+    """Add the size of a checkpoint, if the trainer saves any."""
     if "state" not in slots_of(type(trainer)):
         return
     if optim.are_lazy(trainer._module.parameters()):
@@ -291,7 +291,7 @@ def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
 
 
 def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
-    """The plan of a run that trains nothing."""
+    """Return the plan of a run in mode "test"."""
     made.batches_per_epoch, made.steps_per_epoch = length_of(loader), 0
     made.last_step = trainer.progress_checker.step
     made.first_step = made.last_step + 1
@@ -300,7 +300,7 @@ def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
 
 
 def _count_steps(trainer: Trainer, made: RunPlan, run: Run) -> None:
-    """Count as `Run.begin` and the loop do."""
+    """Count steps and epochs as `Run.begin` and the loop do."""
     progress, (last_epoch, last_step), loader = trainer.progress_checker, run.bounds(), run.loader
     wrapped = loader
     if trainer.current_run.is_ready or "parallel" not in slots_of(type(trainer)):
@@ -333,7 +333,7 @@ def _count_steps(trainer: Trainer, made: RunPlan, run: Run) -> None:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples of a batch, where the loader says it."""
+    """Return the samples of a batch, if the loader knows."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):
@@ -342,7 +342,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _simulate(trainer: Trainer, made: RunPlan, run: Run, has_metric: bool) -> None:
-    """Step copies of the schedulers as the run will."""
+    """Simulate the learning rates with copies of the schedulers."""
     optimizers, schedulers = simulated(trainer, run.limits.total_steps(made.steps_per_epoch))
     steps, (in_epochs, in_steps) = made.steps, run.spans(made.steps_per_epoch)
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
@@ -366,7 +366,7 @@ def _simulate(trainer: Trainer, made: RunPlan, run: Run, has_metric: bool) -> No
 
 
 def _try_metrics(trainer: Trainer, made: RunPlan, loader: Any, valid_loader: Any) -> None:
-    """Learn the names of the metrics, and refuse a monitor that is none of them."""
+    """Find the names of the metrics with one batch, and refuse an unknown monitor."""
     watches_training = valid_loader is None or split_prefix(trainer.monitor)[0] == "train"
     source = loader if watches_training else valid_loader
     split = "train" if watches_training else "valid"
@@ -392,7 +392,7 @@ def _count(value: int | None) -> str:
 
 
 def _steps(steps: list[int]) -> str:
-    """A list of steps, shortened."""
+    """Format a list of steps, shortened."""
     if not steps:
         return "never"
     if len(steps) <= 6:
@@ -401,7 +401,7 @@ def _steps(steps: list[int]) -> str:
 
 
 def _curve(rates: list[float], first: int) -> str:
-    """A learning rate over a run: one number, or where it begins, peaks and ends."""
+    """Format a learning rate over a run: one number, or its first, largest and last value."""
     if len(set(rates)) == 1:
         return f"{rates[0]:g}"
     peak = max(range(len(rates)), key=rates.__getitem__)
@@ -410,6 +410,6 @@ def _curve(rates: list[float], first: int) -> str:
 
 
 def _size(count: float) -> str:
-    """A number of bytes, in the unit that suits."""
+    """Format a number of bytes."""
     power = min(4, (len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

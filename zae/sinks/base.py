@@ -1,4 +1,4 @@
-"""Where records go: what a logger add-on hands them to, and the plainest of these, a file of JSON lines."""
+"""Sink, the interface that loggers write records to, and JSONLSink, a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _log = logging.getLogger("zae")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink is told about the run when it is opened.
+    """What a sink knows about the run when it is opened.
 
     Attributes
     ----------
     id : str
-        The run's own name; a resumed run, and a second call of ``run``, keep it.
+        The id of the run; a resumed run, and a second call of ``run``, keep it.
     continued : bool
         Whether records of this run were written before.
     resumed_at : int or None
-        The step of the state that was loaded since: what was written of later steps comes again.
+        The step of the state that was loaded since: records of later steps will be written again.
     records : int or None
         How many records had been logged when that state was saved.
     timeout : float
@@ -53,10 +53,10 @@ class RunInfo:
 
 
 class Sink:
-    """One place that records go to; derive from it for a client of your own.
+    """A destination of records; subclass it for another client.
 
-    Its methods are called one after the other, all but ``load`` in a thread of the sink's own: they may block or fail,
-    and training goes on. A `zae.ZaeError` raised by ``load`` or ``open`` is the user's to mend, and ends the run.
+    Its methods are called one after the other, all but ``load`` in a separate thread: when they block or fail, training
+    continues. A `zae.ZaeError` raised by ``load`` or ``open`` is a mistake of the user, and ends the run.
 
     Attributes
     ----------
@@ -79,34 +79,34 @@ class Sink:
     remedy: ClassVar[str] = "see the message above"
 
     def load(self) -> None:
-        """Import the client; it is local work, in the main thread, and not counted against the time limit."""
+        """Import the client, in the main thread; this does not count for the time limit."""
 
     def open(self, info: RunInfo) -> None:
-        """Begin a run, or go on with it.
+        """Begin a run, or continue it.
 
         Parameters
         ----------
         info : RunInfo
-            What is known of it.
+            The run.
         """
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Take one record.
+        """Write one record.
 
         Parameters
         ----------
         metrics : mapping
             Plain numbers (and short texts) by name; "epoch" and "batch" are among them.
         step : int
-            The optimizer step they belong to. It never falls, but for a state that is loaded.
+            Their optimizer step. It never decreases, except after a state is loaded.
         """
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Put what was written where a killed process leaves it; called before a state is saved."""
+        """Write buffered records to the disk; called before a state is saved."""
 
     def close(self, failed: bool) -> None:
-        """End the run, for now.
+        """End the run, which may be continued later.
 
         Parameters
         ----------

@@ -12,7 +12,7 @@ import pytest
 from kit.loggers import ListSink, forked, lines, warned
 from zae import ConfigError, LoggerError, ZaeError
 from zae.sinks.base import RunInfo
-from zae.sinks.guard import Guard
+from zae.sinks.worker import SinkWorker
 
 FOLDER = Path("zae-offline")
 FILE = FOLDER / "list-r1.jsonl"
@@ -69,21 +69,21 @@ class Raising(ListSink):
 
 
 def guarded(sink, timeout=None, **options):
-    """A guard that has begun; only what is to block gets a time limit that is soon over."""
+    """A worker that has begun; only what is to block gets a time limit that is soon over."""
     timeout = timeout or (0.3 if isinstance(sink, Blocking) else 20.0)
-    guard = Guard(sink, RunInfo("r1", timeout=timeout), FOLDER, **options)
-    guard.start()
-    return guard
+    worker = SinkWorker(sink, RunInfo("r1", timeout=timeout), FOLDER, **options)
+    worker.start()
+    return worker
 
 
-def drive(guard, count=10):
+def drive(worker, count=10):
     """Open, write and close; return the seconds that took."""
     begin = time.monotonic()
-    guard.settle()
+    worker.wait()
     for step in range(1, count + 1):
-        guard.write({"x": step / 2}, step)
-    guard.settle(flush=True)
-    guard.close(False)
+        worker.write({"x": step / 2}, step)
+    worker.wait(flush=True)
+    worker.close(False)
     return time.monotonic() - begin
 
 
@@ -149,27 +149,27 @@ def test_a_slow_sink_is_no_failed_one(caplog):
     """Every write takes a while, all together longer than the limit; training does not wait for them."""
     sink = ListSink()
     sink.write = lambda metrics, step: (time.sleep(0.05), ListSink.write(sink, metrics, step))
-    guard = guarded(sink, timeout=5.0)
-    guard.settle()
+    worker = guarded(sink, timeout=5.0)
+    worker.wait()
     begin = time.monotonic()
     for step in range(20):
-        guard.write({}, step)
+        worker.write({}, step)
     assert time.monotonic() - begin < 0.5
-    guard.close(False)
+    worker.close(False)
     assert len(sink.rows) == 20
     assert not warned(caplog)
 
 
 def test_what_a_late_client_opens_is_closed_again():
     sink = Blocking("open")
-    guard = guarded(sink)
-    guard.settle()
-    guard.write({"x": 1}, 1)
+    worker = guarded(sink)
+    worker.wait()
+    worker.write({"x": 1}, 1)
     sink.free.set()
     sink.wait_until(1)
     time.sleep(0.05)
     assert [call[0] for call in sink.calls] == ["open"]  # closing may draw random numbers: not while training runs
-    guard.close(False)
+    worker.close(False)
     sink.wait_until(2)
     assert [call[0] for call in sink.calls] == ["open", "close"]
     assert [row["step"] for row in lines(FILE)] == [1]
@@ -179,46 +179,46 @@ def test_what_a_late_client_opens_is_closed_again():
 def test_fault_fd9_p48_what_comes_back_after_the_end_is_left_as_it_is(method):
     """Closing may draw random numbers, and the next run may be training by then."""
     sink = Blocking(method)
-    guard = guarded(sink)
-    drive(guard, 2)
+    worker = guarded(sink)
+    drive(worker, 2)
     sink.free.set()
-    guard._thread.join(10)
-    assert not guard._thread.is_alive()
+    worker._thread.join(10)
+    assert not worker._thread.is_alive()
     assert [call[0] for call in sink.calls] == ["open", "write"][: 1 + (method == "write")]
 
 
 @pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
 def test_fault_fd8_required_raises_instead(caplog, make):
     sink = make()
-    guard = guarded(sink, required=True)
+    worker = guarded(sink, required=True)
     with pytest.raises(LoggerError, match="logger_required=False") as caught:
-        guard.settle()
+        worker.wait()
     assert isinstance(caught.value, ZaeError)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None  # the client's own error, with what it was given, is not shown
-    guard.write({"x": 1}, 1)
-    guard.close(True)
+    worker.write({"x": 1}, 1)
+    worker.close(True)
     assert not warned(caplog)
     assert not FOLDER.exists()
     getattr(sink, "free", threading.Event()).set()
 
 
 def test_fault_fd9_required_raises_at_the_record(caplog):
-    guard = guarded(Raising("write", ValueError("bad"), at=6), required=True)
-    guard.settle()
+    worker = guarded(Raising("write", ValueError("bad"), at=6), required=True)
+    worker.wait()
     for step in range(1, 7):
-        guard.write({"x": 1}, step)
+        worker.write({"x": 1}, step)
     with pytest.raises(LoggerError, match="list failed: ValueError: bad"):
-        guard.write({"x": 1}, 7)
-    guard.close(True)
+        worker.write({"x": 1}, 7)
+    worker.close(True)
 
 
 @pytest.mark.parametrize("method", ["load", "open"])
 def test_what_the_user_must_mend_is_raised(caplog, method):
-    guard = guarded(Raising(method, ConfigError("write it so")))
+    worker = guarded(Raising(method, ConfigError("write it so")))
     with pytest.raises(ConfigError, match="write it so"):
-        guard.settle()
-    guard.close(True)
+        worker.wait()
+    worker.close(True)
     assert not warned(caplog)
 
 
@@ -248,25 +248,25 @@ def test_a_long_reason_is_cut(caplog):
 
 def test_a_forked_process_leaves_it_alone(caplog):
     sink = ListSink()
-    guard = guarded(sink)
-    guard.settle()
+    worker = guarded(sink)
+    worker.wait()
 
     def child():
         begin = time.monotonic()
-        guard.close(False)
+        worker.close(False)
         assert time.monotonic() - begin < 0.2
 
     assert forked(child) == 0
-    guard.write({"x": 1}, 1)
-    guard.close(False)
+    worker.write({"x": 1}, 1)
+    worker.close(False)
     assert len(sink.rows) == 1
-    assert guard._process == os.getpid()
+    assert worker._process == os.getpid()
 
 
 def test_closing_twice_is_once():
     sink = ListSink()
-    guard = guarded(sink)
-    guard.close(True)
-    guard.close(False)
+    worker = guarded(sink)
+    worker.close(True)
+    worker.close(False)
     assert sink.calls[-1] == ("close", True)
     assert len(sink.calls) == 2

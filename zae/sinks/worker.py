@@ -1,4 +1,4 @@
-"""What stands between training and a sink: a thread, a deadline, and a local file that takes over when it fails."""
+"""Call a sink in a thread, with a deadline, and write its records to a local file when it fails."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from zae.errors import LoggerError, ZaeError
 from zae.sinks.base import JSONLSink, RunInfo, Sink
 from zae.sinks.redact import redact
 
-__all__ = ["Guard"]
+__all__ = ["SinkWorker"]
 
 _log = logging.getLogger("zae")
 _NOISE = re.compile(r"(?:\x1b\[[0-9;]*m|[\x00-\x1f\x7f\s])+")
 _LONGEST = 400
 
 
-class Guard:
-    """Hand calls to one sink, in a thread of its own, and keep its records in a local file when it fails.
+class SinkWorker:
+    """Call one sink in its own thread, and write its records to a local file when it fails.
 
-    A call that raises, or that does not return before a deadline, gives one warning. From then on every record goes to
-    the local file, beginning with the first that the sink has not taken for certain; the sink is not called again.
+    A call that raises, or that does not return before a deadline, causes one warning. From then on every record goes to
+    the local file, starting with the first that the sink has not confirmed; the sink is not called again.
 
     Parameters
     ----------
     sink : Sink
-        Where the records are to go.
+        Where the records go.
     info : RunInfo
-        What the sink is opened with.
+        The argument of ``sink.open``.
     folder : Path
-        Where the local file ``<sink>-<run id>.jsonl`` is made, if need be.
+        Where the local file ``<sink>-<run id>.jsonl`` is written.
     required : bool
-        Raise instead of keeping the records locally.
+        Raise instead of writing the records to the local file.
     secrets : iterable of str
-        What must not occur in a message.
+        Texts to remove from messages.
     lost : bool
-        The sink has failed in an earlier run: every record goes to the local file, and nothing is waited for again.
+        The sink has failed in an earlier run: every record goes to the local file, without waiting.
 
     Examples
     --------
@@ -53,10 +53,10 @@ class Guard:
     ...     rows = []
     ...     def write(self, metrics, step):
     ...         self.rows.append((step, metrics["loss"]))
-    >>> guard = Guard(ListSink(), RunInfo(id="a"), Path("zae-offline"))
-    >>> guard.start()
-    >>> guard.write({"loss": 0.5}, 1)
-    >>> guard.close(failed=False)
+    >>> worker = SinkWorker(ListSink(), RunInfo(id="a"), Path("zae-offline"))
+    >>> worker.start()
+    >>> worker.write({"loss": 0.5}, 1)
+    >>> worker.close(failed=False)
     >>> ListSink.rows
     [(1, 0.5)]
     """
@@ -75,12 +75,12 @@ class Guard:
         self.path = folder / f"{sink.name}-{info.id}.jsonl"
         self._required, self._secrets = required, tuple(secrets)
         self._change = threading.Condition()  # Its lock protects everything below.
-        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()  # Not finished yet, the oldest first.
+        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()  # Pending calls, the oldest first.
         self._given_up, self._closed = lost, False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._blocked = False  # Whether a call has not returned that was waited for long enough.
-        self._left = False  # Whether the guard was closed without it.
+        self._blocked = False  # Whether a call has exceeded its deadline and not returned.
+        self._left = False  # Whether the worker was closed during such a call.
         self._ended = threading.Event()
         self._error: ZaeError | None = None
         self._local: JSONLSink | None = None
@@ -88,11 +88,11 @@ class Guard:
 
     @property
     def failed(self) -> bool:
-        """Whether the sink was given up."""
+        """Whether the sink has failed."""
         return self._given_up
 
     def start(self) -> None:
-        """Import the sink's client, and begin to open it; ``settle`` waits for it."""
+        """Import the sink's client and begin to open it; `wait` waits for that."""
         atexit.register(self.close, False)
         if self._given_up:
             return
@@ -102,38 +102,21 @@ class Guard:
             self._fail(error)
             return
         self._calls.append(("open", (self.info,)))
-        # A daemon: a client that blocks for ever does not keep the process from ending.
+        # A daemon: a client that blocks forever does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"zae-{self.sink.name}", daemon=True)
         self._thread.start()
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Hand one record over; it does not wait, unless the sink is required.
-
-        Parameters
-        ----------
-        metrics : mapping
-            Plain values; they must not change afterwards.
-        step : int
-            The optimizer step.
-        """
+        """Submit one record, without waiting, unless the sink is required; ``metrics`` must not change afterwards."""
         self._submit("write", metrics, step)
         if self._required:
-            self.settle()
+            self.wait()
 
-    def settle(self, deadline: float | None = None, *, flush: bool = False) -> None:
-        """Wait until the sink has taken every call, or give it up.
+    def wait(self, deadline: float | None = None, *, flush: bool = False) -> None:
+        """Wait until the sink has finished every call, at most until a deadline, after which it has failed.
 
-        Parameters
-        ----------
-        deadline : float, optional
-            A value of ``time.monotonic``; by default, as long as ``info.timeout`` from now.
-        flush : bool
-            Ask the sink to flush, too.
-
-        Raises
-        ------
-        LoggerError
-            It has failed, and is required.
+        The deadline is a value of ``time.monotonic``, by default ``info.timeout`` seconds from now. Raise LoggerError
+        if a required sink has failed.
         """
         if flush:
             self._submit("flush")
@@ -148,35 +131,25 @@ class Guard:
             raise error
 
     def close(self, failed: bool, deadline: float | None = None) -> None:
-        """End the sink's run, and tell once how many records were kept locally.
+        """Close the sink, and log how many records are in the local file; ``failed`` says how the run has ended.
 
-        Parameters
-        ----------
-        failed : bool
-            Whether an exception ended the run.
-        deadline : float, optional
-            As for ``settle``.
-
-        Raises
-        ------
-        LoggerError
-            It has failed since the last call, and is required.
+        Raise LoggerError if a required sink has failed since the last call.
         """
-        if self._closed or self._process != os.getpid():  # A forked process has no part in it, nor the thread.
+        if self._closed or self._process != os.getpid():  # A forked process has no such thread.
             return
         self._closed = True
         atexit.unregister(self.close)
         deadline = time.monotonic() + self.info.timeout if deadline is None else deadline
         self._submit("close", failed)
         try:
-            self.settle(deadline)
+            self.wait(deadline)
         finally:
             with self._change:
                 self._left = self._blocked
             self._ended.set()
             if self._thread is not None and not self._left:
                 self._thread.join(max(0.0, deadline - time.monotonic()))
-            self._tell()
+            self._report()
 
     def _submit(self, name: str, *args: Any) -> None:
         with self._change:
@@ -187,7 +160,7 @@ class Guard:
                 self._keep(*args)
 
     def _work(self) -> None:
-        """Make the calls, in their order, until the sink is closed or given up."""
+        """Make the calls in their order, until the sink is closed or has failed."""
         while (call := self._next()) is not None:
             name, args = call
             try:
@@ -198,21 +171,21 @@ class Guard:
                 return
         with self._change:
             self._blocked = False
-        # What it has opened is closed with the guard, not now: a client may draw random numbers where training does.
-        # One that comes back later still finds another training there, maybe, and is left as it is.
+        # The sink is closed when the worker is, not now: a client may draw from the random streams of training. A call
+        # that returns after that stays as it is, because another run may have begun.
         self._ended.wait()
         if not self._left:
             with contextlib.suppress(BaseException):
                 self.sink.close(True)
 
     def _next(self) -> tuple[str, tuple[Any, ...]] | None:
-        """Wait for a call; None when the sink was given up."""
+        """Wait for a call; return None when the sink has failed."""
         with self._change:
             self._change.wait_for(lambda: self._calls or self._given_up)
             return None if self._given_up else self._calls[0]
 
     def _is_done(self) -> bool:
-        """Take the call that has returned off the list, unless the sink was given up meanwhile."""
+        """Remove the call that has returned, unless the sink has failed in the meantime."""
         with self._change:
             if not self._given_up:
                 self._calls.popleft()
@@ -220,11 +193,11 @@ class Guard:
             return not self._given_up
 
     def _fail(self, error: BaseException, beginning: bool = True) -> None:
-        """Take what a call raised: at the beginning, what zae refuses is the user's to mend."""
+        """Fail by an exception; a ZaeError of ``open`` is a mistake of the user, and is raised."""
         self._give_up(self._in_words(error), error if beginning and isinstance(error, ZaeError) else None)
 
     def _give_up(self, reason: str, error: ZaeError | None = None) -> None:
-        """Say why, once, and take over what the sink has not taken."""
+        """Warn once, and write the pending records to the local file."""
         with self._change:
             if self._given_up:
                 return
@@ -259,8 +232,8 @@ class Guard:
             self._dropped = 1
             _log.warning("the records of %s cannot be kept in %s: %s", self.sink.name, self.path, self._in_words(error))
 
-    def _tell(self) -> None:
-        """Close the local file, and say what is in it."""
+    def _report(self) -> None:
+        """Close the local file, and log how many records it has."""
         with self._change:
             if self._local is not None:
                 self._local.close(False)
@@ -270,6 +243,6 @@ class Guard:
             self._kept = self._dropped = 0
 
     def _in_words(self, error: BaseException) -> str:
-        """An exception as one line, without colours and secrets."""
+        """Return an exception as one line, without colours and secrets."""
         text = redact(_NOISE.sub(" ", str(error)).strip(), self._secrets)
         return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
