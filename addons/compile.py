@@ -117,7 +117,7 @@ class CompileAddon(AddOnBase):
         self._full: tuple[int | None, int] = (None, 0)  # Samples of a full batch, and batches of an epoch, where known.
         self._shapes: Any = None  # Of the compiled batches in this run; and of those in the report.
         self._reported: Any = None
-        self._copied: set[int] = set()  # The indices of gradients that a graph returns and that must be copied.
+        self._to_copy: set[int] = set()  # The indices of gradients that a graph returns and that must be copied.
         self._not_fused: str | None = ""  # Why the benchmark is without the whole step.
         self._benchmark = Benchmark(())
         self._to_fuse: list[Optimizer] = []
@@ -128,7 +128,7 @@ class CompileAddon(AddOnBase):
     def __getstate__(self) -> dict[str, Any]:
         """Drop what was compiled: it cannot be pickled."""
         state = super().__getstate__()
-        return {**state, "_compiled": {}, "_copied": set(), "_settings": {}, "_update": None, "_made": None,
+        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None,
                 "_eager": None}  # fmt: skip
 
     def setup(self) -> None:
@@ -274,8 +274,8 @@ class CompileAddon(AddOnBase):
             self._give_up(compiler.reason_of(error))
             return None
         if self.compile_report["graphs"] != before:
-            self._copied |= graphs.shared_gradients(parameters, gradients, list(tensors_in((batch, out))))
-        graphs.add_gradients(parameters, gradients, self._copied)
+            self._to_copy |= graphs.shared_gradients(parameters, gradients, list(tensors_in((batch, out))))
+        graphs.add_gradients(parameters, gradients, self._to_copy)
         return cast("dict[str, Any]", out)
 
     def _is_awaited(self) -> bool:

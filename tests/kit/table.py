@@ -93,7 +93,7 @@ def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
 
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 _TRACED = {"compile_mode": "model", "compile_backend": "eager"}
-_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_trial")
+_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_benchmark")
 # Else the client warns of a GPU that is not there, which is an error here, and leaves behind the threads it has begun.
 _QUIET = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
 
