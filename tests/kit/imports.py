@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
+HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
 EVERYBODY = frozenset({"errors", "schedulers"})
@@ -179,10 +180,32 @@ def drawing() -> str:
     return "\n".join(rows)
 
 
+def house() -> str:
+    """Return the drawing of the page: an arrow from each package to those it imports, but for what follows from others.
+
+    The exceptions of KNOWN and what everybody may import are left out.
+    """
+    edges: dict[str, set[str]] = {}
+    for (source, target), pairs in package_edges().items():
+        if target not in EVERYBODY and not set(pairs) <= set(KNOWN):
+            edges.setdefault(source, set()).add(target)
+
+    def below(package: str) -> set[str]:
+        return {each for direct in edges.get(package, ()) for each in (direct, *below(direct))}
+
+    arrows = []
+    for source in sorted(edges, key=list(RULES).index, reverse=True):
+        implied = {each for direct in edges[source] for each in below(direct)}
+        arrows += [f"    {source} --> {target}" for target in sorted(edges[source] - implied)]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
+
+
 def with_drawing(text: str) -> str:
-    """Return the text of the page with the present table."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{drawing()}\n\n{END}{rest.partition(END)[2]}"
+    """Return the text of the page with the present drawing and the present table."""
+    for begin, drawn in ((HOUSE, house()), (BEGIN, drawing())):
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{drawn}\n\n{END}{rest.partition(END)[2]}"
+    return text
 
 
 if __name__ == "__main__":

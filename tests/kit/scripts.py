@@ -11,6 +11,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
+
 from kit.faults import Child
 
 
@@ -47,3 +50,30 @@ def _run(path: Path, arguments: tuple[str, ...], streams: list[int], environment
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+class Torchrun(Script):
+    """The agent of torchrun and its ranks, each a process, but forks: what the command reads, starts and restarts."""
+
+    def __init__(self, *arguments: object) -> None:
+        importlib.import_module("torch._dynamo")  # The first optimizer of a process imports it.
+        self._files = [tempfile.TemporaryFile("w+") for _ in ("out", "err")]  # noqa: SIM115
+        Child.__init__(self, _agent, [str(each) for each in arguments], [file.fileno() for file in self._files])
+
+
+def _agent(arguments: list[str], streams: list[int]) -> None:
+    """Be the process of ``torchrun ARGUMENTS``."""
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    config, _, command = run.config_from_args(run.parse_args(arguments))
+    config.start_method = "fork"
+    elastic_launch(config, _rank)(*command[command.index("-u") + 1 :])
+    sys.stderr.flush()
+
+
+def _rank(script: str, *arguments: str) -> None:
+    """Be one of its ranks."""
+    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).parent)]
+    runpy.run_path(script, run_name="__main__")
+    sys.stdout.flush()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kit.faults import Child, fingerprint
 from kit.rank_tasks import Task, build, forks, loader, same
-from kit.scripts import Script
+from kit.scripts import Script, Torchrun
 from zae import ConfigError, DistributedError
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.launch import spawn as launching
@@ -347,9 +347,9 @@ def test_d3_d5_what_ends_the_parent_ends_every_rank(number, status):
 # ------------------------------------------------------------------------------------------------- under torchrun
 
 
-def torchrun(*arguments, mark="torchrun"):
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-    env = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -394,12 +394,16 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
-    again = torchrun("--standalone", "--nproc_per_node", 2, "--max-restarts", 2, "restart.py")
-    agents = [torchrun("--nnodes", 2, "--nproc_per_node", 1, *rendezvous, example) for _ in range(2)]
-    plain = Script(example)
-    restarted, both = output_of(again), "".join(output_of(agent) for agent in agents)
-    status, out, said = plain.end(120)
-    assert (status, said) == (0, "")
+    joins = ["--nnodes", "2", "--nproc_per_node", "1", *rendezvous, str(example)]
+    with torchrun("--standalone", "--nproc_per_node", "2", "--max-restarts", "2", "restart.py") as again:
+        with torchrun(*joins) as command, forks():  # One of the two agents is the command itself, the other is a fork.
+            agent, plain = Torchrun(*joins), Script(example)
+            ended, other = [each.end(120) for each in (agent, plain)], output_of(command)
+        restarted = output_of(again)
+    assert [status for status, *_ in ended] == [0, 0], ended
+    (_, both, _), (_, out, said) = ended
+    assert said == ""
+    both += other
     shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (out, restarted, both)]
     assert all(each == shown[0] for each in shown)
     assert shown[0][0] == "world size 2"

@@ -1,0 +1,92 @@
+"""CONTRIBUTING.md is true: the paths, commands and methods that it names exist, and steps flow as it draws them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import zae.testing
+from kit import imports
+from kit.lines import Task, batches, make
+from zae import AddOnBase, Trainer
+
+TEXT = (imports.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+LAYOUT, STEP = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+QUOTED = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+
+
+def test_the_layout_has_every_folder_and_module() -> None:
+    source = imports.ROOT / "zae"
+    present = {
+        f"{path.name}/" for path in source.iterdir() if (path / "__init__.py").exists() and path.name != "addons"
+    }
+    present |= {path.name for path in source.glob("*.py") if not path.name.startswith("__")}
+    rows = [line.split()[0] for line in LAYOUT.splitlines()]
+    assert rows[0] == "zae/"
+    assert rows[-2:] == ["addons/", "tests/"]
+    assert set(rows[1:-2]) == present
+    assert len(rows) <= 20
+
+
+@pytest.mark.parametrize("path", sorted({each for each in QUOTED if "/" in each and " " not in each}))
+def test_the_paths_exist(path: str) -> None:
+    assert (imports.ROOT / path).exists()
+
+
+def test_the_commands_exist() -> None:
+    commands = [shlex.split(each) for each in [*QUOTED, *re.findall(r"```bash\n(.*?)\n```", TEXT)]]
+    scripts = [words[1] for words in commands if words[0] == "python" and words[1] != "-m"]
+    assert len(scripts) >= 2
+    assert ["python", "-m", "pytest", "tests/loop"] in commands
+    assert [".ci/run"] in commands
+    assert [each for each in scripts if not (imports.ROOT / each).is_file()] == []
+
+
+def test_the_names_exist() -> None:
+    """Names of Trainer and AddOnBase, of the package, and decorators."""
+    names = {each.strip("@").removesuffix("()").removeprefix("self.").split("(")[0] for each in QUOTED}
+    names = {each.removeprefix("trainer.").removeprefix("zae.") for each in names if re.fullmatch(r"[\w.]+", each)}
+    places = (Trainer, AddOnBase, zae, zae.testing)
+    others = {"super", "__init__", "DeprecationWarning"}
+    paths = {each for each in names if (imports.ROOT / each).exists()}
+    known = {each for each in names if any(hasattr(place, each.removeprefix("testing.")) for place in places)}
+    assert len(known) > 8
+    assert names - others - paths - known == set()
+
+
+def test_a_step_flows_as_it_is_drawn() -> None:
+    """The methods of the drawing are called, and for the first time in its order."""
+    drawn = re.findall(r"^ *(\w+)\(", STEP, re.MULTILINE)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name
+        if event == "call" and name in drawn:
+            called.append(name)
+
+    trainer = make(Task, gradient_clip=1.0)
+    sys.setprofile(note)
+    try:
+        trainer.run(1, batches(1))
+    finally:
+        sys.setprofile(None)
+    assert torch.isfinite(trainer.grad_norm)
+    begin = called.index("run_batch")  # What is left of an earlier step is cleared before.
+    assert [*dict.fromkeys([*(name for name in called[:begin] if name != "zero_grad"), *called[begin:]])] == drawn
+    assert [name for name in drawn if not hasattr(Trainer, name)] == []
+
+
+def test_the_size_of_what_the_rules_limit() -> None:
+    """The limits of the page are those that are asserted."""
+    from test_package import FILES, code_lines
+
+    assert "at most 40 lines of code, a file 400 (an add-on 250), a folder 12 files" in TEXT
+    assert max(map(code_lines, FILES)) <= 400
+    assert Path(imports.ROOT, "tests", "kit", "house.py").is_file()
