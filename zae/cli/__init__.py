@@ -26,16 +26,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments; by default those of the process.
-
-    Returns
-    -------
-    int
-        The exit status.
-
     Examples
     --------
     >>> main([])

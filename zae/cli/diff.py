@@ -42,24 +42,7 @@ class Difference(NamedTuple):
 
 
 def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Read a ledger.
-
-    Parameters
-    ----------
-    path : str or Path
-        The file that ``LedgerAddon`` wrote, or the folder of a run with one ``ledger.jsonl`` in it.
-
-    Returns
-    -------
-    dict of int to dict
-        The entry of each step. Of a run that was resumed, what was trained twice is there once, as it was the last
-        time; of a file that several runs began, the last one is there.
-
-    Raises
-    ------
-    ConfigError
-        There is no ledger, or it cannot be read.
-    """
+    """Return the last entry of each step of a ledger file, or of the ``ledger.jsonl`` in a folder."""
     path = Path(path)
     file = path / "ledger.jsonl" if path.is_dir() else path
     try:
@@ -91,16 +74,6 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
 
 def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> Difference | None:
     """Find the first step and stage at which two ledgers differ.
-
-    Parameters
-    ----------
-    first, second : mapping
-        What ``read_ledger`` returned.
-
-    Returns
-    -------
-    Difference or None
-        None where every step that both have is the same.
 
     Examples
     --------

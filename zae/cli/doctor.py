@@ -24,18 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify a folder and print a report.
-
-    Parameters
-    ----------
-    arguments : Namespace
-        With ``path`` and ``json``.
-
-    Returns
-    -------
-    int
-        0 when the newest checkpoint is whole, 1 when it is not or there is none, 2 when there is no such folder.
-    """
+    """Verify a folder and print a report; return 0 if the newest checkpoint is intact, 2 without a folder, else 1."""
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
         sys.stderr.write(f"{_plain(path)} is not a folder; give the save_path of a run, or one checkpoint\n")

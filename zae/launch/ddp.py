@@ -20,15 +20,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS els
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel that records whether it was called, and forwards attributes to its model.
-
-    Parameters
-    ----------
-    module : Module
-        The model, of which something is to be trained.
-    **options : object
-        Of DistributedDataParallel. Buffers are not sent before a forward: a rank without samples makes none.
-    """
+    """DistributedDataParallel that records whether it was called, and forwards attributes to its model."""
 
     _used = False
     _made = False
@@ -115,13 +107,7 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Broadcast tensors from rank 0.
-
-    Parameters
-    ----------
-    tensors : iterable of Tensor
-        The same ones, in the same order, on every rank.
-    """
+    """Broadcast tensors from rank 0."""
     with torch.no_grad():
         for group in alike(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])

@@ -158,13 +158,7 @@ _line: _Line | None = None
 
 
 def note_failure(error: BaseException) -> None:
-    """Report to the parent of a spawned rank that it is failing, before the exception propagates.
-
-    Parameters
-    ----------
-    error : BaseException
-        What was raised.
-    """
+    """Report to the parent of a spawned rank that it is failing, before the exception propagates."""
     if _line is not None and _line.early:
         _line.failing(error)
 
@@ -177,18 +171,6 @@ def tell_failures_early() -> None:
 
 def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
     """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own.
-
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    state : dict
-        What `zae.common.random_state.capture` returned.
-
-    Returns
-    -------
-    dict
-        What `zae.common.random_state.restore` takes.
 
     Examples
     --------
@@ -209,15 +191,7 @@ def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def main_of_rank(task: Task, connection: Connection) -> None:
-    """Run one rank; the entry point of its process.
-
-    Parameters
-    ----------
-    task : Task
-        Who it is.
-    connection : Connection
-        Where it reports to.
-    """
+    """Run one rank; the entry point of its process."""
     global _line
     _die_with(task.parent)
     if hasattr(os, "setpgid"):

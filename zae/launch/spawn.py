@@ -50,13 +50,7 @@ _joins = itertools.count()
 
 
 def launched_world() -> tuple[int, int] | None:
-    """Return the rank and the number of ranks that a launcher has set in the environment, None without one.
-
-    Returns
-    -------
-    (int, int) or None
-        ``RANK`` and ``WORLD_SIZE``.
-    """
+    """Return the rank and the number of ranks that a launcher has set in the environment, None without one."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,27 +62,7 @@ def local_rank() -> int:
 
 
 def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
-    """Join the ranks of a launcher, or use the process group that exists.
-
-    Parameters
-    ----------
-    backend : str
-        For instance "gloo".
-    timeout : float
-        Seconds after which a rank that does not answer is given up.
-    init_method : str, optional
-        Where the ranks meet; by default where the launcher says.
-
-    Returns
-    -------
-    bool
-        False when there is no launcher.
-
-    Raises
-    ------
-    DistributedError
-        The ranks cannot meet.
-    """
+    """Join the ranks of a launcher, or use the process group that exists."""
     if dist.is_available() and dist.is_initialized():
         return True
     launched = launched_world()

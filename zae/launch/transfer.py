@@ -26,20 +26,6 @@ _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It 
 def pack(value: Any, path: Path, name: str = "") -> None:
     """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared.
 
-    Parameters
-    ----------
-    value : object
-        Anything that pickle takes; of a dict, each key names what an error is about.
-    path : Path
-        A file in a folder that only this user can write to.
-    name : str
-        What the value is called in an error; empty for a dict of several things.
-
-    Raises
-    ------
-    ConfigError
-        Something in it cannot travel; nothing is sent.
-
     Examples
     --------
     >>> import tempfile
@@ -69,23 +55,6 @@ travels then
 
 def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     """Read what `pack` wrote, in a process of the same run.
-
-    Parameters
-    ----------
-    path : Path
-        The file. It is read by pickle: it must be one's own.
-    devices : mapping, optional
-        Where tensors of a device go instead.
-
-    Returns
-    -------
-    object
-        The value.
-
-    Raises
-    ------
-    ConfigError
-        A class or function is not there when this process imports its module.
 
     Examples
     --------
@@ -159,18 +128,6 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
 
 def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:
     """Find the innermost value that pickle refuses.
-
-    Parameters
-    ----------
-    value : object
-        Where to begin.
-    path : str
-        What it is called.
-
-    Returns
-    -------
-    (str, object, Exception) or None
-        The path to it, itself, and what pickle says. None when the value can be pickled.
 
     Examples
     --------

@@ -26,23 +26,7 @@ _ROWS = 1024  # More rows than that are counted, not made.
 
 
 def checkpoint_bytes(trainer: Trainer, plan: RunPlan, optimizers: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the size of the last checkpoint of a planned run.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Before or after training.
-    plan : RunPlan
-        With its steps, epochs and metrics.
-    optimizers : mapping of str to object
-        For each optimizer its state after a step; tensors may be without data.
-
-    Returns
-    -------
-    whole, within, for_step : int
-        Bytes of all files at the end of an epoch; how many more there are within one, for the random states of its
-        beginning; and for what each step of it recorded.
-    """
+    """Return the size of the last checkpoint of a planned run."""
     state = dict(trainer.state_dict())
     model = state.pop("model")
     state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in optimizers.items()}
@@ -68,18 +52,6 @@ def _stored(state: Any) -> int:
 
 def tensor_bytes(tensors: Mapping[str, Tensor], reference: bool = False) -> int:
     """Return the size of a file of tensors.
-
-    Parameters
-    ----------
-    tensors : mapping of str to Tensor
-        By name; one that stands there twice is counted once.
-    reference : bool, default False
-        Also count the names of the tensors in state.json.
-
-    Returns
-    -------
-    int
-        Bytes of the tensors and of what describes them.
 
     Examples
     --------

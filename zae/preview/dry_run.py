@@ -61,22 +61,7 @@ class Tried(NamedTuple):
 
 
 def try_validation(trainer: Trainer, loader: Any) -> None:
-    """Try one batch of the validation before the first batch of training, and refuse what would fail there.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        It is set up for a run, and has made no step yet.
-    loader : iterable or dict of them
-        The ``valid_loader``; None leaves the trial out.
-
-    Raises
-    ------
-    MonitorError
-        No metric has the name ``monitor``.
-    Exception
-        What ``test_step`` raised, with a note.
-    """
+    """Try one batch of the validation before the first batch of training, and refuse what would fail there."""
     progress = trainer.progress_checker
     if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
         return
@@ -106,17 +91,7 @@ def try_validation(trainer: Trainer, loader: Any) -> None:
 
 
 def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
-    """Refuse a ``monitor`` that is none of the metrics of a split.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        With the monitor.
-    names : list of str
-        Of the metrics that a step has returned.
-    split : {"train", "valid"}
-        Whose step it is.
-    """
+    """Refuse a ``monitor`` that is none of the metrics of a split."""
     prefix, bare = split_prefix(trainer.monitor)
     if prefix == "train" and (split == "valid" or bare in names):
         return
@@ -127,27 +102,7 @@ def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
 
 
 def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
-    """Try one batch with copies of the model and the task, and name what would be recorded.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        The attributes that its own classes set are copied; nothing of it changes.
-    loader : iterable or dict of them
-        Where the batch is from.
-    split : {"train", "valid"}
-        Which step is tried.
-
-    Returns
-    -------
-    Tried
-        The names of the metrics.
-
-    Raises
-    ------
-    NotTried
-        A batch cannot be taken and put back, or something cannot be copied.
-    """
+    """Try one batch with copies of the model and the task, and name what would be recorded."""
     if isinstance(loader, Mapping):
         each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
         lists = {name: tried.names for name, tried in each_tried.items()}
@@ -180,13 +135,7 @@ def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
 
 
 def first_batch(loader: Any) -> Any:
-    """Take a batch such that the loader, its parts and every random stream are as they were.
-
-    Raises
-    ------
-    NotTried
-        There is no such way: an iterator would have lost the batch.
-    """
+    """Take a batch such that the loader, its parts and every random stream are as they were."""
     if isinstance(loader, (list, tuple)):
         batch = copy.deepcopy(next((batch for batch in loader if batch is not None), None))
     elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
@@ -317,18 +266,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 
 
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
-    """Return the state that each optimizer will have.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Before or after training.
-
-    Returns
-    -------
-    dict of str to object
-        Before the first step, tensors without data.
-    """
+    """Return the state that each optimizer will have."""
     states = {}
     for name, optimizer in optim.named(trainer.optimizer).items():
         if not isinstance(optimizer, Optimizer):

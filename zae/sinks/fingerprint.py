@@ -24,16 +24,6 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     "A reliable randomized algorithm for the closest-pair problem": multiply-shift hashing). Only the sums travel to
     the host, in one piece.
 
-    Parameters
-    ----------
-    tensors : iterable of Tensor
-        On any devices; of a distributed tensor, this rank's part.
-
-    Returns
-    -------
-    str
-        16 hexadecimal digits.
-
     Examples
     --------
     >>> import torch

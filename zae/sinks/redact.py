@@ -73,18 +73,6 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
     webhook, a private key), and the values of environment variables with such a name (``WANDB_API_KEY``,
     ``NEPTUNE_API_TOKEN``, ``HF_TOKEN``). Numbers stay as they are.
 
-    Parameters
-    ----------
-    value : object
-        Text, or mappings, lists and tuples of it, nested in any way.
-    secrets : iterable of str
-        Further texts to hide wherever they occur.
-
-    Returns
-    -------
-    object
-        Of the same shape; other objects are returned as they are.
-
     Examples
     --------
     >>> redact({"project": "mine", "api_key": "0123456789", "url": "https://me:pass@host/x"})
@@ -98,16 +86,6 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
 
 def secrets_in(value: Any) -> list[str]:
     """List the texts that stand under a key that looks like a secret.
-
-    Parameters
-    ----------
-    value : object
-        Mappings, lists and tuples, nested in any way.
-
-    Returns
-    -------
-    list of str
-        For the ``secrets`` of `redact`: a client's error may repeat what it was given.
 
     Examples
     --------

@@ -32,21 +32,6 @@ class SinkWorker:
     A call that raises, or that does not return before a deadline, causes one warning. From then on every record goes to
     the local file, starting with the first that the sink has not confirmed; the sink is not called again.
 
-    Parameters
-    ----------
-    sink : Sink
-        Where the records go.
-    info : RunInfo
-        The argument of ``sink.open``.
-    folder : Path
-        Where the local file ``<sink>-<run id>.jsonl`` is written.
-    required : bool
-        Raise instead of writing the records to the local file.
-    secrets : iterable of str
-        Texts to remove from messages.
-    lost : bool
-        The sink has failed in an earlier run: every record goes to the local file, without waiting.
-
     Examples
     --------
     >>> class ListSink(Sink):
