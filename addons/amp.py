@@ -135,9 +135,9 @@ class AMPAddon(AddOnBase):
         with inner, torch.autocast(self.device.type, dtype=dtype):
             yield
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss, so that small float16 gradients do not vanish."""
-        super().backward(loss if self.scaler is None else _scaled(loss, self.scaler))
+        super().backward(loss if self.scaler is None else _scaled(loss, self.scaler), **kwargs)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, before anybody looks at them."""

@@ -275,7 +275,7 @@ class DistributedAddon(ShardingAddon):
         """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
-            self.nonfinite.share(self)
+            self.nonfinite.sync_counts(self)
         state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
         if world == 1:
             return state

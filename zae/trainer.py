@@ -51,10 +51,7 @@ def _of(part: str, name: str, doc: str) -> Any:
     def read(trainer: Any) -> Any:  # Not an attrgetter, which torch.compile cannot trace.
         return getattr(getattr(trainer, part), name)
 
-    def write(trainer: Any, value: Any) -> None:
-        setattr(getattr(trainer, part), name, value)
-
-    return property(read, write, doc=doc)
+    return property(read, lambda trainer, value: setattr(getattr(trainer, part), name, value), doc=doc)
 
 
 class Trainer(metaclass=TrainerMeta):
@@ -366,17 +363,19 @@ class Trainer(metaclass=TrainerMeta):
             Evaluation(self).record_batch(batch)
             return
         run.batch = batch
+        self.on_step_begin(batch)
         with self.batch_context():
             outputs = [*map(StepOutput, self.gradients(batch))]
             self.unscale()
             self.clip()
-            stepped = self.nonfinite.allows(self, outputs) and self.optimizer_step()
+            stepped = self.may_step(outputs) and self.optimizer_step()
             if stepped:
                 self.scheduler_step("batch")
             self.zero_grad()
         self.progress_checker.advance(len(outputs), not stepped)
         for step_dict, weight in outputs:
             self.logging(step_dict, weight)
+        self.on_step_end(outputs)
         run.batch = None
 
     @seam
@@ -475,9 +474,18 @@ class Trainer(metaclass=TrainerMeta):
         return loss / count if num_targets is None else loss * num_targets
 
     @seam
-    def backward(self, loss: Any) -> None:
-        """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters."""
-        self.optimization.backward(loss)
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters.
+
+        Parameters
+        ----------
+        loss : Tensor, or dict of them
+            What is differentiated; a dict has one loss for each optimizer.
+        **kwargs : object
+            Arguments of ``Tensor.backward``: ``retain_graph``, ``create_graph``, ``inputs``. An override passes them
+            on to ``super()``.
+        """
+        self.optimization.backward(loss, **kwargs)
 
     @seam
     def weight_of(self, batch: Any, num_targets: Any) -> float:
@@ -505,12 +513,27 @@ class Trainer(metaclass=TrainerMeta):
         self.optimization.clip()
 
     @seam
+    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+        """Decide whether the optimizers step; by default, what ``on_nonfinite`` says of losses and norm that are not.
+
+        Parameters
+        ----------
+        outputs : sequence of StepOutput
+            One for each micro-batch: ``values``, what ``train_step`` returned; ``weight``; ``loss``; ``num_targets``.
+            Tensors among the values are those of the step itself, for instance ``values["output"]``: keep a copy of
+            what is needed later, for they are freed after ``on_step_end``.
+
+        Returns
+        -------
+        bool
+            False leaves the step out: it counts as skipped.
+        """
+        return self.nonfinite.may_step(self, outputs)
+
+    @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        stepped = True
-        for optimizer in self.optimization.optimizers.values():
-            stepped = self.step_one(optimizer) and stepped
-        return stepped
+        return not [each for each in self.optimization.optimizers.values() if not self.step_one(each)]
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
@@ -614,6 +637,14 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def on_epoch_begin(self) -> None:
         """Called by ``run`` before an epoch, or the rest of one."""
+
+    @seam
+    def on_step_begin(self, batch: Any) -> None:
+        """Called by ``run_batch`` before an optimizer step, with the batch, or the window, as the loader gave it."""
+
+    @seam
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Called by ``run_batch`` after a step was made, or left out, and logged; ``outputs`` as in ``may_step``."""
 
     @seam
     def on_epoch_end(self) -> None:
@@ -866,9 +897,7 @@ class Trainer(metaclass=TrainerMeta):
     parameters: list[Tensor] = _of("optimization", "parameters", "What is trained, of the model and the optimizers.")
     gradient_clip: float = _of("optimization", "gradient_clip", "The largest gradient norm; 0 does not clip.")
     grad_norm: Tensor | None = _of("optimization", "grad_norm", "The norm of the gradients before the last clip.")
-    scheduler_step_on_batch: bool = _of(
-        "optimization", "scheduler_step_on_batch", "Whether schedulers are stepped after each optimizer step."
-    )
+    scheduler_step_on_batch: bool = _of("optimization", "scheduler_step_on_batch", "Step schedulers after each step.")
     monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
     monitor_mode: str = _of("history", "direction", "Whether a smaller ('min') or a larger ('max') value is better.")
     log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")

@@ -171,12 +171,12 @@ def test_fd1_the_late_look_of_an_accelerator(folder: Path) -> None:
     class Far(NonFiniteGuard):
         """As if every loss were on an accelerator."""
 
-        def allows(self, trainer: Any, outputs: Any) -> bool:
+        def may_step(self, trainer: Any, outputs: Any) -> bool:
             for out, _ in outputs:
                 self._waiting.append(out["loss"].detach())
                 self._steps.append(trainer.progress_checker.step + 1)
             if len(self._waiting) >= LATEST:
-                self.settle(trainer)
+                self.read_pending(trainer)
             return True
 
     loader = hand.loader(800, batch_size=4)

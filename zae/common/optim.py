@@ -177,13 +177,13 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     return lists
 
 
-def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
+def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer], **kwargs: Any) -> None:
     """Differentiate each loss by the parameters of the optimizer of its name; they may share a graph."""
     last = list(losses)[-1]
     for name, loss in losses.items():
         inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
         if inputs:  # Else all of them are frozen for the time being.
-            loss.backward(inputs=inputs, retain_graph=name != last)
+            loss.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
 
 
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:

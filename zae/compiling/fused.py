@@ -27,7 +27,7 @@ _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
 # The seams in which there is no ".grad" to read. zae's own overrides do not read it, except in clip().
 _SEAMS = (
-    "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "optimizer_step", "step_one",
+    "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "may_step", "optimizer_step", "step_one",
     "zero_grad",
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ import dis
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +33,7 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference")
 """The loop itself: an add-on overrides the seams inside it, never these."""
 
 _STEPS = ("train_step", "test_step")
+_OF_BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -59,6 +61,7 @@ def check_class(cls: Any) -> None:
         _check_methods(cls, klass)
         check_init_names(klass)
     _check_super(cls)
+    _check_backward(cls)
 
 
 # ------------------------------------------------------------------------------------------ an add-on's own
@@ -333,6 +336,40 @@ def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ an instance
+
+
+def _check_backward(cls: Any) -> None:
+    """Refuse an override of ``backward`` that does not take the arguments that another class passes to it."""
+    own = cls.__mro__[: _root_index(cls)] if not is_add_on(cls) else ()
+    passing = [klass for klass in own if any(map(_passes_on, vars(klass).values()))]
+    for klass in own if passing else ():
+        value = function_of(vars(klass).get("backward"))
+        if isinstance(value, FunctionType) and not value.__code__.co_flags & inspect.CO_VARKEYWORDS:
+            raise _error(klass)(
+                f"{klass.__name__}.backward{inspect.signature(value)} does not take the arguments that "
+                f"{passing[0].__name__} passes to backward(); write def backward(self, loss, **kwargs), and "
+                "super().backward(loss, **kwargs)"
+            )
+
+
+def _passes_on(value: Any) -> bool:
+    """Whether a method calls ``backward`` of the trainer with arguments of ``Tensor.backward``."""
+    function = function_of(value)
+    if not isinstance(function, FunctionType) or "backward" not in function.__code__.co_names:
+        return False
+    code = function.__code__
+    if not any(isinstance(each, tuple) and _OF_BACKWARD.intersection(each) for each in code.co_consts):
+        return False
+    steps = list(dis.get_instructions(code))
+    return any(_is_own_backward(before, step, code.co_names) for before, step in pairwise(steps))
+
+
+def _is_own_backward(before: dis.Instruction, step: dis.Instruction, names: Sequence[str]) -> bool:
+    """Whether an instruction takes ``backward`` off ``self`` or ``super()``, rather than off a loss."""
+    if step.argval != "backward" or step.opname == "LOAD_SUPER_ATTR":
+        return step.argval == "backward"
+    owner = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+    return bool(owner == "self") or ("super" in names and "CALL" in before.opname)
 
 
 def check_complete(cls: Any) -> None:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["bind", "idle_add_ons", "release", "unbound"]
 
 _SEAMS = (
-    "batches", "batch_context", "gradients", "micro_batches", "sync_context", "to_device", "micro_step",
-    "forward_context", "weigh", "backward", "weight_of", "normalize", "unscale", "clip", "optimizer_step", "step_one",
-    "scheduler_step", "zero_grad", "logging", "checkpoint",
+    "batches", "on_step_begin", "batch_context", "gradients", "micro_batches", "sync_context", "to_device",
+    "micro_step", "forward_context", "weigh", "backward", "weight_of", "normalize", "unscale", "clip", "may_step",
+    "optimizer_step", "step_one", "scheduler_step", "zero_grad", "logging", "on_step_end", "checkpoint",
 )  # fmt: skip
 
+_EMPTY = ("on_step_begin", "on_step_end", "unscale")
 _FORWARDED = ("backward", "clip", "scheduler_step", "step_one", "zero_grad")
 
 
@@ -71,13 +72,16 @@ def bind(trainer: Trainer) -> None:
 def _bindings(trainer: Trainer, idle: frozenset[Any]) -> dict[str, Any]:
     """Return the seams whose outermost override is idle, each bound to its first override that is not.
 
-    A default that only forwards is bound to the method of `Optimization` that it calls.
+    A default that only forwards is bound to the method of `Optimization` that it calls; one that does nothing, to a
+    function that costs next to nothing.
     """
     bound, cls = {}, type(trainer)
     for name in set(_SEAMS).difference(vars(trainer)):
         owners = [c for c in cls.__mro__ if name in c.__dict__]
         owner = next(c for c in owners if c not in idle)
-        if owner is owners[-1] and name in _FORWARDED:
+        if owner is owners[-1] and name in _EMPTY:
+            bound[name] = "".format  # It takes any arguments and does nothing, at the least cost.
+        elif owner is owners[-1] and name in _FORWARDED:
             bound[name] = getattr(trainer.optimization, name)
         elif owner is not owners[0]:
             bound[name] = owner.__dict__[name].__get__(trainer, cls)

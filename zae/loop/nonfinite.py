@@ -63,12 +63,12 @@ class NonFiniteGuard:
         self.scaled = False
         self._waiting: list[Tensor] = []
         self._steps: list[int] = []
-        self._untold: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
+        self._unreported: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": [], "_steps": [], "_untold": []}
+        return {**self.__dict__, "_waiting": [], "_steps": [], "_unreported": []}
 
-    def allows(self, trainer: Trainer, outputs: Sequence[StepOutput]) -> bool:
+    def may_step(self, trainer: Trainer, outputs: Sequence[StepOutput]) -> bool:
         """Say whether the optimizer may step.
 
         Parameters
@@ -112,10 +112,10 @@ class NonFiniteGuard:
         if bad:
             return self._found(trainer, outputs, own)
         if self._waiting and len(self._waiting) >= LATEST:
-            self.settle(trainer)
+            self.read_pending(trainer)
         return True
 
-    def settle(self, trainer: Trainer) -> None:
+    def read_pending(self, trainer: Trainer) -> None:
         """Look at the steps that wait on an accelerator."""
         waiting, steps, self._waiting, self._steps = self._waiting, self._steps, [], []
         if not waiting:
@@ -126,7 +126,7 @@ class NonFiniteGuard:
             return
         found = list(dict.fromkeys(step for step, _ in bad))
         trainer.progress_checker.nonfinite_steps += len(found)
-        self._untold += found if trainer.world_size > 1 else []
+        self._unreported += found if trainer.world_size > 1 else []
         step, value = bad[0]
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
@@ -140,7 +140,7 @@ class NonFiniteGuard:
             )
         _log.warning("%s; %d such steps were taken", text, trainer.progress_checker.nonfinite_steps)
 
-    def share(self, trainer: Trainer) -> None:
+    def sync_counts(self, trainer: Trainer) -> None:
         """Count on every rank the steps that another one has taken all the same; all ranks call it.
 
         Parameters
@@ -148,9 +148,9 @@ class NonFiniteGuard:
         trainer : Trainer
             Between two steps; a loss is looked at where it is computed, and nobody waits for the others there.
         """
-        self.settle(trainer)
+        self.read_pending(trainer)
         if self.policy == "warn" and trainer.world_size > 1:
-            own, self._untold = self._untold, []
+            own, self._unreported = self._unreported, []
             everywhere = {step for steps in trainer.gather(own) for step in steps}
             trainer.progress_checker.nonfinite_steps += len(everywhere.difference(own))
 
@@ -178,7 +178,7 @@ class NonFiniteGuard:
                                  f"{progress.step}. {_CURE}")  # fmt: skip
         progress.nonfinite_steps += 1
         if self.policy == "warn" and trainer.world_size > 1:
-            self._untold.append(progress.step + 1)
+            self._unreported.append(progress.step + 1)
         if progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0:  # The 1st, 2nd, 4th, 8th: not a flood.
             done = "left out" if self.policy == "skip" else "taken all the same"
             _log.warning("%s. The step was %s; %d so far", text, done, progress.nonfinite_steps)

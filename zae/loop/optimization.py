@@ -109,12 +109,12 @@ class Optimization:
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradient of a loss to ``.grad``; of several losses, each to the parameters of its optimizer."""
         if isinstance(loss, Tensor):
-            loss.backward()
+            loss.backward(**kwargs)
         else:
-            optim.backward_each(loss, self.optimizers)
+            optim.backward_each(loss, self.optimizers, **kwargs)
 
     def normalize(self, num_targets: list[Any], reduce: Callable[[Tensor], Tensor], world_size: int) -> None:
         """Divide the gradients by the number of targets of a window, over all ranks."""

@@ -339,7 +339,7 @@ class Run:
                 f"the loader yielded 0 batches in epoch {progress.epoch + 1} ({describe(wrapped)})"
                 + (used_up if progress.epoch else "; give it data")
             )
-        trainer.nonfinite.share(trainer)
+        trainer.nonfinite.sync_counts(trainer)
         if not is_complete:
             sums = merge_sums(trainer.gather(trainer.log_train.sums()))
             return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
@@ -456,7 +456,7 @@ class Run:
         """Log the means of an epoch, or those since the last record, with learning rates and gradient norm."""
         trainer, progress = self.trainer, self.trainer.progress_checker
         if means is None:
-            trainer.nonfinite.share(trainer)
+            trainer.nonfinite.sync_counts(trainer)
         sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
         since = means or {key: total / weight for key, (total, weight) in sums.items()}
         record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()

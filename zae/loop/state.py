@@ -54,7 +54,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
     optimization = _optimization_of(trainer)
     optimization.note_settings()
-    trainer.nonfinite.settle(trainer)
+    trainer.nonfinite.read_pending(trainer)
     weights, training_weights = optimizer_modes.both_weights(trainer.optimizers, trainer.model_state)
     pending = trainer.progress_checker.pending_validation
     return {

@@ -33,6 +33,16 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
     __slots__ = ()
 
     @property
+    def values(self) -> Mapping[str, Any]:
+        """What the step returned; a loss alone is ``{"loss": loss}``."""
+        return self[0]
+
+    @property
+    def weight(self) -> Any:
+        """The number of targets, else of samples: what the values weigh in the means of the epoch."""
+        return self[1]
+
+    @property
     def loss(self) -> Any:
         """The loss: a scalar, or a dict with one for each optimizer."""
         return self[0]["loss"]

@@ -33,6 +33,7 @@ LOOP = """
         zero_grad()  # of a step that was cut short
     ?    with epoch_context():
             for window in batches(loader):
+    ?            on_step_begin(window)
     ?            with batch_context():
     ?                outputs = gradients(window):
     ?                    for batch in micro_batches(window):
@@ -46,11 +47,13 @@ LOOP = """
     ?                    normalize(num_targets)  # by those of the window, where steps count them
     ?                unscale()
                     clip()  # when gradient_clip > 0
+    ?                may_step(outputs)  # else the step is left out: on_nonfinite="skip"
                     stepped = optimizer_step():
     ?                    step_one(optimizer)
                     if stepped: scheduler_step("batch")  # when scheduler_step_on_batch
                     zero_grad()
                 for out in outputs: logging(out)  # for the epoch's means
+    ?            on_step_end(outputs)
                 when log_every is due:
                     log(metrics)
                 when valid_every is due:
