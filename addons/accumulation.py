@@ -76,7 +76,7 @@ class GradientAccumulationAddon(AddOnBase):
             window = _Window(batches, min(self.gradient_accumulation_steps, left), holds)
             left -= len(window)
             yield window
-        for _ in batches:  # A loader may count what it gave only when it is asked once more.
+        for _ in batches:  # A loader may count its batches only when it is asked for one more.
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
     def _may_repeat(self) -> bool:
@@ -86,7 +86,7 @@ class GradientAccumulationAddon(AddOnBase):
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Give the batches of a window; anything else is a window of its own."""
+        """Return the batches of a window; anything else is a window with one batch."""
         return batch if isinstance(batch, (_Window, _List)) else super().micro_batches(batch)
 
     def steps_in(self, loader: Any) -> int | None:

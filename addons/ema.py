@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, used wherever the model is evaluated."""
+"""An exponential moving average of the weights, used for every evaluation of the model."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class EMAAddon(AddOnBase):
         return stepped
 
     def _follow(self) -> None:
-        """Take up the buffers that the model has made anew since, or in another shape."""
+        """Follow buffers that the model has replaced, or resized."""
         for index, ((key, owner, name), (average, before)) in enumerate(zip(self._places, self._copied, strict=True)):
             value = owner.get_extra_state() if name is None else owner[name]
             if not isinstance(value, Tensor) or (value is before and value.shape == average.shape):

@@ -328,7 +328,7 @@ def random_state() -> str:
     _, words, gauss = random.getstate()
     state.update(
         repr((numbers[2:], hash(words), gauss)).encode()
-    )  # The hash of whole numbers is no secret of a process.
+    )  # The hash of integers does not depend on the process.
     for states in rng.of_devices().values():
         for each in states:
             state.update(each.numpy().tobytes())

@@ -24,7 +24,7 @@ class NeptuneLoggerAddon(WebLoggerAddon):
 
     Its hosted service ended on 2026-03-05, and its data are deleted: this is for a server of one's own, and for code
     that was written for it. Where the package is absent or no server answers, there is one warning and the records go
-    to a local file. To begin anew, take TensorBoardLoggerAddon or JSONLLoggerAddon.
+    to a local file. For a new project, use TensorBoardLoggerAddon or JSONLLoggerAddon.
 
     ``web_logger["neptune"]`` goes to ``neptune.init_run``: project, api_token (or api_tkn), mode and so on.
 
@@ -42,7 +42,7 @@ class NeptuneLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import logging, neptune, torch
-    >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client tells of its own steps.
+    >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client logs its own steps.
     >>> from zae import Trainer
     >>> from zae.addons.neptune_logger import NeptuneLoggerAddon
     >>> class Task(Trainer):
@@ -135,7 +135,7 @@ class NeptuneSink(Sink):
         self._client["config"] = stringify_unsupported(dict(info.config))
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Append to each series; what is no finite number, which Neptune would skip, goes to a series of texts."""
+        """Append to each series; values that are not finite, which Neptune would skip, go to a series of texts."""
         for key, value in metrics.items():
             if isinstance(value, str) or not math.isfinite(value):
                 self._client[f"texts/{key}"].append(str(value), step=step)

@@ -1,7 +1,7 @@
 """The Trainer: the loop, written as one writes it by hand, and the seams that add-ons override.
 
 Read `Trainer.run`, `run_epoch`, `run_batch` and `gradients` first: they are the loop, and nothing else is. Each verb
-that they call is a seam with a default of a few lines; what is no verb of the loop lives in a file of its own.
+that they call is a seam with a default of a few lines; other code lives in other files.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Trainer(metaclass=TrainerMeta):
         See `zae.data.gather`.
     keep_train_outputs : bool
         Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
-        epoch ends. What ``test_step`` returns is kept wherever ``metric_on_epoch_end`` is overridden.
+        epoch ends. What ``test_step`` returns is kept if ``metric_on_epoch_end`` is overridden.
     try_validation : bool
         Whether ``run`` tries one batch of the ``valid_loader`` before its first step, with a copy of model and task: a
         fault of ``test_step`` and an unknown ``monitor`` are refused before the first epoch. Left out on a resume, on
@@ -547,7 +547,7 @@ class Trainer(metaclass=TrainerMeta):
 
     @seam
     def zero_grad(self) -> None:
-        """Drop every gradient at once: none outlives its step. An optimizer that does more of its own is asked, too."""
+        """Drop every gradient. An optimizer that overrides ``zero_grad`` is called as well."""
         self.optimization.zero_grad()
 
     @seam

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does: the status tells all the same.
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     given = list(sys.argv[1:] if argv is None else argv)
-    # A command that is named is asked for its own arguments; the help of all needs none of their modules.
+    # Only the module of the given command is imported; the help of all commands needs no module.
     name = next((word for word in given if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="python -m zae", description="Tools around runs of zae.")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # Whoever reads has had enough, as head has; what is left to say at the exit goes nowhere.
+    except BrokenPipeError:  # The reader, head for instance, has closed the pipe; drop the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # What cannot be read is no finding, of which 1 would tell.
+    except OSError as error:  # An unreadable file is an error, not a difference, which is status 1.
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{error}\n")
     return status

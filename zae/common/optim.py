@@ -132,7 +132,7 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
 def lay_out(optimizer: Optimizer) -> None:
     """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
 
-    A fused kernel goes through a weight and its state number by number, wherever they lie.
+    A fused kernel reads a weight and its state in the order of memory.
 
     Examples
     --------
@@ -304,7 +304,7 @@ def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     group : mapping
-        One of ``optimizer.param_groups``. Whoever sets ``foreach``, or one of the others, has thought of it.
+        One of ``optimizer.param_groups``. A user who sets ``foreach``, or another of these, has decided.
 
     Examples
     --------
@@ -334,7 +334,7 @@ def step(optimizer: Optimizer) -> bool:
     """Make the step of an optimizer, beneath what torch puts around it where that has nothing to do.
 
     Around the ``step`` of every class torch puts a function that opens a range for the profiler and calls hooks: some
-    40 microseconds, a tenth of a small model's step (docs/performance.md). Where nobody profiles and there is no hook,
+    40 microseconds, a tenth of a small model's step (docs/performance.md). Without a profiler and without hooks,
     what it would call is called: the class's own ``step``. A ``step`` that somebody has put on the optimizer, or around
     that of its class, is called as ever.
 

@@ -172,7 +172,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
 def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
     """Refuse to save the state of an optimizer that would be another one when it is loaded.
 
-    An optimizer with a ``load_state_dict`` of its own is tried once: a copy of it loads the state.
+    An optimizer that overrides ``load_state_dict`` is tried once: a copy of it loads the state.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Let a copy of an optimizer with a ``load_state_dict`` of its own load its state, and compare."""
+    """Let a copy of an optimizer that overrides ``load_state_dict`` load its state, and compare."""
     if all(type(each).load_state_dict is _LOAD for each in _with_inner(optimizer)):
         return
     try:

@@ -1,7 +1,7 @@
 """The random streams of the process: seed them, capture and restore them, or isolate code that draws from them.
 
 A process has a stream in ``random``, one in ``numpy.random``, one in torch for the CPU and one for each accelerator.
-A loader may have generators of its own.
+A loader may have its own generators.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> N
 
 
 def _gives_nothing(function: FunctionType) -> bool:
-    """Whether a function ends by itself or by a bare return, wherever it returns."""
+    """Whether every return of a function is bare."""
     if inspect.isgeneratorfunction(function):
         return False
     before: Any = None

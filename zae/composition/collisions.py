@@ -30,7 +30,7 @@ def check_init_names(cls: Any) -> None:
     Parameters
     ----------
     cls : type
-        A subclass of Trainer, or one of its plain mixins, with an ``__init__`` of its own.
+        A subclass of Trainer, or one of its plain mixins, with its own ``__init__``.
 
     Raises
     ------

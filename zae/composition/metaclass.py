@@ -99,7 +99,7 @@ class TrainerMeta(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """Every option that the class takes, whoever owns it."""
+        """Every option that the class takes, from any of its add-ons."""
         parameters = [parameter for parameter, _ in options_of(cls).values()]
         return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 

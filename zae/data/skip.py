@@ -118,7 +118,7 @@ def _drop(iterator: Iterator[Any], count: int, what: str) -> None:
     if count and before != global_streams():
         _log.warning(
             "the %s draws from the global random streams as it goes: the order of the samples may not be exactly that "
-            "of an uninterrupted run; give it a generator of its own", what,
+            "of an uninterrupted run; give it its own generator", what,
         )  # fmt: skip
 
 

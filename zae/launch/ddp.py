@@ -34,7 +34,7 @@ class Replica(DistributedDataParallel):
         options[_SYNC_BUFFERS] = False
         super().__init__(module, **options)
         if hasattr(module, "dim"):
-            del self.dim  # Of several devices for one process. A model may well have one of its own.
+            del self.dim  # Used for several devices in one process; a model may have an attribute of this name.
         self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
         # torch arranges the buckets of gradients after the first step, in the order in which its gradients came. The
         # order of a sum over three or more ranks depends on it: the first step after a resume would differ in its

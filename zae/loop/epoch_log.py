@@ -36,7 +36,7 @@ class _Late:
         self._chunks: list[Tensor] = []
 
     def add(self, value: Tensor) -> None:
-        # Read late, a buffer that the step goes on using would be as it is then; what has a graph is no buffer.
+        # Read late, a buffer that the step goes on using would be as it is then; a tensor with a graph is not a buffer.
         self._waiting.append(value.detach().clone() if value.grad_fn is None else value.detach())
         if len(self._waiting) == _CHUNK:
             self._chunks.append(torch.stack(self._waiting))
@@ -240,7 +240,7 @@ class EpochLog(Mapping[str, list[Any]]):
         self._carried = carried
 
     def take_sums(self) -> dict[str, tuple[float, float]]:
-        """Return the sums since the last call, and begin anew."""
+        """Return the sums since the last call, and reset them."""
         sums = {key: since for key, since in self._since().items() if since[1]}
         self._seen = {key: len(series.values) for key, series in self._series.items()}
         self._carried = {}

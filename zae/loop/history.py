@@ -213,7 +213,7 @@ class History:
         self.log = list[dict[str, Any]]()
 
     def fork(self) -> History:
-        """Return a copy with rows of its own and empty logs, for a step that is only tried."""
+        """Return a copy with its own rows and empty logs, for a trial step."""
         made = copy.copy(self)
         for name, value in vars(self).items():
             setattr(made, name, value.empty_copy() if isinstance(value, EpochLog) else copy.copy(value))

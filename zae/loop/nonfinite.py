@@ -41,7 +41,7 @@ class NonFiniteGuard:
     Attributes
     ----------
     scaled : bool
-        Whether a loss scale is in use, for which a gradient that overflows is no error.
+        Whether a loss scale is in use, for which an overflowing gradient is not an error.
 
     Raises
     ------

@@ -17,7 +17,7 @@ __all__ = ["Bar", "Every", "ProgressChecker", "RunCalls", "check_counters"]
 
 _log = logging.getLogger("zae")
 _LARGEST = 2**63 - 1
-# The counts of the open epoch are not among them: another batch size, with reshard=True, counts them anew.
+# The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
 _INTERVAL = 0.2  # Seconds between two redraws: reading a loss from an accelerator waits for it.
 
@@ -385,7 +385,7 @@ class Bar:
         self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
 
     def _write(self, text: str) -> None:
-        """Write a line; a terminal that was closed meanwhile does not end the run that it was to show."""
+        """Write a line; a closed terminal does not end the run."""
         try:
             sys.stderr.write(f"{printable(text, kept='')}\n")
         except (OSError, ValueError):
@@ -413,7 +413,7 @@ def _on_a_terminal() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel, where standard error is no terminal and a bar is shown all the same."""
+    """Whether this runs in a Jupyter kernel, where a bar is shown although standard error is not a terminal."""
     shell = sys.modules.get("IPython")
     return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
 

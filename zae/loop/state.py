@@ -108,7 +108,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
             optimization.settings.load(state["records"].get("settings"))
             if not history.has_criterion_of(state["records"]):
                 _recompute_best(history, state["records"]["monitor"])
-        _load(trainer.unwrap(), weights, strict)  # Last: of most models there is no copy to take it back by.
+        _load(trainer.unwrap(), weights, strict)  # Last, because most models cannot be restored.
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
@@ -162,7 +162,7 @@ def _load_position(trainer: Trainer, position: Mapping[str, Any], progress: Prog
 
 
 def _scheduler_state(trainer: Trainer, name: str, scheduler: Any, state: Mapping[str, Any]) -> Any:
-    """Return a scheduler's state; one that waits for a metric begins to wait anew where that is another one now."""
+    """Return a scheduler's state; one that monitors a metric is reset if the metric has changed."""
     own = copy.deepcopy(state["scheduler"][name])
     check_rates("scheduler", own, scheduler.state_dict())
     if is_plateau(scheduler) and not trainer.history.has_criterion_of(state["records"]):
@@ -336,7 +336,7 @@ def _load(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any
         return module.load_state_dict(weights, strict=strict)
     except BaseException:
         if before:
-            with contextlib.suppress(Exception):  # Its code may fail once more; then the rest is as it was.
+            with contextlib.suppress(Exception):  # It may fail again.
                 module.load_state_dict(before, strict=False)
         raise
 
@@ -388,7 +388,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _takes(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a module loads weights of other shapes in a way of its own, as an observer does; a copy tries it."""
+    """Whether a module overrides loading and accepts weights of other shapes, as an observer does; a copy tries it."""
     prefix = f"{path}." if path else ""
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     try:

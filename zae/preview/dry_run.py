@@ -91,7 +91,7 @@ def try_validation(trainer: Trainer, loader: Any) -> None:
 
 
 def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
-    """Refuse a ``monitor`` that is none of the metrics of a split."""
+    """Refuse a ``monitor`` that is not a metric of a split."""
     prefix, bare = split_prefix(trainer.monitor)
     if prefix == "train" and (split == "valid" or bare in names):
         return

@@ -1,4 +1,4 @@
-"""What is saved when a run fails: its state as it was, in a folder of its own, by the first process that failed."""
+"""Save the state of a failed run in a separate folder, from the first process that failed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class StopSignals:
         return self.noted
 
     def restore(self) -> None:
-        """Put the handlers that were there before back, but not over one that was installed meanwhile."""
+        """Put the handlers that were there before back, but not over one that was installed since."""
         if not self._listens:
             return
         self._listens = False
@@ -120,7 +120,7 @@ class StopSignals:
         raise SystemExit(exit_status(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._listens:  # Whoever put a handler over this one has put it back when the run was over, or calls it.
+        if not self._listens:  # A handler that was installed over this one has restored it after the run, or calls it.
             handler = _beneath(self._note, number)
             if callable(handler):
                 handler(number, frame)
@@ -155,6 +155,6 @@ def _beneath(handler: Any, number: int) -> Any:
     while getattr(handler, "__func__", None) is StopSignals._note and not handler.__self__._listens:
         passed.append(handler)
         handler = handler.__self__._before.get(number, signal.SIG_DFL)
-        if handler in passed:  # Two runs, each of them begun once more while the other went on.
+        if handler in passed:  # Two runs, each started again while the other was running.
             return signal.SIG_DFL
     return handler

@@ -176,7 +176,7 @@ class JSONLSink(Sink):
 
 
 def _move_aside(path: Path) -> None:
-    """Give the file of another run a name of its own."""
+    """Rename the file of another run."""
     if not path.exists() or not path.stat().st_size:
         return
     for number in itertools.count(1):

@@ -18,7 +18,7 @@ _keys: dict[torch.device, Tensor] = {}
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Hash tensors where they are: a sum of their 64-bit words, each multiplied by an odd random number of its own.
+    """Hash tensors where they are: a sum of their 64-bit words, each multiplied by another odd random number.
 
     Any change of one word changes the sum, and others do but for a chance of about 2**-63 (Dietzfelbinger et al. 1997,
     "A reliable randomized algorithm for the closest-pair problem": multiply-shift hashing). Only the sums travel to

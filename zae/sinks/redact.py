@@ -62,7 +62,7 @@ one; the forms are what the services themselves publish."""
 
 _FORM = re.compile("|".join(rf"(?<![A-Za-z0-9_]){form}" if form[:3] != "(?<" else form for form in _FORMS.values()))
 _LEAST = 11  # Nothing that has such a form is shorter.
-_SHORT = 6  # A shorter value is no secret worth the name, and would blank out parts of ordinary words.
+_SHORT = 6  # A shorter value is not a real secret, and would hide parts of ordinary words.
 
 
 def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
@@ -115,7 +115,7 @@ def _redact(value: Any, known: list[str]) -> Any:
 
 
 def _without_patterns(text: str) -> str:
-    """Hide what looks like a secret; most texts are names of options, and hold none of the signs that one needs."""
+    """Hide what looks like a secret; most texts are option names without any of the characters of a secret."""
     if ":" in text or "=" in text:
         text = _COOKIE.sub(rf"\g<1>{HIDDEN}", _OF_URL.sub(f"{HIDDEN}@", text))
         text = _NAMED.sub(rf"\g<1>{HIDDEN}", _BEARER.sub(rf"\g<1>{HIDDEN}", text))

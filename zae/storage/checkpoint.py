@@ -303,7 +303,7 @@ def newest_valid(
 def put_back(parent: str | os.PathLike[str]) -> None:
     """Rename what a killed save has moved aside back to its place, unless a whole checkpoint stands there.
 
-    No other process may save into this directory meanwhile.
+    No other process may save into this directory at the same time.
     """
     for path in list_checkpoints(parent):
         place = path.with_name(original_name(path.name))

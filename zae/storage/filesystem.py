@@ -202,7 +202,7 @@ def install(staging: Path, directory: Path) -> None:
 
 
 def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, whole or damaged; a process that is killed meanwhile leaves it whole or gone.
+    """Remove a checkpoint, whole or damaged; a process that is killed during this leaves it whole or gone.
 
     What a user has put into its directory stays there, and the directory with it. Raise CheckpointError if it is not
     named like a checkpoint and contains such files, or if it cannot be removed.

@@ -80,7 +80,7 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
 def dense(tensor: Tensor, name: str) -> Tensor:
     """Return a contiguous tensor on the CPU with the same values, sharing memory where possible.
 
-    Raise CheckpointError for one without bytes of its own: sparse, quantized, on the meta device, or distributed.
+    Raise CheckpointError for one without its own bytes: sparse, quantized, on the meta device, or distributed.
 
     Examples
     --------

@@ -382,7 +382,7 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
     try:
         _refuse_odd_pickle(_refuse_odd_zip(data))
         made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    # torch raises nearly any exception for a hostile file; none of them may reach the caller as it is.
+    # torch raises nearly any exception for a hostile file; the caller gets ours.
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:160]
         raise CheckpointDamaged(

@@ -253,7 +253,7 @@ def check_idle(kit: Kit) -> Iterator[str]:
     for part, found in list(parted(busy, kit.standard.trainer))[:1]:
         yield (
             f"says that it is idle and is not: passed by in the steps, the {part} ends as another ({found}); let "
-            "is_idle() return False wherever a seam of the step does something"
+            "is_idle() return False whenever a seam of the step does something"
         )
 
 
