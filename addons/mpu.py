@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_flags
-from zae.common.optim import are_lazy, laid_out
+from zae.common.optim import are_lazy, like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.ddp import Replica, alike, broadcast, sparse_in
@@ -227,7 +227,7 @@ class MultiGPUAddon(DistributedAddon):
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
                 grad = part.view_as(parameter)
                 if not parameter.is_contiguous():  # A fused kernel goes through both as they lie in memory.
-                    grad = laid_out(grad, parameter)
+                    grad = like_parameter_layout(grad, parameter)
                 parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
 
     def _check_used(self, engine: Replica) -> None:

@@ -26,13 +26,13 @@ __all__ = [
     "fused_hints",
     "is_stepped_by_class",
     "label",
-    "laid_out",
-    "lay_out",
     "learning_rates",
     "leaves_kernel_open",
+    "like_parameter_layout",
     "listed",
     "mark_copied",
     "mark_stepped",
+    "match_layout",
     "named",
     "normalize",
     "outside_of",
@@ -117,19 +117,19 @@ def are_lazy(parameters: Iterable[Tensor]) -> bool:
     return any(map(nn.parameter.is_lazy, parameters))
 
 
-def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
     """Copy what stands beside a parameter number by number into the parameter's order in memory.
 
     Examples
     --------
     >>> weight = nn.Parameter(torch.zeros(2, 3).t())
-    >>> laid_out(torch.arange(6.0).view(3, 2), weight).stride() == weight.stride()
+    >>> like_parameter_layout(torch.arange(6.0).view(3, 2), weight).stride() == weight.stride()
     True
     """
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def lay_out(optimizer: Optimizer) -> None:
+def match_layout(optimizer: Optimizer) -> None:
     """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
 
     A fused kernel reads a weight and its state in the order of memory.
@@ -139,7 +139,7 @@ def lay_out(optimizer: Optimizer) -> None:
     >>> weight = nn.Parameter(torch.zeros(2, 3).t())
     >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
     >>> optimizer.state[weight]["momentum_buffer"] = torch.arange(6.0).view(3, 2)
-    >>> lay_out(optimizer)
+    >>> match_layout(optimizer)
     >>> optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
     True
     """
@@ -147,7 +147,7 @@ def lay_out(optimizer: Optimizer) -> None:
         state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
         for name, value in list(state.items()) if isinstance(state, dict) else ():
             if _is_like(value, parameter) and value.stride() != parameter.stride():
-                state[name] = laid_out(value, parameter)
+                state[name] = like_parameter_layout(value, parameter)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zae.common.device import leading_dimension
-from zae.common.optim import laid_out
+from zae.common.optim import like_parameter_layout
 from zae.common.torch_private import has_gradient_hooks
 from zae.common.walk import fields_of, is_dataclass
 from zae.composition.introspect import slots_of
@@ -170,7 +170,7 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
     """
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         if index in shared and gradient is not None:
-            gradient = laid_out(gradient, parameter)
+            gradient = like_parameter_layout(gradient, parameter)
         if parameter.grad is None:
             parameter.grad = gradient
         elif gradient is not None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
 from zae.common.walk import search
+from zae.data.loaders import is_stateful, length_of
 from zae.errors import CheckpointMismatch
 from zae.storage.encoding import encode
 
@@ -52,8 +53,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
     >>> facts_of([1, 2, 3])
     {'loader': 'list', 'number of batches': 3}
     """
-    facts: dict[str, Any] = {"loader": type(loader).__name__, "number of batches": _length(loader)}
-    facts["dataset length"] = _length(getattr(loader, "dataset", None))
+    facts: dict[str, Any] = {"loader": type(loader).__name__, "number of batches": length_of(loader)}
+    facts["dataset length"] = length_of(getattr(loader, "dataset", None))
     batch_sampler = getattr(loader, "batch_sampler", None)
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
@@ -187,7 +188,7 @@ def begins_again(loader: Any) -> bool | None:
     parts = [_sampler_of(loader), bare(batch_sampler)]
     if isinstance(dataset, IterableDataset):
         parts, walked = [None if getattr(loader, "num_workers", 0) else dataset], dataset
-    if not any(_keeps_state(part) for part in parts):
+    if not any(is_stateful(part) for part in parts):
         return None
     end = object()
     return next(iter(walked), end) is end
@@ -275,13 +276,13 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     seen = {id(generator) for generator in random_state.generators_of(loader)}
     ours = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
     parts["collate_fn"] = getattr(collate, "__self__", collate)
-    if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not _keeps_state(loader):
+    if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         parts["loader"] = loader  # A class of the user.
     for name, part in parts.items():
         if part is None or id(part) in seen:
             continue
         # A bound method as collate_fn: its object may be the trainer itself, and is only searched.
-        if _is_part(name) and _keeps_state(part) and (name != "collate_fn" or part is collate):
+        if _is_part(name) and is_stateful(part) and (name != "collate_fn" or part is collate):
             seen.add(id(part))
             yield name, part
         else:
@@ -300,10 +301,6 @@ def _seed_again(stream: Any) -> None:
         bits: Any = stream.bit_generator
         with contextlib.suppress(AttributeError, TypeError):  # It was created from a state, without a seed.
             _write(stream, type(bits)(bits.seed_seq).state)
-
-
-def _keeps_state(part: Any) -> bool:
-    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 def _is_part(place: str) -> bool:
@@ -358,13 +355,6 @@ def _write(stream: Any, state: Any) -> None:
         stream.setstate(state)
     else:
         stream.load_state_dict(state)
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _kind(value: Any) -> str | None:

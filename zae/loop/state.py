@@ -113,7 +113,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         for parameter, value in outside:
             parameter.copy_(value)
     for optimizer in optimizers.values():
-        optim.lay_out(optimizer)
+        optim.match_layout(optimizer)
         if progress.step:  # Else a schedule that is stepped before it warns.
             optimizer._opt_called = True  # type: ignore[attr-defined]
     if state.get("training_weights"):
