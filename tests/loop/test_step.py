@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import nn
 
 from zae import AddOnBase, TaskError, Trainer, replaces
-from zae.addons import AMPAddon, GradientAccumulationAddon
+from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.composition.introspect import seams_of
 from zae.loop.step_output import StepOutput
 
 
@@ -139,3 +142,31 @@ def test_an_engine_may_return_plain_pairs() -> None:
     ours, plain = make(Task.add_on(EngineAddon, WatchingAddon)), make(Task)
     assert repr(ours.run(1, batches())) == repr(plain.run(1, batches()))
     assert torch.equal(ours.model.weight, plain.model.weight)
+
+
+def test_the_table_of_events_is_what_a_run_calls(tmp_path: Path) -> None:
+    """Each event is in the table of docs/addons.md, and they are called in its order."""
+    page = (Path(__file__).parents[2] / "docs" / "addons.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(on_\w+)\(", page, re.M)
+    assert sorted(table) == sorted(name for name in seams_of(Trainer) if name.startswith("on_"))
+    called: list[str] = []
+
+    def noting(name: str) -> Any:
+        def event(self: Any, *args: Any) -> None:
+            getattr(super(watching, self), name)(*args)
+            called.append(name)
+
+        return event
+
+    watching = type("Watching", (Task,), {name: noting(name) for name in table})
+    options = {"save_path": tmp_path, "keep_best": 0, "save_on_signal": False}
+    make(watching.add_on(StateManagerAddon), **options).run(1, batches(1), batches(1))
+    once = [name for name in table if name not in ("on_load", "on_exception")]
+    assert called == once
+    called.clear()
+    make(watching.add_on(StateManagerAddon), **options, resume="auto").run(2, batches(1), batches(1))
+    assert called == ["on_load", *once]
+    called.clear()
+    with pytest.raises(TypeError):
+        make(watching).run(1, [None, "no tensor"])
+    assert called[-1] == "on_exception"
