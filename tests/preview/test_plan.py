@@ -473,7 +473,7 @@ def test_plan_is_quick_for_a_long_run() -> None:
     assert any("first 200000 steps" in note for note in plan.notes)
     assert hashlib.sha256(str(plan).encode()).hexdigest()
     assert os.listdir(".") == []
-    assert isinstance(plan, zae.preview.plan.RunPlan)
+    assert isinstance(plan, zae.preview.plan.RunPreview)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fit schedules to a run: check when they are stepped, and call the factories that ask for the number of steps."""
+"""Check that schedules fit a run, and call the factories that take the number of steps."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["Span", "call_factory", "check_run", "check_schedules", "for_build", "simulated"]
 
 _log = logging.getLogger("zae")
-_LOW = 0.1  # Of the base rate: a first epoch below it teaches next to nothing.
+_LOW = 0.1  # Of the base rate: a first epoch below it trains very little.
 _LONGEST = 1000  # Steps of a first epoch that are simulated to find out.
 
 
 class Span(NamedTuple):
-    """What a call of ``run`` covers of a counter of epochs or of optimizer steps."""
+    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
 
-    start: int  # Where the call began.
-    present: int  # Where it is; further than that after a resume.
-    left: int | None  # How many are to come; None is unknown.
+    start: int  # At the beginning of the call.
+    present: int  # Now; after a resume it is larger.
+    left: int | None  # Remaining; None is unknown.
 
     def totals(self) -> set[int]:
-        """Return the length of this call, and that of all calls up to its end."""
+        """Return the length of this call, and the total at its end."""
         return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
 
 
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
-    """Return the arguments of `optim.build` that make a trainer's schedulers."""
+    """Return the arguments of `optim.build` for the schedulers of a trainer."""
     call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
     return partial(optim.driven_by, trainer.optimizers), LRScheduler, "scheduler", call
 
@@ -78,7 +78,7 @@ def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[]
 
 
 def _takes_total(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory wants ``total_steps``: as its second parameter, or as one that it cannot do without."""
+    """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # A builtin may not say.
@@ -94,19 +94,7 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
 
 
 def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None, has_metric: bool) -> None:
-    """Refuse schedules that do not fit the run that begins, and warn of those that are unlikely to.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        It is set up, and a state that it resumes from is loaded.
-    epochs, steps : Span
-        What this call of ``run`` covers.
-    in_epoch : int or None
-        Optimizer steps in an epoch.
-    has_metric : bool
-        Whether the monitored metric will be there at the end of an epoch.
-    """
+    """Refuse schedules that do not fit the run, and warn of those that probably do not."""
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
     found = check_schedules(trainer.schedulers, on_batch, is_set, epochs, steps, has_metric)
     if not steps.present:
@@ -118,28 +106,18 @@ def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None,
 def check_schedules(
     schedulers: Mapping[str, Any], on_batch: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
 ) -> list[str]:
-    """Refuse a schedule that cannot be meant before the first batch, and return what is to be warned of.
+    """Refuse an invalid schedule before the first batch, and return texts of warnings.
 
     Parameters
     ----------
     schedulers : mapping
         Schedulers by name.
     on_batch, is_set : bool
-        Whether they are stepped after every optimizer step instead of every epoch, and whether the user wrote so.
+        Whether they are stepped after each optimizer step instead of each epoch, and whether the user wrote so.
     epochs, steps : Span
         What this call of ``run`` covers.
     has_metric : bool
-        Whether the monitored metric will be there at the end of an epoch.
-
-    Returns
-    -------
-    list of str
-        Texts of warnings.
-
-    Raises
-    ------
-    ConfigError
-        With the numbers.
+        Whether the monitored metric is known at the end of an epoch.
     """
     found: list[str] = []
     if 0 in (epochs.left, steps.left):
@@ -226,7 +204,7 @@ def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs
 
 
 def _low_rates(trainer: Trainer, on_batch: bool, in_epoch: int | None) -> list[str]:
-    """Describe the schedules whose rate stays under a tenth of the base through the whole first epoch."""
+    """Describe the schedules whose rate stays below a tenth of the base rate for the whole first epoch."""
     low = {
         name: each
         for name, each in trainer.schedulers.items()
@@ -247,7 +225,7 @@ def _low_rates(trainer: Trainer, on_batch: bool, in_epoch: int | None) -> list[s
 
 
 def _highest(scheduler: Any) -> float:
-    """Return the highest rate of a scheduler's groups at present, as a part of the group's base rate."""
+    """Return the highest learning rate of the groups of a scheduler, as a fraction of their base rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     pairs = [
         (float(g["lr"]), float(g["initial_lr"])) for g in groups if g.get("lr") is not None and g.get("initial_lr")
@@ -256,7 +234,7 @@ def _highest(scheduler: Any) -> float:
 
 
 def _stays_low(trainer: Trainer, low: Mapping[str, Any], in_epoch: int | None) -> bool:
-    """Step copies of the schedulers through the first epoch; False where a rate rises, or where that is too long."""
+    """Step copies of the schedulers through the first epoch; return False where a rate rises or it is too long."""
     if in_epoch is None or in_epoch > _LONGEST:
         return False
     try:
@@ -276,20 +254,7 @@ def _stays_low(trainer: Trainer, low: Mapping[str, Any], in_epoch: int | None) -
 
 
 def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
-    """Copy optimizers without their parameters, and schedulers that drive the copies.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        Set up or not; factories are called, with copies.
-    total_steps : int, optional
-        The planned number of optimizer steps, for a scheduler's factory that asks for it.
-
-    Returns
-    -------
-    optimizers, schedulers : dict
-        By name.
-    """
+    """Copy the optimizers without their parameters, and the schedulers to drive them; call factories with copies."""
     with random_state.isolated(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
         twins: dict[str, Optimizer] = {}
@@ -310,7 +275,7 @@ def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[st
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same groups and settings, and one number in place of the parameters of each type."""
+    """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
     twin = SGD([torch.zeros(1)], lr=0.0)
     twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
@@ -323,7 +288,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a setting of a group: a rate that is a tensor is written in place, by schedulers for instance."""
+    """Copy a setting of a group; a learning rate that is a tensor is changed in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is dict:

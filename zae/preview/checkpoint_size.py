@@ -1,4 +1,4 @@
-"""Compute the size of a checkpoint before it is written: tensors, their descriptions, and the history of the run."""
+"""Predict the size of a checkpoint: its tensors, their description, and the history of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zae.composition.metaclass import add_ons_of
 from zae.storage.encoding import encode
 
 if TYPE_CHECKING:
-    from zae.preview.plan import RunPlan
+    from zae.preview.plan import RunPreview
     from zae.trainer import Trainer
 
 __all__ = ["checkpoint_bytes", "tensor_bytes"]
@@ -25,8 +25,15 @@ _IN_ZIP = 200  # Bytes that the archive of torch.save has for each tensor, besid
 _ROWS = 1024  # More rows than that are counted, not made.
 
 
-def checkpoint_bytes(trainer: Trainer, plan: RunPlan, optimizers: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the size of the last checkpoint of a planned run."""
+def checkpoint_bytes(trainer: Trainer, plan: RunPreview, optimizers: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the size of the last checkpoint of a planned run, from the state of each optimizer after a step.
+
+    Returns
+    -------
+    whole, within, for_step : int
+        Bytes of all files at the end of an epoch; how many more within one, for the random states of its beginning; and
+        for what each step of it recorded.
+    """
     state = dict(trainer.state_dict())
     model = state.pop("model")
     state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in optimizers.items()}
@@ -51,7 +58,7 @@ def _stored(state: Any) -> int:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor], reference: bool = False) -> int:
-    """Return the size of a file of tensors.
+    """Return the size of a file of tensors, with their names in state.json where ``reference`` is true.
 
     Examples
     --------
@@ -67,15 +74,15 @@ def tensor_bytes(tensors: Mapping[str, Tensor], reference: bool = False) -> int:
 
 
 def _after_a_step(now: Any, after: Any) -> Any:
-    """Return the state of an optimizer after a step, with its present groups."""
+    """Return the state of an optimizer after a step, with its groups as they are."""
     groups = now["param_groups"] if isinstance(now, Mapping) and "param_groups" in now else []
     if isinstance(after, Mapping):
         return {"state": dict(enumerate(after.values())), "param_groups": groups}
     return {"state": {0: list(after)}, "param_groups": groups}
 
 
-def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPlan) -> tuple[dict[str, Any], int]:
-    """Return the history at the end of the run, and the bytes of the rows that are only counted."""
+def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPreview) -> tuple[dict[str, Any], int]:
+    """Return the history at the end of the run, and the bytes of the rows that were only counted."""
     names = plan.metrics or ["loss"]
     drawn = random.Random(0)
     rates = dict.fromkeys(plan.learning_rates, 0.001)
@@ -102,7 +109,7 @@ def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPlan) -> tuple[d
 
 
 def _without_data(value: Any, stand_ins: dict[int, Tensor], memo: dict[int, Tensor]) -> Any:
-    """Copy a state with a number in place of each tensor, and record the tensor by the id of that number."""
+    """Copy a state with a number in place of each tensor, and note the tensor by the address of that number."""
     if isinstance(value, Tensor):
         if id(value) not in memo:
             memo[id(value)] = made = torch.zeros(1)

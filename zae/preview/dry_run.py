@@ -50,18 +50,21 @@ _SHARED = (ModuleType, DataLoader, Dataset, Sampler, Optimizer, LRScheduler, log
 
 
 class NotTried(Exception):
-    """Why a step cannot be tried such that everything is as before."""
+    """A step cannot be tried without a side effect, or at all; the message says why."""
 
 
 class Tried(NamedTuple):
-    """What a step has returned for one batch."""
+    """The outcome of a step that was tried with one batch."""
 
     names: list[str]  # Of the metrics.
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
 
 def try_validation(trainer: Trainer, loader: Any) -> None:
-    """Try one batch of the validation before the first batch of training, and refuse what would fail there."""
+    """Try one batch of the validation before the first step of training, and refuse what would fail there.
+
+    It raises MonitorError for an unknown ``monitor``, and what ``test_step`` raises, with a note.
+    """
     progress = trainer.progress_checker
     if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
         return
@@ -91,7 +94,7 @@ def try_validation(trainer: Trainer, loader: Any) -> None:
 
 
 def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
-    """Refuse a ``monitor`` that is not a metric of a split."""
+    """Refuse a ``monitor`` that is not among the names of the metrics of a split."""
     prefix, bare = split_prefix(trainer.monitor)
     if prefix == "train" and (split == "valid" or bare in names):
         return
@@ -102,7 +105,11 @@ def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
 
 
 def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
-    """Try one batch with copies of the model and the task, and name what would be recorded."""
+    """Try one batch with copies of the model and the task, and return the names of what would be recorded.
+
+    The trainer does not change. `NotTried` is raised where a batch cannot be taken and put back, or something cannot be
+    copied.
+    """
     if isinstance(loader, Mapping):
         each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
         lists = {name: tried.names for name, tried in each_tried.items()}
@@ -135,7 +142,7 @@ def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
 
 
 def first_batch(loader: Any) -> Any:
-    """Take a batch such that the loader, its parts and every random stream are as they were."""
+    """Take a batch, with the loader, its parts and every random stream as they were; else raise `NotTried`."""
     if isinstance(loader, (list, tuple)):
         batch = copy.deepcopy(next((batch for batch in loader if batch is not None), None))
     elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
@@ -148,7 +155,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def _first_of(loader: DataLoader[Any]) -> Any:
-    """Take the first batch of a DataLoader, in this process."""
+    """Take the first batch of a DataLoader in this process."""
     twin = copy_with(loader, num_workers=0, persistent_workers=False, timeout=0, prefetch_factor=None)
     with random_state.isolated(*random_state.generators_of(loader)), undrawn(loader), _put_back(loader):
         try:
@@ -161,7 +168,7 @@ def _first_of(loader: DataLoader[Any]) -> Any:
 
 @contextmanager
 def _put_back(loader: Any) -> Iterator[None]:
-    """Put back the attributes of a loader's dataset, samplers and collate function: counters, and files opened late."""
+    """Put back the attributes of the dataset, samplers and collate function: counters, and files that were opened."""
     parts: dict[int, Any] = {}
     waiting = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
     while waiting:
@@ -183,13 +190,13 @@ def _put_back(loader: Any) -> Iterator[None]:
 
 
 def _entries(part: Any) -> list[tuple[Any, Any]]:
-    """List the containers among the attributes of an object, each with a copy of what it holds."""
+    """List the containers among the attributes of an object, each with a copy of its entries."""
     held = [value for value in vars(part).values() if type(value) in (list, dict, set) and len(value) < _MANY]
     return [(value, copy.copy(value)) for value in held]
 
 
 def _fill(container: Any, entries: Any) -> None:
-    """Give a container the entries that it had."""
+    """Restore the entries of a container."""
     if len(container) != len(entries) or type(container) is not list:
         container.clear()
         container.extend(entries) if type(container) is list else container.update(entries)
@@ -199,7 +206,7 @@ def _fill(container: Any, entries: Any) -> None:
 
 
 def _copy_of(trainer: Any) -> Any:
-    """Copy a trainer: the model, what its own classes have set, and its records; optimizers and loaders are shared."""
+    """Copy a trainer: the model, the attributes of its own classes, and its records; share optimizers and loaders."""
     module, held = trainer.unwrap(), binding.unbound(trainer)
     if optim.are_lazy([*module.parameters(), *module.buffers()]):
         raise NotTried("the model is lazy: its first batch makes its weights")
@@ -227,7 +234,7 @@ def _copy_of(trainer: Any) -> Any:
 
 
 def _taken_by_nobody(metrics: Any, step: int) -> None:
-    """Stand in for ``log`` of a copy: what a step logs while it is tried is not recorded."""
+    """Replace ``log`` in a copy: check the metrics, and record nothing."""
     plain(metrics)
 
 
@@ -237,7 +244,7 @@ def _names_of(cls: type) -> frozenset[str]:
 
 
 def _names_of_zae(cls: type) -> frozenset[str]:
-    """Return the attributes that zae's own classes set; those of any other class are the task's."""
+    """Return the attributes that the classes of zae set; all others belong to the task."""
     return frozenset().union(*(_names_of(c) for c in cls.__mro__ if c.__module__.partition(".")[0] == "zae"))
 
 
@@ -266,7 +273,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 
 
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
-    """Return the state that each optimizer will have."""
+    """Return the state of each optimizer after a step; before the first one, of tensors without data."""
     states = {}
     for name, optimizer in optim.named(trainer.optimizer).items():
         if not isinstance(optimizer, Optimizer):
@@ -277,7 +284,7 @@ def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
 
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:
-    """Return an optimizer's state after a first step on tensors without data."""
+    """Return the state of an optimizer after its first step, tried on tensors without data."""
     # What else it holds is copied, large tensors without their data: a step may change it in place.
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer))
                             if each.dim()}  # fmt: skip

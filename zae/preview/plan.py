@@ -1,7 +1,7 @@
-"""`plan()`: predict what a run will do, without running it.
+"""`plan()`: preview a run without a side effect.
 
-Steps and epochs are counted as `zae.loop.run` counts them; learning rates are those of copies of the schedulers on an
-optimizer without parameters; the names of metrics come from one batch, tried with a copy of the model.
+Steps and epochs are counted as `zae.loop.run` counts them; learning rates come from copies of the schedulers on an
+optimizer without parameters, and the names of metrics from one batch, tried with a copy of the model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from zae.schedulers import is_plateau
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["RunPlan", "plan", "plan_lines"]
+__all__ = ["RunPreview", "plan", "plan_lines"]
 
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
 
 
 @dataclass
-class RunPlan:
-    """What a run will do; it prints as a page, and shows as a table in a notebook.
+class RunPreview:
+    """A preview of a run; it prints as a page, and shows as a table in a notebook.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class RunPlan:
     batches_per_epoch, steps_per_epoch : int or None
         None where the loader has no length.
     batches_per_step : int
-        How many loader batches make a step; the last one of an epoch may have fewer.
+        Loader batches in a step; the last step of an epoch may have fewer.
     batch_size, effective_batch_size : int or None
         Samples of a batch, and of a step over all batches and processes.
     epoch_ends : list of (int, int)
@@ -61,16 +61,16 @@ class RunPlan:
     learning_rates : dict of str to list of float
         For each name, the rate that each step uses.
     validates_at, logs_at, saves_at : list of int
-        The steps after which that happens; ``saves_at`` are those that are certain.
+        The steps after which each happens; ``saves_at`` has the certain ones.
     metrics : list of str or None
         The names that ``monitor`` may have; None where they cannot be tried.
     bytes_per_checkpoint, disk : int
-        The size of the largest checkpoint, and the room that all of them take at once; 0 without a state manager.
+        The size of the largest checkpoint, and of all that are kept at once; 0 without a state manager.
     kernels : dict of str to str
-        For each class of optimizer whose faster kernel nobody has chosen, what to write; an add-on that steps by that
-        kernel takes it out.
+        For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
+        kernel removes the entry.
     notes : list of str
-        What add-ons have to say, and what is not certain.
+        Remarks of add-ons, and what is uncertain.
     """
 
     name: str
@@ -126,7 +126,7 @@ class RunPlan:
         return [step for step in range(start, stop + 1, every.steps) if step > every.after]
 
     def keep(self, every: Every, keep_last: int | None, keep_best: int, folder: Any) -> list[str]:
-        """Add the steps of checkpoints, and their size.
+        """Set when checkpoints are saved, and the disk space that they take.
 
         Parameters
         ----------
@@ -155,7 +155,7 @@ class RunPlan:
         return [f"{kept} checkpoints are kept in {folder}, and there is one more while it is written{best}"]
 
     def rows(self) -> list[tuple[str, str]]:
-        """List the lines of the page, each with its title."""
+        """Return the rows of the page: a title and a text each."""
         size = f" of {self.batch_size} samples" if self.batch_size else ""
         whole = f"; {self.effective_batch_size} samples a step" if self.effective_batch_size else ""
         of = f", of {self.batches_per_step} batches each" if self.batches_per_step > 1 else ""
@@ -188,8 +188,8 @@ class RunPlan:
 
 
 @seam
-def plan_lines(self: Any, plan: RunPlan) -> list[str]:
-    """Add to the plan of a run, and return further notes; called by ``plan``."""
+def plan_lines(self: Any, plan: RunPreview) -> list[str]:
+    """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
     return []
 
 
@@ -202,11 +202,11 @@ def plan(
     max_steps: int | None = None,
     valid_every: Every | int | None = None,
     steps_per_epoch: int | None = None,
-) -> RunPlan:
-    """Return what ``run`` with the same arguments would do; nothing is changed.
+) -> RunPreview:
+    """Preview what ``run`` would do with the same arguments, without changing anything.
 
-    One batch of ``valid_loader`` (without one, of ``loader``) is tried with a copy of the model, to learn the names of
-    the metrics; where loading a batch cannot be undone, it is left out.
+    One batch of ``valid_loader`` (without it, of ``loader``) is tried with a copy of the model for the names of the
+    metrics, unless loading a batch cannot be undone.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def plan(
 
     Returns
     -------
-    RunPlan
+    RunPreview
         It prints as a page.
 
     Raises
@@ -248,74 +248,76 @@ def plan(
     """
     limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
     run = Run(self, loader, valid_loader, limits)
-    made = RunPlan(type(self).__name__, monitor=self.monitor)
-    made.world_size = max(self.world_size, len(self.devices))
+    preview = RunPreview(type(self).__name__, monitor=self.monitor)
+    preview.world_size = max(self.world_size, len(self.devices))
     if self.mode == "test":
-        return _of_evaluation(self, made, loader)
+        return _of_evaluation(self, preview, loader)
     check_optimizer(self)
-    _count_steps(self, made, run)
-    made.batch_size = _batch_size(loader)
+    _count_steps(self, preview, run)
+    preview.batch_size = _batch_size(loader)
     has_metric = valid_loader is not None or split_prefix(self.monitor)[0] == "train"
-    _simulate(self, made, run, has_metric)
-    made.logs_at = made.due(self.log_every)
-    made.validates_at = [] if valid_loader is None else made.due(limits.valid_every)
-    _try_metrics(self, made, loader, valid_loader)
-    _measure_checkpoint(self, made)
-    made.notes += self.plan_lines(made)
-    made.notes += made.kernels.values()
-    if not made.disk:
-        made.bytes_per_checkpoint = 0
+    _simulate(self, preview, run, has_metric)
+    preview.logs_at = preview.due(self.log_every)
+    preview.validates_at = [] if valid_loader is None else preview.due(limits.valid_every)
+    _try_metrics(self, preview, loader, valid_loader)
+    _measure_checkpoint(self, preview)
+    preview.notes += self.plan_lines(preview)
+    preview.notes += preview.kernels.values()
+    if not preview.disk:
+        preview.bytes_per_checkpoint = 0
     reason = why_not(loader) if self.fast_data else "fast_data=False"
     if reason is not None and hasattr(loader, "dataset"):
-        made.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
-    return made
+        preview.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+    return preview
 
 
-def _measure_checkpoint(trainer: Trainer, made: RunPlan) -> None:
-    """Add the size of a checkpoint, if the trainer saves any."""
+def _measure_checkpoint(trainer: Trainer, preview: RunPreview) -> None:
+    """Set the size of a checkpoint, where the trainer saves any."""
     if "state" not in slots_of(type(trainer)):
         return
     if optim.are_lazy(trainer._module.parameters()):
-        made.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
+        preview.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
         return
     settings = copy.copy(trainer.optimization.settings)
     try:
-        sizes = checkpoint_bytes(trainer, made, dry_run.states_after_a_step(trainer))
+        sizes = checkpoint_bytes(trainer, preview, dry_run.states_after_a_step(trainer))
     except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
-        made.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
+        preview.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
         return
     finally:
         # A state notes the settings that it was read with; the run does so itself.
         trainer.optimization.settings = settings
-    made.bytes_per_checkpoint, *made._within_epoch = sizes
+    preview.bytes_per_checkpoint, *preview._within_epoch = sizes
 
 
-def _of_evaluation(trainer: Trainer, made: RunPlan, loader: Any) -> RunPlan:
-    """Return the plan of a run in mode "test"."""
-    made.batches_per_epoch, made.steps_per_epoch = length_of(loader), 0
-    made.last_step = trainer.progress_checker.step
-    made.first_step = made.last_step + 1
-    made.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
-    return made
+def _of_evaluation(trainer: Trainer, preview: RunPreview, loader: Any) -> RunPreview:
+    """Return the preview of a run in mode "test"."""
+    preview.batches_per_epoch, preview.steps_per_epoch = length_of(loader), 0
+    preview.last_step = trainer.progress_checker.step
+    preview.first_step = preview.last_step + 1
+    preview.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
+    return preview
 
 
-def _count_steps(trainer: Trainer, made: RunPlan, run: Run) -> None:
-    """Count steps and epochs as `Run.begin` and the loop do."""
+def _count_steps(trainer: Trainer, preview: RunPreview, run: Run) -> None:
+    """Count steps and epochs as `Run` and the loop do."""
     progress, (last_epoch, last_step), loader = trainer.progress_checker, run.bounds(), run.loader
     wrapped = loader
     if trainer.current_run.is_ready or "parallel" not in slots_of(type(trainer)):
         wrapped = trainer.wrap_loader(loader, True)
     else:
-        made.notes.append("the loader is shared among the processes when they begin; the steps here are of one alone")
-    made.batches_per_epoch, in_loader = length_of(wrapped), trainer.steps_in(wrapped)
-    made.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
-    made.first_step = progress.step + 1
+        preview.notes.append(
+            "the loader is shared among the processes when they begin; the steps here are of one alone"
+        )
+    preview.batches_per_epoch, in_loader = length_of(wrapped), trainer.steps_in(wrapped)
+    preview.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
+    preview.first_step = progress.step + 1
     if in_epoch is None:
-        made.last_step = None if last_step == sys.maxsize else max(last_step, progress.step)
-        made.notes.append(f"the loader has no length ({describe(loader)}): where an epoch ends is not known")
+        preview.last_step = None if last_step == sys.maxsize else max(last_step, progress.step)
+        preview.notes.append(f"the loader has no length ({describe(loader)}): where an epoch ends is not known")
         return
     if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
-        made.batches_per_epoch = None if in_loader is None else made.batches_per_epoch
+        preview.batches_per_epoch = None if in_loader is None else preview.batches_per_epoch
     at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
     if run.leaves_epoch(wrapped):
         at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
@@ -325,15 +327,17 @@ def _count_steps(trainer: Trainer, made: RunPlan, run: Run) -> None:
             at_step = last_step  # The run ends in the middle of an epoch.
             break
         at_epoch, at_step, in_open = at_epoch + 1, at_step + left, 0
-        made.epoch_ends.append((at_epoch, at_step))
-    made.last_step = at_step
-    if len(made.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(loader))):
-        made.notes.append(f"each epoch is counted with the {made.batches_per_epoch} batches that {own} has now; it may "
-                          "make another number of them later")  # fmt: skip
+        preview.epoch_ends.append((at_epoch, at_step))
+    preview.last_step = at_step
+    if len(preview.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(loader))):
+        preview.notes.append(
+            f"each epoch is counted with the {preview.batches_per_epoch} batches that {own} has now; it may make "
+            "another number of them later"
+        )
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Return the samples of a batch, if the loader knows."""
+    """Return the samples of a batch, where the loader states it."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):
@@ -341,32 +345,32 @@ def _batch_size(loader: Any) -> int | None:
     return leading_dimension(loader[0]) if isinstance(loader, (list, tuple)) and loader else None
 
 
-def _simulate(trainer: Trainer, made: RunPlan, run: Run, has_metric: bool) -> None:
-    """Simulate the learning rates with copies of the schedulers."""
-    optimizers, schedulers = simulated(trainer, run.limits.total_steps(made.steps_per_epoch))
-    steps, (in_epochs, in_steps) = made.steps, run.spans(made.steps_per_epoch)
+def _simulate(trainer: Trainer, preview: RunPreview, run: Run, has_metric: bool) -> None:
+    """Step copies of the schedulers as the run will."""
+    optimizers, schedulers = simulated(trainer, run.limits.total_steps(preview.steps_per_epoch))
+    steps, (in_epochs, in_steps) = preview.steps, run.spans(preview.steps_per_epoch)
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
-    made.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
-    made.kernels = optim.fused_hints(optimizers)
+    preview.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
+    preview.kernels = optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]
     if len(stepped) < len(schedulers):
-        made.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
-    ends = {step for _, step in made.epoch_ends}
-    last = 0 if steps is None else made.first_step + min(steps, _LONGEST) - 1
+        preview.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
+    ends = {step for _, step in preview.epoch_ends}
+    last = 0 if steps is None else preview.first_step + min(steps, _LONGEST) - 1
     with random_state.isolated(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
-        for step in range(made.first_step, last + 1):
+        for step in range(preview.first_step, last + 1):
             for name, rate in optim.learning_rates(optimizers).items():
-                made.learning_rates.setdefault(name, []).append(rate)
+                preview.learning_rates.setdefault(name, []).append(rate)
             if on_batch or step in ends:
                 for scheduler in stepped:
                     scheduler.step()
     if steps is not None and steps > _LONGEST:
-        made.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+        preview.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
 
 
-def _try_metrics(trainer: Trainer, made: RunPlan, loader: Any, valid_loader: Any) -> None:
-    """Find the names of the metrics with one batch, and refuse an unknown monitor."""
+def _try_metrics(trainer: Trainer, preview: RunPreview, loader: Any, valid_loader: Any) -> None:
+    """Set the names of the metrics, and refuse a monitor that is not among them."""
     watches_training = valid_loader is None or split_prefix(trainer.monitor)[0] == "train"
     source = loader if watches_training else valid_loader
     split = "train" if watches_training else "valid"
@@ -375,12 +379,12 @@ def _try_metrics(trainer: Trainer, made: RunPlan, loader: Any, valid_loader: Any
         if tried.fault is not None:
             raise tried.fault
     except dry_run.NotTried as reason:
-        made.notes.append(f"{split} metrics are not known: {reason}")
+        preview.notes.append(f"{split} metrics are not known: {reason}")
         return
     except Exception as error:
-        made.notes.append(f"{split} metrics are not known: one batch was tried, and {type(error).__name__}: {error}")
+        preview.notes.append(f"{split} metrics are not known: one batch was tried, and {type(error).__name__}: {error}")
         return
-    made.metrics = tried.names
+    preview.metrics = tried.names
     dry_run.check_monitor(trainer, tried.names, split)
 
 
@@ -401,7 +405,7 @@ def _steps(steps: list[int]) -> str:
 
 
 def _curve(rates: list[float], first: int) -> str:
-    """Format a learning rate over a run: one number, or its first, largest and last value."""
+    """Format the learning rates of a run: one number, or the first, the peak, the last and some between."""
     if len(set(rates)) == 1:
         return f"{rates[0]:g}"
     peak = max(range(len(rates)), key=rates.__getitem__)
@@ -410,6 +414,6 @@ def _curve(rates: list[float], first: int) -> str:
 
 
 def _size(count: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes with a unit."""
     power = min(4, (len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

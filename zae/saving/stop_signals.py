@@ -20,17 +20,17 @@ _HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none.
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1, SIGHUP and Ctrl-C during a run, so that the loop can end after its step.
+    """Record SIGTERM, SIGUSR1, SIGHUP and Ctrl-C during a run, so that the loop can end after its step.
 
-    The same signal a second time, or Ctrl-C after any, ends the process at once: the system's own action is back in
-    place by then, and what is saved is whole at every instant. Only SIGHUP may come twice: a closed terminal sends it,
-    and so does the shell that ends with it. Signals that are ignored stay so, as nohup wants it. Python allows this in
-    the main thread only; elsewhere nothing is installed, and a warning says so.
+    The same signal a second time, or Ctrl-C after any, ends the process at once: the previous handlers are back by
+    then, and what is saved is valid at every moment. Only SIGHUP may come twice, from a closed terminal and from its
+    shell. Ignored signals stay ignored, as nohup needs. Python allows handlers in the main thread only; elsewhere none
+    is installed, with a warning.
 
     Attributes
     ----------
     noted : list of int
-        The first signal that came; empty until then. It is always the same list, which a loop may look at each time.
+        The first signal; empty before. It is always the same list, which a loop can look at.
     received : int or None
         The same as a value.
 
@@ -48,7 +48,7 @@ class StopSignals:
         self.noted: list[int] = []
         self._pid = 0
         self._listens = False
-        self._before: dict[int, Any] = {}  # What was there; afterwards, what others had put their own handler over.
+        self._before: dict[int, Any] = {}  # After `restore`: those that another handler covers.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_listens": False, "_before": {}, "noted": []}  # Handlers belong to a process.
@@ -59,13 +59,7 @@ class StopSignals:
         return self.noted[0] if self.noted else None
 
     def install(self) -> list[int]:
-        """Begin to note.
-
-        Returns
-        -------
-        list of int
-            What it notes in: ``noted``.
-        """
+        """Install the handlers, and return the list ``noted``."""
         if self._listens:
             return self.noted
         if threading.current_thread() is not threading.main_thread():
@@ -85,7 +79,7 @@ class StopSignals:
         return self.noted
 
     def restore(self) -> None:
-        """Put the handlers that were there before back, but not over one that was installed since."""
+        """Restore the previous handlers, except over one that was installed in between."""
         if not self._listens:
             return
         self._listens = False
@@ -96,19 +90,9 @@ class StopSignals:
                 signal.signal(number, _beneath(self._before.pop(number), number))
 
     def end(self, number: int) -> NoReturn:
-        """Put the handlers back, call the one that was there for a signal, and leave.
+        """Restore the handlers, call the previous one of this signal, and end the process.
 
-        Parameters
-        ----------
-        number : int
-            The signal that asked for the end; on another rank it may have been.
-
-        Raises
-        ------
-        KeyboardInterrupt
-            For Ctrl-C; Python ends with status 130 then.
-        SystemExit
-            With status 129 for SIGHUP, 143 for the others.
+        It raises KeyboardInterrupt for Ctrl-C, else SystemExit with status 129 for SIGHUP and 143 for the others.
         """
         before = _beneath(self._before.get(number), number)
         self.restore()
@@ -120,7 +104,7 @@ class StopSignals:
         raise SystemExit(exit_status(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._listens:  # A handler that was installed over this one has restored it after the run, or calls it.
+        if not self._listens:  # A handler that was installed over this one calls it, or has restored it.
             handler = _beneath(self._note, number)
             if callable(handler):
                 handler(number, frame)
@@ -131,7 +115,7 @@ class StopSignals:
         if os.getpid() != self._pid:
             self._pass_on(number)
             return
-        # What cannot be interrupted at once in Python, a long call of C, can be by the system.
+        # Python runs no handler within a long call of C; the default action of the system interrupts it.
         for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
             signal.signal(each, signal.SIG_DFL)
         if not self.noted:
@@ -139,7 +123,7 @@ class StopSignals:
             mute_workers(expected=True)  # The signal may have gone to them too.
 
     def _pass_on(self, number: int) -> None:
-        """In a loader's worker, forked with this handler: Ctrl-C is the main process's to deal with."""
+        """In a forked worker of a loader: leave Ctrl-C to the main process."""
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -150,7 +134,7 @@ def _numbers() -> list[int]:
 
 
 def _beneath(handler: Any, number: int) -> Any:
-    """What there is for a signal, where the handlers of runs that are over do not count."""
+    """Return the handler of a signal below the handlers of runs that are over."""
     passed: list[Any] = []
     while getattr(handler, "__func__", None) is StopSignals._note and not handler.__self__._listens:
         passed.append(handler)
