@@ -22,7 +22,6 @@ from zae.errors import (
 )
 from zae.loop import addon_state
 from zae.loop.progress import Every
-from zae.loop.state import load_weights_of
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver, warn_of_lost_ranks
 from zae.saving.resume import Resumption
@@ -32,7 +31,7 @@ from zae.saving.start_from import Start, parts_of
 from zae.saving.stop_signals import StopSignals
 from zae.storage.checkpoint import newest_valid
 from zae.storage.manifest import check_progress
-from zae.storage.plain_names import named_parameters
+from zae.storage.model_weights import named_parameters
 
 __all__ = ["StateManagerAddon"]
 
@@ -441,7 +440,8 @@ class StateManagerAddon(AddOnBase):
                 pass
         self._settle_save()
         path = self.checkpointer.require_best(self.monitor)
-        load_weights_of(self, path)
+        _, model, state = self.checkpointer.read(path)
+        self.load_evaluation_state({"model": model, **state})
         return path
 
     # ------------------------------------------------------------------------------------------- state and plan

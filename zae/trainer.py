@@ -32,10 +32,10 @@ from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
-from zae.loop.state import Weights, load_core, load_evaluation_weights, read_core, save_evaluation_weights
+from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
-from zae.storage.plain_names import plain_state, without_wrappers
+from zae.storage.model_weights import Weights, plain_state, without_wrappers
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase

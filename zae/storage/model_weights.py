@@ -1,0 +1,238 @@
+"""The weights of a model: their names without the prefixes of wrappers, and loading them, all or nothing.
+
+``torch.compile(model)`` names a weight ``_orig_mod.weight``, and ``DataParallel`` and ``DistributedDataParallel`` name
+it ``module.weight``. Checkpoints use the names of the module itself, so that plain PyTorch can load them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zae.common.torch_private import has_own_loading, has_own_shapes
+from zae.errors import CheckpointMismatch, ConfigError
+from zae.storage.weights_file import load_weights
+
+__all__ = [
+    "Weights",
+    "apply_weights",
+    "check_types",
+    "fit_name",
+    "fit_state",
+    "fit_weights",
+    "load_fitted",
+    "named_parameters",
+    "own_names",
+    "plain_names",
+    "plain_state",
+    "without_wrappers",
+]
+
+_log = logging.getLogger("zae")
+Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
+_SHOWN = 10
+_COMPILED = "_orig_mod"
+_WRAPPERS = (_COMPILED, "module")
+
+
+def _inner_name(module: nn.Module) -> str:
+    """Return the name of the module inside a wrapper of torch; empty for any other module."""
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return "module"
+    # The class that torch.compile returns is private; no other module has only this child.
+    return _COMPILED if [name for name, _ in module.named_children()] == [_COMPILED] else ""
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module inside one or several wrappers; a plain one itself.
+
+    Examples
+    --------
+    >>> layer = nn.Linear(1, 1)
+    >>> without_wrappers(DataParallel(layer)) is layer, without_wrappers(layer) is layer
+    (True, True)
+    """
+    while (name := _inner_name(module)) and isinstance(inner := getattr(module, name), nn.Module):
+        module = inner
+    return module
+
+
+def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names.
+
+    Examples
+    --------
+    >>> plain_names(nn.Sequential(DataParallel(nn.Linear(1, 1))), ["0.module.weight"])
+    {'0.module.weight': '0.weight'}
+    """
+    prefixes = []
+    for path, each in module.named_modules(remove_duplicate=False):
+        if inner := _inner_name(each):
+            prefixes.append((f"{path}.{inner}." if path else f"{inner}.", f"{path}." if path else ""))
+    prefixes.sort(key=lambda pair: -len(pair[0]))  # A wrapper within another one first.
+    made = {}
+    for name in names:
+        plain = name
+        for prefix, shorter in prefixes:
+            if plain.startswith(prefix):
+                plain = shorter + plain[len(prefix) :]
+        made[name] = plain
+    return made
+
+
+def own_names(module: nn.Module) -> dict[str, str]:
+    """Map plain names to the keys of a module's ``state_dict``."""
+    return {plain: own for own, plain in plain_names(module, module.state_dict()).items()}
+
+
+def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Return the ``state_dict`` of a module under plain names.
+
+    Examples
+    --------
+    >>> list(plain_state(nn.Sequential(DataParallel(nn.Linear(1, 1)))))
+    ['0.weight', '0.bias']
+    """
+    state = module.state_dict(keep_vars=keep_vars)
+    plain = plain_names(module, state)
+    if all(name == own for own, name in plain.items()):
+        return state
+    return OrderedDict((plain[own], value) for own, value in state.items())
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by their plain names."""
+    parameters = dict(module.named_parameters())
+    plain = plain_names(module, parameters)
+    return {plain[own]: parameter for own, parameter in parameters.items()}
+
+
+def fit_name(name: str, known: Mapping[str, Any]) -> str:
+    """Return the known plain name that a saved one stands for, without wrappers; the name itself if none fits.
+
+    Examples
+    --------
+    >>> fit_name("_orig_mod.0.module.weight", {"0.weight": None}), fit_name("bias", {"0.weight": None})
+    ('0.weight', 'bias')
+    """
+    parts = name.split(".")
+    while name not in known and parts[0] in _WRAPPERS and parts[1:]:
+        parts = parts[1:]
+        if (shorter := ".".join(parts)) in known:
+            return shorter
+    if name in known:
+        return name
+    bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return bare if bare in known else name
+
+
+def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under the keys that a module loads, whatever wrappers the saved module had."""
+    known, own = own_names(module), module.state_dict()
+    made: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        key = name if name in own else known.get(fit_name(name, known), name)
+        made[name if key in made else key] = value  # Two of one name are refused later.
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------- loading
+
+
+def apply_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
+    """Load weights into a module; return the missing and the unexpected keys. On an error the module is unchanged."""
+    if not isinstance(weights, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
+        )
+    found = weights if isinstance(weights, Mapping) else load_weights(Path(weights))
+    keys = load_fitted(module, fit_weights(module, found, strict), strict)
+    return list(keys.missing_keys), list(keys.unexpected_keys)
+
+
+def fit_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
+    """Return weights under the keys that a module loads; refuse those of another model."""
+    own = module.state_dict()
+    made, weights = _tensors_in(own), fit_state(module, weights)
+    missing = [key for key in own if key not in weights]
+    unexpected = [key for key in weights if key not in own]
+    shapes = [
+        f"{key} is {_shape_of(value)} and must be {tuple(made[key].shape)}"
+        for key, value in weights.items()
+        if key in made and _shape_of(value) != tuple(made[key].shape)
+        if not _accepts(module, key.rpartition(".")[0], weights)
+    ]
+    # With strict=False too, or torch would raise in the middle of loading.
+    wrong = {"shapes differ": shapes} | ({"missing": missing, "unexpected": unexpected} if strict else {})
+    parts = [
+        f"{len(v)} {k} ({', '.join(v[:_SHOWN])}{', ...' if len(v) > _SHOWN else ''})" for k, v in wrong.items() if v
+    ]
+    if parts:
+        raise CheckpointMismatch(
+            f"the weights do not fit {type(module).__name__}: {'; '.join(parts)}; nothing was loaded. "
+            "Build the model as it was saved" + ("" if shapes else ", or load what fits with strict=False")
+        )
+    if not strict and (missing or unexpected):
+        _log.warning("weights missing: %s; unexpected: %s", missing[:_SHOWN], unexpected[:_SHOWN])
+    return weights
+
+
+def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
+    """Load weights that fit; if a module has its own loading code and it fails, restore the weights from before."""
+    own = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
+    before = {key: copy.deepcopy(value) for key, value in own.items() if not nn.parameter.is_lazy(value)}
+    try:
+        return module.load_state_dict(weights, strict=strict)
+    except BaseException:
+        if before:
+            with contextlib.suppress(Exception):  # Its code may fail again; the rest is restored.
+                module.load_state_dict(before, strict=False)
+        raise
+
+
+def check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of another dtype than the model's: they would be rounded silently."""
+    own = _tensors_in(module.state_dict())
+    wrong = [
+        f"{key} was {value.dtype} and is {own[key].dtype}"
+        for key, value in weights.items()
+        if key in own and own[key].dtype != value.dtype
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            f"{len(wrong)} weights of {type(module).__name__} have another type ({'; '.join(wrong[:_SHOWN])}); nothing "
+            "was loaded. Build the model as it was saved, or take the weights alone: apply_weights(path)"
+        )
+
+
+def _shape_of(value: Any) -> Any:
+    """Return the shape of a tensor; the type of anything else, which torch would refuse in the middle of loading."""
+    return tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _accepts(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether a module loads weights of other shapes with its own code, as observers do; a copy tries it."""
+    prefix = f"{path}." if path else ""
+    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    try:
+        owner = module.get_submodule(path)
+        if not has_own_shapes(owner):
+            return False
+        copy.deepcopy(owner).load_state_dict(own, strict=False)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state, without the parameters of a lazy module, which have no shape yet."""
+    return {key: each for key, each in state.items() if isinstance(each, Tensor) and not nn.parameter.is_lazy(each)}
