@@ -438,7 +438,6 @@ class StateManagerAddon(AddOnBase):
         if self.best_path is None and self._resumption.resume is not False:
             with self.ready():  # It resumes as it is set up.
                 pass
-        self._settle_save()
         path = self.checkpointer.require_best(self.monitor)
         _, model, state = self.checkpointer.read(path)
         self.load_evaluation_state({"model": model, **state})
