@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as of_torch
 
 from kit.hand import digest
+from kit.rank_tasks import forks
 from zae import ConfigError, Trainer
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 from zae.schedulers import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler
@@ -377,7 +378,8 @@ def test_ranks_plan_their_own_steps(tmp_path: Any) -> None:
     model = torch.nn.Linear(3, 1)
     trainer = OnRanks(model, ["cpu", "cpu"], optimizer=AdamW(model.parameters()), scheduler=cosine,
                       scheduler_step_on_batch=True)  # fmt: skip
-    assert trainer.run(2, torch.utils.data.DataLoader(torch.randn(32, 3), batch_size=4))["step"] == 8
+    with forks():
+        assert trainer.run(2, torch.utils.data.DataLoader(torch.randn(32, 3), batch_size=4))["step"] == 8
     assert (trainer.scheduler.T_max, trainer.scheduler.last_epoch) == (8, 8)
 
 
