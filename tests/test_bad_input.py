@@ -38,6 +38,7 @@ from zae.addons import (
 from zae.schedulers import CosineAnnealingScheduler
 
 
+@pytest.mark.covers("E1")
 @pytest.mark.parametrize(
     ("add_ons", "option", "meant"),
     [
@@ -48,7 +49,7 @@ from zae.schedulers import CosineAnnealingScheduler
         ((EMAAddon,), "decai", "decay"),
     ],
 )
-def test_e1_a_misspelt_option(add_ons, option, meant):
+def test_a_misspelt_option(add_ons, option, meant):
     """E1: whichever add-on owns it; never swallowed by ``**kwargs``."""
     made = Task.add_on(*add_ons)
     with pytest.raises(
@@ -58,6 +59,7 @@ def test_e1_a_misspelt_option(add_ons, option, meant):
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.covers("E2")
 @pytest.mark.parametrize(
     ("option", "owner"),
     [
@@ -68,13 +70,14 @@ def test_e1_a_misspelt_option(add_ons, option, meant):
         ("gradient_accumulation_steps", "GradientAccumulationAddon"),
     ],
 )
-def test_e2_an_option_of_an_absent_add_on(option, owner):
+def test_an_option_of_an_absent_add_on(option, owner):
     """E2"""
     with pytest.raises(OptionError, match=rf"it is an option of {owner}; add it with .add_on\({owner}\)"):
         make(**{option: 1})
 
 
-def test_e3_add_ons_that_do_not_go_together():
+@pytest.mark.covers("E3")
+def test_add_ons_that_do_not_go_together():
     """E3: in add_on, both named; the class and its cache are as before."""
 
     class Rival(EMAAddon):
@@ -95,7 +98,8 @@ def test_e3_add_ons_that_do_not_go_together():
     assert {k for k in Task.__dict__ if k != "_compositions"} == {k for k in before if k != "_compositions"}
 
 
-def test_e14_unknown_arguments_of_run():
+@pytest.mark.covers("E14")
+def test_unknown_arguments_of_run():
     """E14: each is refused with the call to write, before anything happens."""
     trainer = make()
     before = whole(trainer)
@@ -149,6 +153,7 @@ def test_a_factory_that_cannot_be_called(options, line):
     assert str(caught.value).endswith(line)
 
 
+@pytest.mark.covers("E9")
 @pytest.mark.parametrize(
     ("device", "match"),
     [
@@ -165,7 +170,7 @@ def test_a_factory_that_cannot_be_called(options, line):
     ],
     ids=str,
 )
-def test_e9_devices(device, match, monkeypatch):
+def test_devices(device, match, monkeypatch):
     """E9; P-44: several devices are never used, and never ignored, without an add-on for them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -173,8 +178,9 @@ def test_e9_devices(device, match, monkeypatch):
         make(device=device)
 
 
+@pytest.mark.covers("E9")
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), ["cpu"], ("cpu",), "auto", None], ids=str)
-def test_e9_devices_that_are_there(device, monkeypatch):
+def test_devices_that_are_there(device, monkeypatch):
     """E9, P-44, P-57: strings work, and "auto" is one device, however many are visible."""
     trainer = make(device=device)
     assert len(trainer.devices) == 1
@@ -183,7 +189,8 @@ def test_e9_devices_that_are_there(device, monkeypatch):
     assert not isinstance(trainer.model, torch.nn.DataParallel)
 
 
-def test_p44_auto_is_one_device_however_many_are_visible(monkeypatch):
+@pytest.mark.covers("P-44")
+def test_auto_is_one_device_however_many_are_visible(monkeypatch):
     """P-44"""
     from zae.common.device import parse_device
 
@@ -197,6 +204,7 @@ def other_parameters():
     return torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
 
 
+@pytest.mark.covers("E10")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -214,19 +222,21 @@ def other_parameters():
         ),
     ],
 )
-def test_e10_optimizers_and_schedulers(options, match):
+def test_optimizers_and_schedulers(options, match):
     """E10"""
     with pytest.raises(ConfigError, match=match):
         make(**options)
 
 
-def test_e10_none_is_fine_where_it_can_be_meant():
+@pytest.mark.covers("E10")
+def test_none_is_fine_where_it_can_be_meant():
     """E10, P-57: no scheduler; no optimizer in mode "test"."""
     assert make(scheduler=None).run(1, loader())["step"] == 3
     trainer = make(optimizer=None, mode="test")
     assert set(trainer.evaluate(loader())) == {"loss"}
 
 
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -252,7 +262,7 @@ def test_e10_none_is_fine_where_it_can_be_meant():
     ],
     ids=str,
 )
-def test_e11_arguments_of_the_constructor(options, match):
+def test_arguments_of_the_constructor(options, match):
     """E11"""
     if "model" in options:
         options = {**options, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
@@ -263,6 +273,7 @@ def test_e11_arguments_of_the_constructor(options, match):
         make(**options)
 
 
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -279,7 +290,7 @@ def test_e11_arguments_of_the_constructor(options, match):
     ],
     ids=str,
 )
-def test_e11_arguments_of_run(arguments, match):
+def test_arguments_of_run(arguments, match):
     """E11: at the call, before anything is set up."""
     trainer = make()
     epochs, options = arguments[0], arguments[1] if len(arguments) > 1 else {}
@@ -288,7 +299,8 @@ def test_e11_arguments_of_run(arguments, match):
     assert trainer.run(1, loader())["step"] == 3
 
 
-def test_e11_numbers_of_numpy_are_numbers():
+@pytest.mark.covers("E11")
+def test_numbers_of_numpy_are_numbers():
     """E11: a count or a number that comes out of an array is as good as Python's."""
     one, half = np.int64(1), np.float32(0.5)
     composed = Task.add_on(EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon)
@@ -300,7 +312,8 @@ def test_e11_numbers_of_numpy_are_numbers():
     assert [type(value) for value in (trainer.gradient_clip, trainer.fast_data)] == [float, bool]
 
 
-def test_e11_swapped_arguments():
+@pytest.mark.covers("E11")
+def test_swapped_arguments():
     trainer = make()
     with refused(trainer, OptionError, r"n_epoch, the number of epochs, and not a loader .*; write run\(3, loader\)"):
         trainer.run(loader(), 3)
@@ -308,6 +321,7 @@ def test_e11_swapped_arguments():
         trainer.toggle("eval")
 
 
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("add_on", "options", "match"),
     [
@@ -337,24 +351,26 @@ def test_e11_swapped_arguments():
     ],
     ids=str,
 )  # fmt: skip
-def test_e11_options_of_the_add_ons(add_on, options, match):
+def test_options_of_the_add_ons(add_on, options, match):
     """E11, P-21: at construction, and nothing is written."""
     with pytest.raises(ConfigError, match=match):
         make(Task.add_on(add_on), **options)
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     "arguments", [{}, {"steps": 1, "epochs": 1}, {"steps": 0}, {"epochs": 1.5}, {"steps": True}], ids=str
 )
-def test_e11_cadences(arguments):
+def test_cadences(arguments):
     with pytest.raises(ConfigError, match=r"Every\("):
         Every(**arguments)
 
 
+@pytest.mark.covers("E16")
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy", "val_acuracy"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,), (StateManagerAddon,)], ids=str)
-def test_fault_e16_a_metric_that_nothing_records(monitor, add_ons):
+def test_fault_a_metric_that_nothing_records(monitor, add_ons):
     """E16, P-35: before the first step, with the names there are."""
     cls = stepping(lambda self, batch: {"loss": mse(self, batch), "accuracy": 0.5}, "test_step")
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
@@ -366,7 +382,8 @@ def test_fault_e16_a_metric_that_nothing_records(monitor, add_ons):
     assert trainer.progress_checker.step == 0
 
 
-def test_fault_e16_a_nan_is_never_the_best():
+@pytest.mark.covers("E16")
+def test_fault_a_nan_is_never_the_best():
     """E16"""
     scores = iter([float("nan"), 0.5, float("nan"), 0.25])
 
@@ -379,7 +396,8 @@ def test_fault_e16_a_nan_is_never_the_best():
     assert (trainer.best["score"], trainer.best["epoch"]) == (0.5, 2)
 
 
-def test_e15_what_cannot_travel_to_another_process():
+@pytest.mark.covers("E15")
+def test_what_cannot_travel_to_another_process():
     """E15: the path of the attribute, before any process is started."""
     from zae.addons.mpu import MultiGPUAddon
 
@@ -398,7 +416,8 @@ def test_e15_what_cannot_travel_to_another_process():
     assert multiprocessing.active_children() == []
 
 
-def test_e17_a_missing_step():
+@pytest.mark.covers("E17")
+def test_a_missing_step():
     """E17, P-57: the seed's own first example, which lacks its steps, shows the lines to write."""
     made = Trainer.add_on(StateManagerAddon, AMPAddon)
     with pytest.raises(
@@ -430,7 +449,8 @@ def test_e17_a_missing_step():
         Half(model)
 
 
-def test_p57_the_seeds_spellings_run():
+@pytest.mark.covers("P-57")
+def test_the_seeds_spellings_run():
     """P-57: device as a string, no scheduler, AMP on the CPU."""
     for composed in (Task, Task.add_on(AMPAddon), Task.add_on(AMPAddon, StateManagerAddon)):
         model = torch.nn.Linear(3, 1)
@@ -446,7 +466,8 @@ def test_p57_the_seeds_spellings_run():
         assert trainer.run(n_epoch=2, loader=loader(), valid_loader=loader())["epoch"] == 2
 
 
-def test_p07_plateau_without_its_metric():
+@pytest.mark.covers("P-07")
+def test_plateau_without_its_metric():
     """P-07: before the first batch, whatever is composed."""
     for add_ons in ((), (AMPAddon, GradientAccumulationAddon)):
         trainer = make(Task.add_on(*add_ons), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -459,7 +480,8 @@ def test_p07_plateau_without_its_metric():
         assert asked == []
 
 
-def test_p08_one_cycle_that_is_too_short():
+@pytest.mark.covers("P-08")
+def test_one_cycle_that_is_too_short():
     """P-08: planned in optimizer steps, windows and not batches; refused before the first batch, with the numbers."""
 
     def cycle(optimizer):
@@ -485,16 +507,18 @@ def test_p08_one_cycle_that_is_too_short():
         accumulating.run(1, loader())
 
 
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize("files", ["state.json", None, 3])
-def test_e11_files_that_may_be_absent_are_a_list(files):
+def test_files_that_may_be_absent_are_a_list(files):
     """F-E11, P-16: a text would be taken for a list of its letters."""
     trainer = make(Task.add_on(StateManagerAddon), save_path="a")
     with pytest.raises(ConfigError, match=rf"allow_partial={files!r}; it must be a list of files: \['state.json'\]"):
         trainer.load_state("a", allow_partial=files)
 
 
+@pytest.mark.covers("E10")
 @pytest.mark.parametrize("nothing", [[], (), {}])
-def test_e10_a_list_of_no_optimizers(nothing):
+def test_a_list_of_no_optimizers(nothing):
     """E10: nothing would be trained, and no word said."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ConfigError, match="and mode='train' needs one; write optimizer="):
@@ -502,9 +526,10 @@ def test_e10_a_list_of_no_optimizers(nothing):
     assert "loss" in Task(model, "cpu", "test", optimizer=nothing).evaluate(loader())
 
 
+@pytest.mark.covers("E16")
 @pytest.mark.parametrize("monitor", ["valid/loss", "val_loss", "test/loss"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,)])
-def test_e16_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
+def test_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
     """E16: training's own loss decided which epoch is best, and when to stop, under the name of the validation's."""
     trainer = make(Task.add_on(*add_ons), monitor=monitor)
     with pytest.raises(MonitorError, match=f"{monitor}' is a metric of the validation.*give run.. a valid_loader"):
@@ -513,7 +538,8 @@ def test_e16_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
     assert make(Task.add_on(*add_ons), monitor=monitor).run(1, loader(), loader())["best_valid"]["epoch"] == 1
 
 
-def test_e16_a_metric_of_training_that_is_called_like_one_of_the_validation():
+@pytest.mark.covers("E16")
+def test_a_metric_of_training_that_is_called_like_one_of_the_validation():
     class Named(Task):
         def train_step(self, batch):
             return {**super().train_step(batch), "valid_loss": 2.0}
@@ -521,7 +547,8 @@ def test_e16_a_metric_of_training_that_is_called_like_one_of_the_validation():
     assert make(Named, monitor="valid_loss").run(1, loader())["best_train"]["score"] == 2.0
 
 
-def test_e11_the_losses_of_a_misspelt_mode():
+@pytest.mark.covers("E11")
+def test_the_losses_of_a_misspelt_mode():
     """E11: they were those of the validations."""
     trainer = make()
     trainer.run(2, loader(), loader())
@@ -596,7 +623,8 @@ def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
     assert torch.equal(copied.model.weight, trainer.model.weight)
 
 
-def test_e15_add_on_of_an_instance_is_refused():
+@pytest.mark.covers("E15")
+def test_add_on_of_an_instance_is_refused():
     """It would make a class, and leave the instance as it is; asked for as an attribute it stays a method."""
     trainer = make(InADict.add_on(AMPAddon))
     with pytest.raises(AddOnError, match=r"write InADict.add_on\(EMAAddon, 'x'\)\(model, ...\)"):
@@ -606,7 +634,8 @@ def test_e15_add_on_of_an_instance_is_refused():
     assert list(inspect.signature(InADict.add_on).parameters) == ["add_ons"]
 
 
-def test_e15_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
+@pytest.mark.covers("E15")
+def test_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
     """At the run's begin, and when it is thawed or added later; one that is frozen is meant."""
 
     def build(*held, frozen=()):

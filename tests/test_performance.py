@@ -89,16 +89,19 @@ def calls_per_step(trainer: Any) -> float:
     return (many.total() - few.total()) / 100
 
 
-def test_p54_a_step_without_add_ons_is_few_calls() -> None:
+@pytest.mark.covers("P-54")
+def test_a_step_without_add_ons_is_few_calls() -> None:
     """A seam that nobody overrides is one call, and entering a context that nobody needs is none."""
     assert calls_per_step(build(Task)) <= 34
 
 
-def test_p54_eight_idle_add_ons_are_few_calls_more(tmp_path: Path) -> None:
+@pytest.mark.covers("P-54")
+def test_eight_idle_add_ons_are_few_calls_more(tmp_path: Path) -> None:
     assert calls_per_step(build(Task.add_on(*EIGHT), **idle(tmp_path))) <= 38
 
 
-def test_p54_no_context_is_entered_that_does_nothing(tmp_path: Path) -> None:
+@pytest.mark.covers("P-54")
+def test_no_context_is_entered_that_does_nothing(tmp_path: Path) -> None:
     """A generator that only yields is the dearest way of doing nothing."""
     import contextlib
 
@@ -117,7 +120,8 @@ def test_p54_no_context_is_entered_that_does_nothing(tmp_path: Path) -> None:
     assert [name for name, times in Counter(entered).items() if times >= 40] == []
 
 
-def test_p54_what_a_step_costs_does_not_depend_on_the_epoch_or_on_the_steps_so_far() -> None:
+@pytest.mark.covers("P-54")
+def test_what_a_step_costs_does_not_depend_on_the_epoch_or_on_the_steps_so_far() -> None:
     trainer = build(Task)
     trainer.run(1, Batches(1))  # What is looked at once, before the first step of all, is not a cost of a step.
     fresh = calls_per_step(trainer)
@@ -126,8 +130,9 @@ def test_p54_what_a_step_costs_does_not_depend_on_the_epoch_or_on_the_steps_so_f
     assert (calls_in(trainer, 900).total() - calls_in(trainer, 800).total()) / 100 == pytest.approx(fresh, abs=0.1)
 
 
+@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("cls", [Task, Task.add_on(*EIGHT)], ids=["none", "eight"])
-def test_p33_live_tensors_do_not_grow(cls: type[Trainer], tmp_path: Path) -> None:
+def test_live_tensors_do_not_grow(cls: type[Trainer], tmp_path: Path) -> None:
     """After each step nothing that is kept has a graph, and a thousand steps keep as many tensors as ten."""
     counts: list[int] = []
     graphs: list[int] = []

@@ -32,8 +32,9 @@ class Counted(Regression):
 # --- windows
 
 
+@pytest.mark.covers("P-01")
 @pytest.mark.parametrize("wrap", [list, Unsized])
-def test_p01_the_last_short_window_is_divided_by_its_own_length(wrap: Any) -> None:
+def test_the_last_short_window_is_divided_by_its_own_length(wrap: Any) -> None:
     """P-01: 5 batches, accumulation 4: two updates, the second of one batch; no gradient survives."""
     batches = pairs(4, 4, 4, 4, 4)
     model, by_hand = line(), line()
@@ -53,7 +54,8 @@ def test_p01_the_last_short_window_is_divided_by_its_own_length(wrap: Any) -> No
     assert [p.grad for p in model.parameters()] == [None, None]
 
 
-def test_p01_batches_are_held_one_at_a_time_when_the_loader_has_a_length() -> None:
+@pytest.mark.covers("P-01")
+def test_batches_are_held_one_at_a_time_when_the_loader_has_a_length() -> None:
     """Of a loader with a length no batch is fetched before the one before it was used."""
     events: list[str] = []
 
@@ -77,9 +79,10 @@ def test_p01_batches_are_held_one_at_a_time_when_the_loader_has_a_length() -> No
     assert events == ["fetch", "use"] * 4
 
 
+@pytest.mark.covers("P-02")
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_p02_every_target_weighs_alike(accumulate: int, clip: float) -> None:
+def test_every_target_weighs_alike(accumulate: int, clip: float) -> None:
     """P-02: micro-batches of unequal counts are one big batch (relative 1e-6 in float32)."""
     sizes = (1, 5, 2, 7)
     batches = pairs(*sizes)
@@ -104,7 +107,8 @@ def test_p02_every_target_weighs_alike(accumulate: int, clip: float) -> None:
     assert means == pytest.approx(sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes), rel=1e-12)
 
 
-def test_p02_counts_that_come_and_go_or_are_zero_are_refused() -> None:
+@pytest.mark.covers("P-02")
+def test_counts_that_come_and_go_or_are_zero_are_refused() -> None:
     """P-02."""
 
     class Sometimes(Counted):
@@ -130,7 +134,8 @@ def test_p02_counts_that_come_and_go_or_are_zero_are_refused() -> None:
 # --- counters
 
 
-def test_p03_one_step_counter_whatever_the_number_of_optimizers() -> None:
+@pytest.mark.covers("P-03")
+def test_one_step_counter_whatever_the_number_of_optimizers() -> None:
     """P-03: both counters in every record, in the checkpoint and in what run returns."""
     gan = hand.Gan()
     trainer = GanTask.add_on(GradientAccumulationAddon)(
@@ -146,7 +151,8 @@ def test_p03_one_step_counter_whatever_the_number_of_optimizers() -> None:
     assert (metrics["step"], trainer.progress_checker.batch, metrics["epoch"]) == (7, 14, 1)
 
 
-def test_p04_the_learning_rate_is_a_function_of_the_update() -> None:
+@pytest.mark.covers("P-04")
+def test_the_learning_rate_is_a_function_of_the_update() -> None:
     """P-04: for accumulation 1 and 4 of the same number of updates."""
     rates = []
     for accumulate, count in ((1, 6), (4, 24)):
@@ -161,8 +167,9 @@ def test_p04_the_learning_rate_is_a_function_of_the_update() -> None:
 # --- mixed precision
 
 
+@pytest.mark.covers("P-05")
 @pytest.mark.parametrize("fused", [False, True])
-def test_p05_a_skipped_step_leaves_everything_alone(fused: bool) -> None:
+def test_a_skipped_step_leaves_everything_alone(fused: bool) -> None:
     """P-05: infinite gradients at update 0; parameters, optimizer, scheduler and average wait; torch has no warning."""
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.05, fused=fused)
@@ -192,7 +199,8 @@ def test_p05_a_skipped_step_leaves_everything_alone(fused: bool) -> None:
     assert trainer.log_history[0]["skipped_steps"] == 1
 
 
-def test_p05_one_of_two_optimizers_has_no_gradient_in_a_step() -> None:
+@pytest.mark.covers("P-05")
+def test_one_of_two_optimizers_has_no_gradient_in_a_step() -> None:
     """With fp16: a step that trains one network only."""
 
     class Alternating(Trainer):
@@ -242,9 +250,10 @@ class NormAddon(AddOnBase):
         return super().optimizer_step()
 
 
+@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("scale", [4.0, 2.0**12, 2.0**19])
-def test_p06_scale_and_clip_and_accumulate_in_every_order(precision: str, scale: float) -> None:
+def test_scale_and_clip_and_accumulate_in_every_order(precision: str, scale: float) -> None:
     """P-06: unscale, clip, step, update; the optimizer never sees more than the norm, at any scale."""
     by_hand, norms = network(), []
     torch.manual_seed(7)
@@ -271,15 +280,17 @@ def test_p06_scale_and_clip_and_accumulate_in_every_order(precision: str, scale:
 # --- schedules
 
 
-def test_p07_a_plateau_without_its_metric_is_refused_before_batch_1() -> None:
+@pytest.mark.covers("P-07")
+def test_a_plateau_without_its_metric_is_refused_before_batch_1() -> None:
     """P-07."""
     trainer = build(task=Untouched, scheduler=lambda o: ReduceLROnPlateau(o))
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau\) needs a metric .* valid_loader"):
         trainer.run(1, loader())
 
 
+@pytest.mark.covers("P-07")
 @pytest.mark.parametrize(("monitor", "every"), [("loss", None), ("loss", 2), ("train/loss", None), ("train/loss", 2)])
-def test_p07_a_plateau_is_stepped_with_the_monitored_metric(monitor: str, every: Any) -> None:
+def test_a_plateau_is_stepped_with_the_monitored_metric(monitor: str, every: Any) -> None:
     """P-07: after each validation, or after each epoch when it watches training; scheduler_step_on_batch or not."""
     for on_batch in (False, True):
         given: list[float] = []
@@ -297,7 +308,8 @@ def test_p07_a_plateau_is_stepped_with_the_monitored_metric(monitor: str, every:
         assert trainer.best["score"] == min(given)
 
 
-def test_p08_a_schedule_too_short_for_the_run_is_refused_before_batch_1() -> None:
+@pytest.mark.covers("P-08")
+def test_a_schedule_too_short_for_the_run_is_refused_before_batch_1() -> None:
     """P-08: 6 batches, accumulation 4, 3 epochs: 6 updates."""
     options = {"gradient_accumulation_steps": 4, "scheduler_step_on_batch": True}
     for total, fits in ((5, False), (6, True)):
@@ -371,9 +383,10 @@ class GanTaskByLoss(GanTask):
         return {"loss": self.model.losses(batch)}
 
 
+@pytest.mark.covers("P-11")
 @pytest.mark.parametrize("by_loss", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_p11_two_optimizers_under_clip_and_accumulation_and_precision(by_loss: bool, precision: str) -> None:
+def test_two_optimizers_under_clip_and_accumulation_and_precision(by_loss: bool, precision: str) -> None:
     """P-11: a GAN with no flag is the hand loop, bitwise."""
     real = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     by_hand, gan = hand.Gan(), hand.Gan()

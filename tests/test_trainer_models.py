@@ -109,9 +109,10 @@ def grow(model: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(model.head[1].parameters())})
 
 
+@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("change", [thaw, thaw_and_add, grow])
 @pytest.mark.parametrize("clip", [0.0, 0.02])
-def test_p06_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(change: Any, clip: float) -> None:
+def test_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(change: Any, clip: float) -> None:
     """P-06: the parameters are those that the model and the optimizer have as an epoch begins, as by hand."""
 
     class Changing(Regression):
@@ -138,9 +139,10 @@ def test_p06_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(chang
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(several: bool, accumulate: int) -> None:
+def test_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(several: bool, accumulate: int) -> None:
     """P-06: an optimizer that is given another group follows the hand loop from that step on; so does an average."""
 
     class Growing(Regression):
@@ -185,7 +187,8 @@ def test_p06_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(
     trainer.run(1, batches)
 
 
-def test_p12_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
+@pytest.mark.covers("P-12")
+def test_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
     """P-12, F-E12: its shapes are known after its first batch, or after a load; a shape that differs is refused."""
 
     def make(width: int = 8, **options: Any) -> Any:
@@ -237,7 +240,8 @@ class Observer(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def test_p12_f_e12_a_module_that_loads_another_shape_itself_is_resumed(tmp_path: Any) -> None:
+@pytest.mark.covers("P-12", "F-E12")
+def test_a_module_that_loads_another_shape_itself_is_resumed(tmp_path: Any) -> None:
     """P-12, F-E12: with its average; what neither it nor torch's own modules take is refused before anything loads."""
 
     def make(**options: Any) -> Any:
@@ -264,8 +268,9 @@ def test_p12_f_e12_a_module_that_loads_another_shape_itself_is_resumed(tmp_path:
     assert digest(fresh.model) == before
 
 
+@pytest.mark.covers("P-10")
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])
-def test_p10_averages_of_odd_models(kind: Any) -> None:
+def test_averages_of_odd_models(kind: Any) -> None:
     """P-10: tied weights have one average, complex ones are averaged, and frozen ones stay."""
     model, first = kind(), kind()
     trainer = build(EMAAddon, task=Regression, model=model, optimizer=SGD(model.parameters(), lr=0.1), decay=0.75)
@@ -288,8 +293,9 @@ def test_p10_averages_of_odd_models(kind: Any) -> None:
         assert trainer.average["a.weight"] is trainer.average["b.weight"]
 
 
+@pytest.mark.covers("P-10")
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_p10_the_average_counts_updates(accumulate: int) -> None:
+def test_the_average_counts_updates(accumulate: int) -> None:
     """P-10: for accumulation 1 and 4 on the same effective batches."""
     big = pairs(8, 8, 8, dtype=torch.float64)
     batches = big if accumulate == 1 else [(a, b) for x, y in big for a, b in zip(x.split(2), y.split(2), strict=True)]

@@ -31,9 +31,10 @@ PIECES = {
 }
 
 
+@pytest.mark.covers("P-55")
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("kind", ["loader", "generator", "list", "unsized"])
-def test_p55_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
+def test_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
     """P-55: weights, optimizer, random streams, counters, history and records; not how often run was called."""
     ends = []
     for parts in ([{"n_epoch": 5}], PIECES[pieces]):
@@ -55,7 +56,8 @@ def test_p55_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
     assert ends[0][0] == ends[1][0]
 
 
-def test_p55_an_endless_stream_in_pieces() -> None:
+@pytest.mark.covers("P-55")
+def test_an_endless_stream_in_pieces() -> None:
     """P-55: a generator goes on where it was left, and steps_per_epoch ends its epochs."""
 
     def endless() -> Iterator[Any]:
@@ -114,9 +116,10 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return torch.full((4,), index / 20) + noise, index % 2
 
 
+@pytest.mark.covers("P-48")
 @pytest.mark.parametrize("every", [None, 1, 2, 7, Every(epochs=2)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_p48_validation_at_any_cadence_changes_nothing(every: Any, shared: bool, tmp_path: Any) -> None:
+def test_validation_at_any_cadence_changes_nothing(every: Any, shared: bool, tmp_path: Any) -> None:
     """P-48: dropout, BatchNorm, shuffling without a generator, and a dataset that draws from three streams."""
     ends = []
     for watched in (False, True):
@@ -133,7 +136,8 @@ def test_p48_validation_at_any_cadence_changes_nothing(every: Any, shared: bool,
     assert ends[0] == ends[1]
 
 
-def test_p48_calls_between_the_steps_change_nothing() -> None:
+@pytest.mark.covers("P-48")
+def test_calls_between_the_steps_change_nothing() -> None:
     """P-48: evaluate, inference, state_dict, printing and pickling in the middle of an epoch."""
     ends = []
     for watched in (False, True):
@@ -154,7 +158,8 @@ def test_p48_calls_between_the_steps_change_nothing() -> None:
     assert ends[0] == ends[1]
 
 
-def test_p49_nothing_of_the_run_is_validated_before_training() -> None:
+@pytest.mark.covers("P-49")
+def test_nothing_of_the_run_is_validated_before_training() -> None:
     """P-49: a trial of one batch, on copies, is all that comes before the first training batch."""
     calls: list[str] = []
 
@@ -174,7 +179,8 @@ def test_p49_nothing_of_the_run_is_validated_before_training() -> None:
         calls.clear()
 
 
-def test_p35_an_unknown_monitor_fails_at_the_first_validation() -> None:
+@pytest.mark.covers("P-35")
+def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
     """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
     trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy"):
@@ -198,7 +204,8 @@ def test_p35_an_unknown_monitor_fails_at_the_first_validation() -> None:
 # --- what a run leaves behind
 
 
-def test_x5_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
+@pytest.mark.covers("X-5")
+def test_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
     """X-5, X-7: no add-on that writes, so no file, and no byte to either stream."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -244,7 +251,8 @@ def test_loaders_that_lie_about_their_length() -> None:
 # --- seed 003
 
 
-def test_p57_the_seed_s_basic_example(tmp_path: Any) -> None:
+@pytest.mark.covers("P-57")
+def test_the_seed_s_basic_example(tmp_path: Any) -> None:
     """P-57: with its two methods added; device as text, a scheduler of zae's own, and none."""
     from zae.schedulers import CosineAnnealingScheduler
 
@@ -264,7 +272,8 @@ def test_p57_the_seed_s_basic_example(tmp_path: Any) -> None:
         assert isinstance(trainer.device, torch.device)
 
 
-def test_p57_f_e17_the_abstract_trainer_shows_what_to_write() -> None:
+@pytest.mark.covers("P-57", "F-E17")
+def test_the_abstract_trainer_shows_what_to_write() -> None:
     """P-57, F-E17: class, methods and the lines."""
     model = line()
     with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):

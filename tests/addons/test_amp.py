@@ -139,7 +139,8 @@ def exploding(*at: int, **options: Any) -> Any:
     return build(type("Now", (Explosive,), {"at": at, "__module__": __name__}), precision="fp16", **options)
 
 
-def test_p05_the_scale_halves_and_grows() -> None:
+@pytest.mark.covers("P-05")
+def test_the_scale_halves_and_grows() -> None:
     """P-05: down at an overflow, up after so many steps without one (Micikevicius et al. 2018)."""
     trainer = exploding(1, loss_scale=(64.0, 1.0))
     scales = []

@@ -362,9 +362,8 @@ def test_ledger_that_a_kill_cut_short_is_read_up_to_there(tmp_path: Path) -> Non
         read_ledger(tmp_path / "a")
 
 
-def test_f_d9_a_ledger_that_the_disk_refuses_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.covers("F-D9")
+def test_a_ledger_that_the_disk_refuses_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-D9, F-A3: one warning with the file, and the weights are those of a run without it."""
     (tmp_path / "full").symlink_to("/dev/full")
     watched = train(tmp_path / "full", n_epoch=1)
@@ -447,6 +446,7 @@ def rows(*values: Any) -> list[torch.Tensor]:
     return [torch.tensor(each) for each in values]
 
 
+@pytest.mark.covers("F-E8")
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "make",
@@ -457,13 +457,14 @@ def rows(*values: Any) -> list[torch.Tensor]:
         lambda x: torch.tensor([[0.0, x], [1.0, 0.0]]).to_sparse_csr(),
     ],
 )
-def test_f_e8_ledger_fingerprint_of_tensors_that_are_not_dense(make: Any) -> None:
+def test_ledger_fingerprint_of_tensors_that_are_not_dense(make: Any) -> None:
     """F-E8: a batch may be nested, the gradients of an embedding are sparse: what is in them counts as well."""
     assert fingerprint([make(2.0)]) == fingerprint([make(2.0)])
     assert fingerprint([make(2.0)]) != fingerprint([make(4.0)])
 
 
-def test_f_e8_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.covers("F-E8")
+def test_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     """F-E8."""
     batch = torch.nested.nested_tensor(rows([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]), layout=torch.jagged)
 

@@ -80,7 +80,8 @@ def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
     assert after == there
 
 
-def test_p55_what_the_caller_does_between_two_runs_stays(tmp_path):
+@pytest.mark.covers("P-55")
+def test_what_the_caller_does_between_two_runs_stays(tmp_path):
     """P-55, P-12: resume="auto" is for the first run of a script: the ranks of a second one begin from the caller's."""
     trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=20.0, save_path=tmp_path / "run",
                     resume="auto")  # fmt: skip
@@ -107,7 +108,8 @@ class Drawn(Sampler):
         return self.size
 
 
-def test_e15_what_cannot_travel_is_named_before_anything_starts():
+@pytest.mark.covers("E15")
+def test_what_cannot_travel_is_named_before_anything_starts():
     """E15, P-38: the attribute's path and the remedy."""
     trainer = spawned(["cpu", "cpu"])
     trainer.hooks = {"end": [lambda: None]}
@@ -133,7 +135,8 @@ def test_e15_what_cannot_travel_is_named_before_anything_starts():
     assert trainer.world_size == 1
 
 
-def test_p38_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
+@pytest.mark.covers("P-38")
+def test_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
     """P-38: below the guard of a script a class is there in the script's own process only."""
     late = type("Late", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Late", late, raising=False)
@@ -145,7 +148,8 @@ def test_p38_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_pat
         transfer.unpack(tmp_path / "begin")
 
 
-def test_p44_devices_are_those_asked_for():
+@pytest.mark.covers("P-44")
+def test_devices_are_those_asked_for():
     """P-44: a list without the add-on is refused, and so is one rank where two were meant."""
     with pytest.raises(ConfigError, match="MultiGPUAddon"):
         build(Task, (), ["cpu", "cpu"])

@@ -58,7 +58,8 @@ def token(url):
     return base64.b64encode(json.dumps({"api_address": url, "api_url": url, "api_key": CANARY}).encode()).decode()
 
 
-def test_p27_every_record_is_read_back_offline():
+@pytest.mark.covers("P-27")
+def test_every_record_is_read_back_offline():
     trainer = logger(gradient_clip=0.5)
     trainer.run(2, loader(), loader(1))
     trainer.run(1, loader(), loader(1))
@@ -71,7 +72,8 @@ def test_p27_every_record_is_read_back_offline():
     assert assigned["config/composition"] == "['NeptuneLoggerAddon']"
 
 
-def test_p34_what_neptune_would_skip_is_kept_as_text():
+@pytest.mark.covers("P-34")
+def test_what_neptune_would_skip_is_kept_as_text():
 
     class Broken(Task):
         def test_step(self, batch):
@@ -83,7 +85,8 @@ def test_p34_what_neptune_would_skip_is_kept_as_text():
     assert texts["texts/valid/b"] == [(0, "-inf")]
 
 
-def test_p12_killed_and_resumed_no_record_is_lost():
+@pytest.mark.covers("P-12")
+def test_killed_and_resumed_no_record_is_lost():
     """What a checkpoint counts on is on the disk; the client itself writes only now and then."""
     random.seed(None)  # The names of two processes' folders are drawn.
 
@@ -117,7 +120,8 @@ def test_a_run_that_goes_on_has_one_name(monkeypatch):
     assert given[-1]["custom_run_id"] == "mine"
 
 
-def test_p48_the_weights_are_those_without_a_logger():
+@pytest.mark.covers("P-48")
+def test_the_weights_are_those_without_a_logger():
     """Its client draws the name of its folder from Python's random stream."""
     plain = build()
     plain.run(2, loader())
@@ -126,7 +130,8 @@ def test_p48_the_weights_are_those_without_a_logger():
     assert digest(trainer) == digest(plain)
 
 
-def test_p27_the_package_is_absent(monkeypatch, caplog):
+@pytest.mark.covers("P-27")
+def test_the_package_is_absent(monkeypatch, caplog):
     """One warning, every record in a local file, training goes on; an error only where it is required."""
     plain = build()
     plain.run(3, loader())
@@ -145,8 +150,9 @@ def test_p27_the_package_is_absent(monkeypatch, caplog):
         logger(logger_required=True)
 
 
+@pytest.mark.covers("P-27", "F-D8")
 @pytest.mark.parametrize("kind", ["refuses", "silent", "500"])
-def test_fault_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
+def test_fault_the_host_is_unreachable(kind, caplog, capfd):
     plain = build()
     plain.run(3, loader())
     with server(kind) as url:
@@ -166,7 +172,8 @@ def test_fault_p27_fd8_the_host_is_unreachable(kind, caplog, capfd):
         assert secret not in caplog.text + repr(trainer) + str(trainer.state_dict()) + "".join(capfd.readouterr())
 
 
-def test_fault_fd8_required_raises(caplog):
+@pytest.mark.covers("F-D8")
+def test_fault_required_raises(caplog):
     with server("refuses") as url:
         entries = {"project": "w/p", "api_token": token(url), **QUIET}
         trainer = logger(web_logger={"neptune": entries}, logger_timeout=1.5, logger_required=True)
@@ -176,7 +183,8 @@ def test_fault_fd8_required_raises(caplog):
     assert not warned(caplog)
 
 
-def test_fault_fd8_nobody_is_logged_in(monkeypatch):
+@pytest.mark.covers("F-D8")
+def test_fault_nobody_is_logged_in(monkeypatch):
     for entries in ({}, {"project": "w/p"}, {"mode": "sync"}):
         with pytest.raises(AddOnRequirement, match=r"no API token; log in with: export NEPTUNE_API_TOKEN"):
             logger(web_logger={"neptune": entries})
@@ -189,7 +197,8 @@ def test_fault_fd8_nobody_is_logged_in(monkeypatch):
     logger(web_logger={"neptune": {}})
 
 
-def test_fault_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
+@pytest.mark.covers("F-D9")
+def test_fault_the_real_client_raises_at_step_7(monkeypatch, caplog):
     from neptune.handler import Handler
 
     real = Handler.append
@@ -226,7 +235,8 @@ def test_a_failed_run_is_marked():
     assert failed[-1] is True
 
 
-def test_fc7_no_secret_is_written_anywhere(tmp_path, caplog, capfd):
+@pytest.mark.covers("F-C7")
+def test_no_secret_is_written_anywhere(tmp_path, caplog, capfd):
     entries = {"mode": "offline", "api_tkn": CANARY, "description": "https://me:canary@host", **QUIET}
     trainer = build(
         NeptuneLoggerAddon, StateManagerAddon, save_path="saved", web_logger={"neptune": entries}, logger_timeout=30.0

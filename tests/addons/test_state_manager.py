@@ -53,6 +53,7 @@ def valid() -> Any:
     return loader(10, seed=9, shuffle=False)
 
 
+@pytest.mark.covers("P-22")
 @given(
     scores=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=6),
     last=st.integers(1, 3),
@@ -60,9 +61,7 @@ def valid() -> Any:
     larger=st.booleans(),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_resume_p22_the_last_and_the_best_are_kept(
-    scores: Any, last: int, best: int, larger: bool, tmp_path: Path
-) -> None:
+def test_resume_the_last_and_the_best_are_kept(scores: Any, last: int, best: int, larger: bool, tmp_path: Path) -> None:
     """P-22: for any scores the files are exactly last-n and best-m; best_path and last_path are there."""
     folder = tmp_path / "states"
     shutil.rmtree(folder, ignore_errors=True)
@@ -90,8 +89,9 @@ def test_resume_p22_the_last_and_the_best_are_kept(
     look(len(scores))
 
 
+@pytest.mark.covers("P-14", "P-21")
 @pytest.mark.parametrize("save_format", ["safetensors", "safetensor", ".safetensors", "ckpt", ".ckpt"])
-def test_p14_p21_the_formats(save_format: str, tmp_path: Path) -> None:
+def test_the_formats(save_format: str, tmp_path: Path) -> None:
     """P-14, P-19, P-21: the model's own keys, in a file that plain libraries read."""
     trainer = build(tmp_path / "states", save_format=save_format)
     trainer.run(1, loader())
@@ -104,16 +104,18 @@ def test_p14_p21_the_formats(save_format: str, tmp_path: Path) -> None:
     assert digest(plain) == digest(trainer.model)
 
 
+@pytest.mark.covers("P-21")
 @pytest.mark.parametrize("save_format", ["safetensorz", "pickle", "", None, 3])
-def test_fault_p21_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
+def test_fault_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
     """P-21: nothing is made."""
     with pytest.raises(ValueError, match="save_format"):
         build(tmp_path / "states", save_format=save_format)
     assert not (tmp_path / "states").exists()
 
 
+@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
-def test_resume_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
+def test_resume_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
     """P-23: exactly, with an average in the evaluation too; and training may go on from it."""
     options = {"decay": 0.5} if more else {}
     trainer = build(tmp_path, (), *more, keep_last=1, keep_best=1, **options)
@@ -128,9 +130,10 @@ def test_resume_p23_restore_best_reproduces_its_score(more: Any, tmp_path: Path)
     trainer.run(1, loader())
 
 
+@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
 @pytest.mark.parametrize("resume", [True, "auto"])
-def test_resume_p23_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp_path: Path) -> None:
+def test_resume_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp_path: Path) -> None:
     """P-23: a script that only evaluates; the newest is taken up first, and does not come back over the best."""
     scores, options = (3.0, 1.0, 2.0), {"decay": 0.5} if more else {}
     first = build(tmp_path, scores, *more, **options)
@@ -157,7 +160,8 @@ class Both(Scored):
         return {"loss": told / 2, "accuracy": told}
 
 
-def test_resume_p23_another_monitor_judges_what_was_saved_anew(tmp_path: Path, caplog: Any) -> None:
+@pytest.mark.covers("P-23")
+def test_resume_another_monitor_judges_what_was_saved_anew(tmp_path: Path, caplog: Any) -> None:
     """P-23, P-17: scores of two monitors do not compare: the best is that of the new one, and patience begins anew."""
     scores = (0.2, 0.8, 0.4, 0.6, 0.5)
     make = partial(build, tmp_path, scores, EarlyStoppingAddon, task=Both, keep_last=None, patience=4)
@@ -194,9 +198,10 @@ def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
 @pytest.mark.parametrize("stop", [3, 6, 8])
-def test_f_b1_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:
     """F-B1, F-B6, P-12: from the newest checkpoint that there is, or from the start."""
     # All streams: one that begins afresh keeps those of Python and NumPy, from which other libraries draw as well.
     whole = build(tmp_path / "whole", (), EMAAddon, decay=0.5, save_every=every, log_every=4)
@@ -229,7 +234,8 @@ def test_f_b1_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_p
     assert names(tmp_path / "cut") == before
 
 
-def test_f_b1_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
+@pytest.mark.covers("F-B1")
+def test_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
     """F-B1: hundreds of records of several kinds, kept as columns, are the same to the last bit and type."""
     options = {"log_every": 1, "save_every": Every(epochs=2), "save_async": True, "seed": 5}
     whole = build(tmp_path / "whole", **options)
@@ -259,7 +265,8 @@ def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
     assert names(tmp_path / "a") == {"step-00000006", "step-00000012"}
 
 
-def test_p18_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> None:
+@pytest.mark.covers("P-18")
+def test_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> None:
     """P-18."""
     trainer = build(tmp_path / "valid", save_every=6, keep_last=None, seed=5)
     metrics = trainer.run(3, loader(), valid())
@@ -288,7 +295,8 @@ def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_fa7_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-A7")
+def test_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-A7, F-D4: it is not taken by itself, but nobody begins afresh beside it without being told."""
     first = build(tmp_path)
     first.train_step = lambda batch: (
@@ -378,6 +386,7 @@ class FailsAt(Task):
         self.fail("on_epoch_end")
 
 
+@pytest.mark.covers("F-D4")
 @pytest.mark.parametrize(
     ("place", "in_step"),
     [
@@ -398,7 +407,7 @@ class FailsAt(Task):
     ],
 )
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_fd4_whether_a_failed_run_was_in_the_middle_of_a_step(
+def test_whether_a_failed_run_was_in_the_middle_of_a_step(
     place: str, in_step: bool | None, by_hand: bool, tmp_path: Path
 ) -> None:
     """F-D4: from the gradients of a step to its checkpoint; what fails before the first step leaves nothing."""
@@ -422,7 +431,8 @@ def test_fd4_whether_a_failed_run_was_in_the_middle_of_a_step(
     assert [load_checkpoint(path)[0]["info"]["in_step"] for path in crashed] == [in_step] * (in_step is not None)
 
 
-def test_fd4_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.covers("F-D4")
+def test_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) -> None:
     """F-D4: what fails after the state was loaded and before the run begins has trained nothing."""
     build(tmp_path).run(1, loader())
     resumed = build(tmp_path, resume=True)
@@ -433,7 +443,8 @@ def test_fd4_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) ->
     assert list(tmp_path.glob("crash-*")) == []
 
 
-def test_fd2_a_signal_before_a_step_that_fails_leaves_no_regular_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_signal_before_a_step_that_fails_leaves_no_regular_checkpoint(tmp_path: Path) -> None:
     """F-D2, F-D4: weights of the middle of a step are saved apart; those between two steps are a checkpoint."""
     for place, expected in (("train_step", "crash-00000002"), ("loader", "step-00000002")):
         model = network()
@@ -499,8 +510,9 @@ def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
         build(tmp_path / "file" / "states")
 
 
+@pytest.mark.covers("P-18")
 @pytest.mark.parametrize("add_ons", [(), (EMAAddon,)])
-def test_p18_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path) -> None:
+def test_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path) -> None:
     """P-18: weights are averages then, and random streams the evaluation's: refused in words, the next time too."""
     made = build(tmp_path, (), *add_ons, keep_best=0)
     made.metric_on_epoch_end = lambda: {} if made.mode == "train" else made.save_state() and {}
@@ -513,7 +525,8 @@ def test_p18_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path
     assert f"step-{made.progress_checker.step:08d}" in names(tmp_path)
 
 
-def test_f_b1_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-B1")
+def test_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-B1: what is saved in the middle of a step does not resume exactly, and one warning for each save says so."""
     made = build(tmp_path, keep_best=0)
     step = made.train_step
@@ -524,8 +537,9 @@ def test_f_b1_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.Log
     assert "step-00000003" in said[0]
 
 
+@pytest.mark.covers("F-A7")
 @pytest.mark.parametrize("is_there", [True, False])
-def test_fa7_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -> None:
+def test_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -> None:
     """F-A7: checkpoints that were moved, links in their place: no run from its beginning, nor from an older one."""
     build(tmp_path / "run", keep_last=2, keep_best=0, save_every=4).run(1, loader())
     newest = tmp_path / "run" / "step-00000006"
@@ -546,7 +560,8 @@ def test_fa7_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Pat
         assert build(tmp_path / "run", resume="auto").run(2, loader())["step"] == 12
 
 
-def test_p17_other_add_ons_than_were_saved(tmp_path: Path) -> None:
+@pytest.mark.covers("P-17")
+def test_other_add_ons_than_were_saved(tmp_path: Path) -> None:
     """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run goes on from there."""
     build(tmp_path).run(1, loader(), valid())
     with pytest.raises(CheckpointMismatch, match="the state has no entry of EMAAddon") as caught:

@@ -37,7 +37,8 @@ def test_every_record_is_read_back(tmp_path):
     assert {value for _, value in found["epoch"]} == {1.0, 2.0, 3.0}
 
 
-def test_p34_not_a_number_is_shown_as_such(tmp_path):
+@pytest.mark.covers("P-34")
+def test_not_a_number_is_shown_as_such(tmp_path):
     class Broken(Task):
         def test_step(self, batch):
             return {"a": math.nan, "b": math.inf}
@@ -70,8 +71,9 @@ def train(folder, at=None):
     return digest(trainer)
 
 
+@pytest.mark.covers("P-12", "P-28")
 @pytest.mark.parametrize("at", [3, 7, 11])
-def test_p12_p28_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at):
+def test_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at):
     """What was written before a checkpoint is on the disk; what comes again is shown once."""
     expected = train(tmp_path / "whole")
     assert forked(lambda: train(tmp_path / "cut", at)) == -signal.SIGKILL
@@ -79,7 +81,8 @@ def test_p12_p28_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at)
     assert scalars(tmp_path / "cut" / "tb") == scalars(tmp_path / "whole" / "tb")
 
 
-def test_fault_fd9_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
+@pytest.mark.covers("F-D9")
+def test_fault_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
     plain = build()
     plain.run(3, loader())
     real = torch.utils.tensorboard.SummaryWriter.add_scalar
@@ -101,13 +104,15 @@ def test_fault_fd9_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplo
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == list(range(1, 7))
 
 
-def test_fault_fd8_the_package_is_missing(tmp_path, monkeypatch):
+@pytest.mark.covers("F-D8")
+def test_fault_the_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[tensorboard\]"'):
         build(TensorBoardLoggerAddon, log_dir=tmp_path)
 
 
-def test_fd13_a_folder_that_cannot_be_written_is_found_at_construction(tmp_path):
+@pytest.mark.covers("F-D13")
+def test_a_folder_that_cannot_be_written_is_found_at_construction(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="log_dir"):

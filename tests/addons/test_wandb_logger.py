@@ -89,7 +89,8 @@ def history(paths=None, read=ended):
     return rows
 
 
-def test_p28_every_record_is_read_back():
+@pytest.mark.covers("P-28")
+def test_every_record_is_read_back():
     """In order and none dropped, with validations between and over two calls of run, which are one W&B run."""
     trainer = logger()
     trainer.run(2, loader(5), loader(1), valid_every=3)
@@ -102,7 +103,8 @@ def test_p28_every_record_is_read_back():
     assert {path.name for path in Path("wandb").glob("*run-*/*.wandb")} == {f"run-{run_id}.wandb"}
 
 
-def test_p28_charts_are_drawn_over_our_own_step():
+@pytest.mark.covers("P-28")
+def test_charts_are_drawn_over_our_own_step():
     logger().run(1, loader(2))
     (path,) = Path("wandb").glob("*run-*/*.wandb")
     defined = [record.metric for record in ended(path) if record.WhichOneof("record_type") == "metric"]
@@ -121,7 +123,8 @@ def test_the_config_is_that_of_the_trainer():
     assert "web_logger" not in config
 
 
-def test_p48_the_weights_are_those_without_a_logger():
+@pytest.mark.covers("P-48")
+def test_the_weights_are_those_without_a_logger():
     plain = build()
     plain.run(2, loader())
     trainer = logger()
@@ -147,7 +150,8 @@ print(forked(lambda: train(8)), forked(lambda: train(None)))
 """
 
 
-def test_p12_p28_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
+@pytest.mark.covers("P-12", "P-28")
+def test_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
     """The resumed process goes on with the same W&B run, and what a checkpoint counts on is on the disk."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the new ones start the client's service themselves
     code = SCRIPT.format(tests=str(Path(__file__).parent.parent))
@@ -165,7 +169,8 @@ def test_p12_p28_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
     assert bare(kept) == bare(whole.log_history)
 
 
-def test_p29_two_ranks_are_one_run(tmp_path):
+@pytest.mark.covers("P-29")
+def test_two_ranks_are_one_run(tmp_path):
     """Rank 0 alone starts a run and writes; the caller's trainer knows its name afterwards, and would go on with it."""
     options = {"jsonl_path": "run.jsonl", "web_logger": offline(), "logger_timeout": 30.0}
     trainer = build(MultiGPUAddon, JSONLLoggerAddon, WandBLoggerAddon, device=["cpu", "cpu"], **options)
@@ -215,7 +220,8 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 """
 
 
-def test_fault_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
+@pytest.mark.covers("F-D8")
+def test_fault_servers_that_do_not_serve(tmp_path, monkeypatch):
     """Refused, never answered, always 500: one warning, every record local, same weights, exit 0; or an error."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -239,7 +245,8 @@ def test_fault_fd8_servers_that_do_not_serve(tmp_path, monkeypatch):
         assert [row["step"] for row in lines(path)] == list(range(1, 13))
 
 
-def test_fault_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
+@pytest.mark.covers("F-D9")
+def test_fault_the_real_client_raises_at_step_7(monkeypatch, caplog):
     plain = build()
     plain.run(3, loader())
     real = wandb.Run.log
@@ -260,7 +267,8 @@ def test_fault_fd9_the_real_client_raises_at_step_7(monkeypatch, caplog):
     assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(7, 13))
 
 
-def test_fault_fd8_a_finish_that_blocks(monkeypatch, caplog):
+@pytest.mark.covers("F-D8")
+def test_fault_a_finish_that_blocks(monkeypatch, caplog):
     real = wandb.Run.finish
     monkeypatch.setattr(wandb.Run, "finish", lambda self, **kwargs: (time.sleep(3), real(self, **kwargs)))
     trainer = logger(logger_timeout=2.0)
@@ -273,14 +281,16 @@ def test_fault_fd8_a_finish_that_blocks(monkeypatch, caplog):
     assert len(history()) == 4
 
 
+@pytest.mark.covers("F-D8")
 @pytest.mark.parametrize("required", [False, True])
-def test_fault_fd8_the_package_is_missing(monkeypatch, required):
+def test_fault_the_package_is_missing(monkeypatch, required):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[wandb\]"'):
         logger(logger_required=required)
 
 
-def test_fault_fd8_nobody_is_logged_in(monkeypatch, tmp_path):
+@pytest.mark.covers("F-D8")
+def test_fault_nobody_is_logged_in(monkeypatch, tmp_path):
     for entries in ({}, {"mode": "online"}, {"settings": {"mode": "online"}}, {"settings": wandb.Settings()}):
         with pytest.raises(AddOnRequirement, match="log in with: wandb login"):
             logger(web_logger={"wandb": entries})
@@ -365,7 +375,8 @@ def test_a_failed_run_is_marked(monkeypatch):
     assert code == 1
 
 
-def test_fc7_no_secret_is_written_anywhere(tmp_path, caplog, capfd, monkeypatch):
+@pytest.mark.covers("F-C7")
+def test_no_secret_is_written_anywhere(tmp_path, caplog, capfd, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary-environment")
     entries = offline(api_key=KEY, notes="see hf_canarycanary", config={"password": "canary-p"})
     trainer = build(WandBLoggerAddon, StateManagerAddon, save_path="saved", web_logger=entries, logger_timeout=30.0)
@@ -375,7 +386,8 @@ def test_fc7_no_secret_is_written_anywhere(tmp_path, caplog, capfd, monkeypatch)
         assert not file.is_file() or b"canary" not in file.read_bytes(), file
 
 
-def test_fault_fd8_required_raises_for_a_client_that_fails(monkeypatch):
+@pytest.mark.covers("F-D8")
+def test_fault_required_raises_for_a_client_that_fails(monkeypatch):
     def init(project=None, mode=None, dir=None, api_key=None, **kwargs):
         raise wandb.Error(f"no {KEY}")
 
@@ -387,7 +399,8 @@ def test_fault_fd8_required_raises_for_a_client_that_fails(monkeypatch):
     assert "canary" not in str(caught.value)
 
 
-def test_p31_two_web_loggers_have_the_same_records():
+@pytest.mark.covers("P-31")
+def test_two_web_loggers_have_the_same_records():
     """P-31: both web loggers get the same records; in either order, as it is one class."""
     from test_neptune_logger import QUIET, series
 

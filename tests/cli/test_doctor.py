@@ -58,8 +58,9 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, run / "step-00000006")[0] == 0
 
 
+@pytest.mark.covers("F-A8")
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
-def test_f_a8_the_newest_is_damaged(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_is_damaged(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 1, the file and what to do; resume does just what is said."""
     path = run / "step-00000018" / name
     data = bytearray(path.read_bytes())
@@ -97,7 +98,8 @@ def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFix
     assert doctor(capsys, "x" * 300)[0] == 2  # No system looks that up: the status of a finding would be wrong.
 
 
-def test_c10_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.covers("F-C10")
+def test_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Left-overs of killed saves, crash checkpoints and the holder are listed; nothing acts on the terminal (F-C10)."""
     (run / ".staging-step-00000024-00000000-1-0123456789abcdef").mkdir()
     (run / "crash-00000020").mkdir()
@@ -157,9 +159,8 @@ def test_what_is_closed_ends_no_command_otherwise(closed: str, tmp_path: Path) -
     assert ">&-" not in closed.split() or done.stdout == ""
 
 
-def test_c10_a_name_in_a_ledger_does_not_act_on_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.covers("F-C10")
+def test_a_name_in_a_ledger_does_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """F-C10: nor does what stands under it."""
     for run in ("one", "other"):
         lines = [{"ledger": 1, "begins_after": 0}, {"step": 1, "stages": {"forward": {"\x1b[2Jname": f"\x07{run}"}}}]

@@ -25,7 +25,8 @@ def test_every_form_is_named() -> None:
     assert optim.rebuild(None, lambda name, each: each) is None
 
 
-def test_f_e10_optimizers_that_cannot_train_the_model() -> None:
+@pytest.mark.covers("F-E10")
+def test_optimizers_that_cannot_train_the_model() -> None:
     """F-E10: with the counts of parameters."""
     model, other = network(), network()
     held = len(list(model.parameters()))
@@ -83,8 +84,9 @@ class Relative(SGD):
             parameter.data.sub_(parameter.grad, alpha=0.1)
 
 
+@pytest.mark.covers("P-51")
 @pytest.mark.parametrize("entry", [{"lr": None}, {}])
-def test_p51_an_optimizer_that_has_no_rate_to_show_is_trained_with(entry: dict[str, Any]) -> None:
+def test_an_optimizer_that_has_no_rate_to_show_is_trained_with(entry: dict[str, Any]) -> None:
     """P-51: planned, logged and recorded as any other, without a rate."""
     model, twin = network(), network()
     trainer = Task(model, "cpu", optimizer=Relative(model.parameters(), **entry), log_every=1)
@@ -161,7 +163,8 @@ def test_the_state_follows_the_parameters_to_their_device() -> None:
     assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-def test_p08_a_resumed_schedule_counts_what_it_has_taken() -> None:
+@pytest.mark.covers("P-08")
+def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
     """P-08: 6 of 12 steps are taken."""
     trainers = []
     for _ in range(2):
@@ -177,6 +180,7 @@ def test_p08_a_resumed_schedule_counts_what_it_has_taken() -> None:
         trainers[1].run(1, loader())
 
 
+@pytest.mark.covers("P-08")
 @pytest.mark.parametrize(
     ("arguments", "on_batch", "refused"),
     [
@@ -191,7 +195,7 @@ def test_p08_a_resumed_schedule_counts_what_it_has_taken() -> None:
         ({"n_epoch": 9, "length": False}, True, "or run(..., max_steps=...)"),
     ],
 )
-def test_p08_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
+def test_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
     arguments: dict[str, Any], on_batch: bool, refused: str
 ) -> None:
     """P-08: whichever of its ends comes first; ``plan`` refuses what ``run`` does, in the same words."""
@@ -230,8 +234,9 @@ class Clearing(SGD):
         super().zero_grad(set_to_none)
 
 
+@pytest.mark.covers("P-51")
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon, EMAAddon)])
-def test_p51_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> None:
+def test_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> None:
     """P-51: after each step, and as an epoch begins; nobody pays for it whose optimizer has none."""
     model, by_hand = network(), network()
     optimizer, twin = Clearing(model.parameters(), lr=0.1), Clearing(by_hand.parameters(), lr=0.1)
@@ -249,7 +254,8 @@ def test_p51_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> 
     assert twin.cleared == 12
 
 
-def test_p11_a_network_that_is_frozen_for_a_while_has_no_gradient_of_its_loss() -> None:
+@pytest.mark.covers("P-11")
+def test_a_network_that_is_frozen_for_a_while_has_no_gradient_of_its_loss() -> None:
     """P-11: the loss of the other one still goes through it; its own is nobody's."""
     gan, by_hand = Gan(), Gan()
     batches = [torch.randn(4, 4) for _ in range(3)]

@@ -14,6 +14,7 @@ from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon
 
 
+@pytest.mark.covers("E6")
 @pytest.mark.parametrize(
     ("empty", "match"),
     [
@@ -29,7 +30,7 @@ from zae.addons import GradientAccumulationAddon
     ],
     ids=["list", "drop_last", "iterator", "generator", "Nones", "Nones unsized"],
 )
-def test_e6_an_empty_loader(empty, match):
+def test_an_empty_loader(empty, match):
     """E6: never "finished" at 0 steps."""
     for add_ons in ((), (GradientAccumulationAddon,)):
         trainer = make(Task.add_on(*add_ons))
@@ -37,7 +38,8 @@ def test_e6_an_empty_loader(empty, match):
             trainer.run(1, empty())
 
 
-def test_e6_an_empty_valid_loader():
+@pytest.mark.covers("E6")
+def test_an_empty_valid_loader():
     trainer = make()
     with refused(trainer, LoaderError, "valid_loader has 0 batches"):
         trainer.run(1, loader(), [])
@@ -49,7 +51,8 @@ def test_e6_an_empty_valid_loader():
         trainer.run(1, loader(), iter([]))
 
 
-def test_e6_some_batches_of_none_are_passed_over_and_counted(caplog):
+@pytest.mark.covers("E6")
+def test_some_batches_of_none_are_passed_over_and_counted(caplog):
     batches = list(loader())
     trainer = make()
     trainer.run(1, [batches[0], None, batches[1], batches[2]])
@@ -64,8 +67,9 @@ class Unsized:
         return iter(loader())
 
 
+@pytest.mark.covers("E7")
 @pytest.mark.parametrize("kind", ["list", "tuple", "unsized", "generator", "iterator", "map"])
-def test_e7_loaders_of_every_kind(kind):
+def test_loaders_of_every_kind(kind):
     """E7: with and without a length, once or again and again; a used-up one is an error in epoch 2."""
     make_loader = {
         "list": lambda: list(loader()),
@@ -88,7 +92,8 @@ def test_e7_loaders_of_every_kind(kind):
             make().run(2, make_loader())
 
 
-def test_e7_a_schedule_that_needs_the_length():
+@pytest.mark.covers("E7")
+def test_a_schedule_that_needs_the_length():
     """E7, P-08: a stream has none; the message names steps_per_epoch."""
 
     def cycle(optimizer):
@@ -121,8 +126,9 @@ class Mover:
         return self
 
 
+@pytest.mark.covers("E8")
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "to", "nested"])
-def test_e8_batches_of_every_kind(kind):
+def test_batches_of_every_kind(kind):
     """E8: the type is kept, what is no tensor is untouched, and the weights are those of a plain tuple."""
     wrap = {
         "tuple": lambda x, y: (x, y),
@@ -162,6 +168,7 @@ def test_e8_batches_of_every_kind(kind):
         assert seen[0].note == "kept"
 
 
+@pytest.mark.covers("E8")
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
@@ -178,7 +185,7 @@ def test_e8_batches_of_every_kind(kind):
     ],
     ids=["dataset", "model", "tensor", "path", "None", "dict", "list of loaders"],
 )
-def test_e8_what_is_no_loader(wrong, match):
+def test_what_is_no_loader(wrong, match):
     """E8, X-12: dataset for loader, and its kin, in every method that takes one."""
     trainer = make()
     with refused(trainer, LoaderError, match):

@@ -521,8 +521,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covers("P-13")
 @pytest.mark.parametrize("name", LOADERS)
-def test_p13_training_and_resuming_are_bitwise_those_of_the_plain_loader(name: str) -> None:
+def test_training_and_resuming_are_bitwise_those_of_the_plain_loader(name: str) -> None:
     expected = trained(False, LOADERS[name])
     assert trained(True, LOADERS[name]) == expected
     for stop_at, resume_fast in itertools.product((1, 3, 5), (True, False)):

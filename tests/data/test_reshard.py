@@ -52,12 +52,13 @@ def samples(steps: list[list[Any]]) -> list[int]:
     return [int(each) for step in steps for batch in step if batch is not EMPTY for each in batch]
 
 
+@pytest.mark.covers("P-24")
 @given(
     size=st.integers(1, 40), first=LAYOUTS, then=LAYOUTS, last=LAYOUTS,
     parts=st.tuples(st.floats(0, 1), st.floats(0, 1)), kind=st.sampled_from([sampled, batched, listed]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_p24_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts: Any, kind: Any) -> None:
+def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts: Any, kind: Any) -> None:
     """P-24, F-B5: twice dealt anew in one epoch, after any number of steps: the same samples, in the same order."""
     seen: list[int] = []
     pad, place, before, world = 0, 0, {}, 1
@@ -75,7 +76,8 @@ def test_p24_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, p
     assert seen == list(range(size))
 
 
-def test_p24_resume_of_what_deals_by_itself_is_refused() -> None:
+@pytest.mark.covers("P-24")
+def test_resume_of_what_deals_by_itself_is_refused() -> None:
     """P-24: a DistributedSampler, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
@@ -86,8 +88,9 @@ def test_p24_resume_of_what_deals_by_itself_is_refused() -> None:
     ]
 
 
+@pytest.mark.covers("P-24")
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_p24_resume_of_a_loader_without_batches(count: int) -> None:
+def test_resume_of_a_loader_without_batches(count: int) -> None:
     """P-24: of batch_size=None the entries are the batches."""
     loader = DataLoader(Range(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(7)), 3, False))  # type: ignore[arg-type]
     made = padded(loader, count)

@@ -135,7 +135,8 @@ class Raises(Task):
 # --------------------------------------------------------------------------------------------------- starting
 
 
-def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
+@pytest.mark.covers("F-C8")
+def test_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
     """F-C8, P-46: no socket of any rank or of the parent is open to the network; two runs at once; MASTER_PORT."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -174,7 +175,8 @@ def test_c8_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
     del store
 
 
-def test_p46_a_port_in_use_is_said_before_anything_starts():
+@pytest.mark.covers("P-46")
+def test_a_port_in_use_is_said_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -186,7 +188,8 @@ def test_p46_a_port_in_use_is_said_before_anything_starts():
             spawn(add_up, {"number": 1}, CPUS, init_method=bad)
 
 
-def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
+@pytest.mark.covers("P-38")
+def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
     """P-38: what is typed into an interpreter cannot be imported elsewhere; a script needs its guard."""
     head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     # A factory: the first optimizer of a process imports as much as torch itself.
@@ -202,7 +205,8 @@ def test_p38_scripts_without_a_guard_and_from_standard_input_are_refused_in_word
     assert bare.stderr.count("Traceback") == 1  # No process was started.
 
 
-def test_p38_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
+@pytest.mark.covers("P-38")
+def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     """P-38: whatever else the script asks, the last line has the line to write."""
     head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
@@ -216,8 +220,9 @@ def test_p38_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path
 # ---------------------------------------------------------------------------------------------------- failing
 
 
+@pytest.mark.covers("F-D5")
 @pytest.mark.parametrize("who", [0, 1])
-def test_d5_a_killed_rank_is_named(who):
+def test_a_killed_rank_is_named(who):
     """F-D5: within 15 s after the kill, with rank and signal; nothing is left."""
     begin = time.monotonic()
     killed = rf"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"
@@ -229,7 +234,8 @@ def test_d5_a_killed_rank_is_named(who):
     assert still_there() == []
 
 
-def test_d6_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
+@pytest.mark.covers("F-D6")
+def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     """F-D6: a rank that does not go on ends with `timeout`, by its name; a rank that ends early is named too.
 
     One that waits says where; one that is stopped cannot.
@@ -249,7 +255,8 @@ def test_d6_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     assert still_there() == []
 
 
-def test_p42_fd4_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
+@pytest.mark.covers("P-42", "F-D4")
+def test_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
     """P-42, F-D6: the type, the rank's number and its traceback; a type that cannot be made again is told in words.
 
     F-D4: that rank alone saves the state apart, and says what it is without and which checkpoint is whole.
@@ -309,7 +316,8 @@ if __name__ == "__main__":
 """
 
 
-def test_d3_ctrl_c_ends_a_script_and_every_rank():
+@pytest.mark.covers("F-D3")
+def test_ctrl_c_ends_a_script_and_every_rank():
     """F-D3: once, in words; no process of it is left."""
     Path("slow.py").write_text(SLOW)
     mark = f"interrupted-{os.getpid()}"
@@ -323,12 +331,13 @@ def test_d3_ctrl_c_ends_a_script_and_every_rank():
     wait_for(lambda: processes(mark) == [], 15)
 
 
+@pytest.mark.covers("F-D3", "F-D5")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, None)],
     ids=["TERM", "HUP", "KILL"],
 )
-def test_d3_d5_what_ends_the_parent_ends_every_rank(number, status):
+def test_what_ends_the_parent_ends_every_rank(number, status):
     """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left."""
 
     def run():

@@ -29,9 +29,10 @@ OUTPUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("E4")
 @pytest.mark.parametrize("add_ons", [(), (AMPAddon, GradientAccumulationAddon, EMAAddon)], ids=["plain", "composed"])
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_e4_what_train_step_returns(kind, add_ons):
+def test_what_train_step_returns(kind, add_ons):
     """E4: at that step, with the batch's shapes, and the weights of before."""
     step, match = OUTPUTS[kind]
     trainer = make(stepping(step).add_on(*add_ons))
@@ -39,9 +40,10 @@ def test_e4_what_train_step_returns(kind, add_ons):
         trainer.run(1, loader())
 
 
+@pytest.mark.covers("E4")
 @pytest.mark.parametrize("count", ["eight", -1, float("nan"), float("inf"), torch.ones(2), torch.tensor(-3)], ids=str)
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,)], ids=["plain", "composed"])
-def test_e4_a_count_of_targets_that_is_none(count, add_ons):
+def test_a_count_of_targets_that_is_none(count, add_ons):
     """E4: in training and in evaluation, before a mean is made of it."""
     step = lambda self, batch: {"loss": mse(self, batch), "num_targets": count}  # noqa: E731
     trainer = make(stepping(step).add_on(*add_ons))
@@ -54,7 +56,8 @@ def test_e4_a_count_of_targets_that_is_none(count, add_ons):
         trainer.evaluate(loader())
 
 
-def test_e4_names_the_batch_and_the_place():
+@pytest.mark.covers("E4")
+def test_names_the_batch_and_the_place():
     """E4: shapes and types in the text, the place in a note, and later steps are no different from the first."""
 
     def late(self, batch):
@@ -71,15 +74,17 @@ def test_e4_names_the_batch_and_the_place():
     assert trainer.progress_checker.step == 2
 
 
+@pytest.mark.covers("E4")
 @pytest.mark.parametrize("out", [None, "0.5", torch.zeros(2), (1, 2), [{}]], ids=str)
-def test_e4_what_test_step_returns(out):
+def test_what_test_step_returns(out):
     trainer = make(stepping(lambda self, batch: out, "test_step"))
     for call in (trainer.evaluate, trainer.inference):
         with refused(trainer, StepError, r"Task.test_step \(batch: .*\) returned .*; return a dict"):
             call(loader())
 
 
-def test_e5_extra_outputs():
+@pytest.mark.covers("E5")
+def test_extra_outputs():
     """E5: numbers are averaged, all else is kept; nothing fails at the end of the epoch."""
     seen = {}
 
@@ -116,6 +121,7 @@ def test_e5_extra_outputs():
     assert not any(o.requires_grad for o in seen["train"]["output"])
 
 
+@pytest.mark.covers("E5")
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
@@ -125,13 +131,14 @@ def test_e5_extra_outputs():
         ({"name": "best"}, "returned 'name' of type str 'best'; return a number"),
     ],
 )
-def test_e5_what_metric_on_epoch_end_returns(returned, match):
+def test_what_metric_on_epoch_end_returns(returned, match):
     trainer = make(stepping(lambda self: returned, "metric_on_epoch_end"))
     with pytest.raises(StepError, match=match):
         trainer.run(1, loader())
     assert make(stepping(lambda self: None, "metric_on_epoch_end")).run(1, loader())["epoch"] == 1
 
 
+@pytest.mark.covers("E17")
 @pytest.mark.parametrize(
     ("add_ons", "options"),
     [
@@ -142,7 +149,7 @@ def test_e5_what_metric_on_epoch_end_returns(returned, match):
         ((CompileAddon,), {"compile_backend": "eager"}),
     ],
 )
-def test_e17_a_loss_alone_is_a_dict_with_it(add_ons, options):
+def test_a_loss_alone_is_a_dict_with_it(add_ons, options):
     """In training, validation, inference and plan(), on every way through a step."""
     ends = []
     for task in (Bare, InADict):
@@ -153,8 +160,9 @@ def test_e17_a_loss_alone_is_a_dict_with_it(add_ons, options):
     assert str(ends[0]) == str(ends[1])
 
 
+@pytest.mark.covers("E17")
 @pytest.mark.parametrize("number", [0.5, 1, np.float32(2.0), torch.tensor(3.0)])
-def test_e17_a_number_alone_is_the_loss_of_a_test_step(number):
+def test_a_number_alone_is_the_loss_of_a_test_step(number):
     class Counting(InADict):
         def test_step(self, batch):
             return number
@@ -162,8 +170,9 @@ def test_e17_a_number_alone_is_the_loss_of_a_test_step(number):
     assert make(Counting).evaluate(loader()) == {"loss": float(number)}
 
 
+@pytest.mark.covers("E17")
 @pytest.mark.parametrize("wrong", [None, "loss", [1.0], torch.ones(2), 0.5])
-def test_e17_what_is_neither_is_refused(wrong):
+def test_what_is_neither_is_refused(wrong):
     class Wrong(InADict):
         def train_step(self, batch):
             return wrong
@@ -177,8 +186,9 @@ def test_e17_what_is_neither_is_refused(wrong):
         make(Wrong).evaluate(loader())
 
 
+@pytest.mark.covers("E17")
 @pytest.mark.parametrize("add_ons", [(), (JSONLLoggerAddon,)])
-def test_e17_logging_a_number_by_name(add_ons):
+def test_logging_a_number_by_name(add_ons):
     """The most written line of Lightning, with and without its further arguments."""
     options = {"jsonl_path": "log.jsonl"} if add_ons else {}
 

@@ -270,10 +270,11 @@ def warmed(optimizer):
     return WarmUpScheduler(optimizer, total_iters=4, eta_min=0.01)
 
 
+@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
 @pytest.mark.parametrize("scheduler", [None, warmed], ids=["", "scheduler"])
-def test_p33_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ranges):
+def test_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ranges):
     """P-33: what torch puts around a step takes a tenth of a small one's time; the weights are those of its calls."""
 
     def train(hand):
@@ -303,7 +304,8 @@ def test_p33_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons
     torch.testing.assert_close(ours, by_hand, rtol=0, atol=0)
 
 
-def test_p33_a_profiler_sees_the_steps_of_an_optimizer():
+@pytest.mark.covers("P-33")
+def test_a_profiler_sees_the_steps_of_an_optimizer():
     """P-33, P-48: also where it begins in the midst of a run."""
 
     class Profiled(Task):
@@ -324,8 +326,9 @@ def test_p33_a_profiler_sees_the_steps_of_an_optimizer():
     assert counts["Optimizer.step#SGD.step"] == 4
 
 
+@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
-def test_p33_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
+def test_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
     """P-33: those of one optimizer and those of all; one that comes in the midst of an epoch too."""
     called = []
 
@@ -355,7 +358,8 @@ def test_p33_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
     assert called == [each for group in own + both for each in group]
 
 
-def test_p33_a_step_of_ones_own_is_called():
+@pytest.mark.covers("P-33")
+def test_a_step_of_ones_own_is_called():
     """P-33: put on the optimizer, on its class, around that of its class, or in the place of a scheduler's."""
     called = []
 

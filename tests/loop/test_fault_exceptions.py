@@ -46,7 +46,8 @@ class Failing(faults.Task):
         raise self.error
 
 
-def test_fd4_an_exception_saves_apart(folder: Path) -> None:
+@pytest.mark.covers("F-D4")
+def test_an_exception_saves_apart(folder: Path) -> None:
     """F-D4: the user's traceback comes first and unchanged; crash-00000007 displaces nothing and is not resumed."""
     made = build(Failing, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=1), keep_last=1)
     with pytest.raises(ValueError, match="the user's own words") as caught:
@@ -70,7 +71,8 @@ def test_fd4_an_exception_saves_apart(folder: Path) -> None:
     assert looked.progress_checker.step == 7
 
 
-def test_fd4_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> None:
+@pytest.mark.covers("F-D4")
+def test_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> None:
     """F-D4: the state of a later failure takes the place of the earlier one, and of no folder that is named alike."""
     run = folder / "run"
     made = build(Failing, StateManagerAddon, save_path=run, save_every=Every(epochs=1))
@@ -87,7 +89,8 @@ def test_fd4_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> 
     assert verify(kept)["step"] == 7
 
 
-def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-D4")
+def test_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-D4: when the crash checkpoint cannot be written, the error is still the user's."""
 
     class Broken(Failing):
@@ -105,7 +108,8 @@ def test_fd4_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.Log
     assert "could not be saved" in caplog.text
 
 
-def test_fd12_out_of_memory_says_what_was_computed(folder: Path) -> None:
+@pytest.mark.covers("F-D12")
+def test_out_of_memory_says_what_was_computed(folder: Path) -> None:
     """F-D12: step, shapes and dtypes of the batch are noted, also inside an accumulation window, and D4 holds."""
 
     class Full(Failing):
@@ -149,8 +153,9 @@ class KillsWorker(faults.Task):
         return super().train_step(batch)
 
 
+@pytest.mark.covers("F-D7")
 @pytest.mark.parametrize("how", ["killed", "killed in a step", "raises"])
-def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
+def test_a_worker_dies(folder: Path, how: str) -> None:
     """F-D7: within 10 s an error names the worker and the dataset, and the crash checkpoint is there."""
 
     def run() -> Any:
@@ -180,7 +185,8 @@ def test_fd7_a_worker_dies(folder: Path, how: str) -> None:
     assert len(list((folder / "run").glob("crash-*"))) == 1
 
 
-def test_fd4_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None:
+@pytest.mark.covers("F-D4")
+def test_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None:
     """F-D4: a test_step that fails is noted with its batch; a dataset that fails, with the loader of the evaluation."""
 
     class Fails(faults.Task):
@@ -222,7 +228,8 @@ class Unsliced(list[Any]):
         raise KeyError("file")
 
 
-def test_fd4_what_cannot_be_described_hides_no_error() -> None:
+@pytest.mark.covers("F-D4")
+def test_what_cannot_be_described_hides_no_error() -> None:
     """F-D4: whatever objects are met on the way to the note, the error is the user's and tells its place."""
 
     class Fails(faults.Task):
@@ -265,7 +272,8 @@ class Broken:
         raise ConnectionResetError("the worker's end is gone")
 
 
-def test_fd7_a_worker_dies_while_its_error_is_caught(folder: Path) -> None:
+@pytest.mark.covers("F-D7")
+def test_a_worker_dies_while_its_error_is_caught(folder: Path) -> None:
     """F-D7, F-D4: what torch raises for a dead worker, wherever Python is then, never takes the place of an error."""
 
     def run() -> Any:

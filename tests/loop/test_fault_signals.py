@@ -50,12 +50,13 @@ def long_run(folder: Path, cls: Any = Signalled, **options: Any) -> Any:
     return everything(made)
 
 
+@pytest.mark.covers("F-D2", "F-D3", "P-26")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [1, 5, 6, 11, 18])
-def test_fd2_fd3_p26_finish_the_step_and_save(folder: Path, number: int, status: int, at: int) -> None:
+def test_finish_the_step_and_save(folder: Path, number: int, status: int, at: int) -> None:
     """F-D2, F-D3, P-26: the step is finished and saved, the status is 143 or 130, and the resumed end is the same."""
     whole = answer(long_run, folder / "whole", faults.Task)
     outcome = forked(lambda: long_run(folder, number=number, at=at) and None)
@@ -67,8 +68,9 @@ def test_fd2_fd3_p26_finish_the_step_and_save(folder: Path, number: int, status:
     assert answer(long_run, folder, faults.Task) == whole
 
 
+@pytest.mark.covers("F-D2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_fd2_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
+def test_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
     """F-D2: the same signal again kills, though the step goes on and on; what was saved is whole."""
 
     class Endless(Signalled):
@@ -84,7 +86,8 @@ def test_fd2_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_fd2_a_closed_terminal_sends_two_signals(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_closed_terminal_sends_two_signals(folder: Path) -> None:
     """The system and the shell send SIGHUP each: the second does not end the step. Under nohup there is none."""
     outcome = forked(lambda: long_run(folder, number=signal.SIGHUP, at=10, times=2) and None)
     assert outcome.status == 129, outcome.error
@@ -102,7 +105,8 @@ def test_fd2_a_closed_terminal_sends_two_signals(folder: Path) -> None:
     assert not list((folder / "nohup").glob("run/crash-*"))
 
 
-def test_fd2_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: Path, caplog: Any) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: Path, caplog: Any) -> None:
     trainer = build(faults.Task, StateManagerAddon, save_path=folder / "run")
     quiet = build(faults.Task, StateManagerAddon, save_path=folder / "quiet", save_on_signal=False)
     for each, said in ((quiet, 0), (trainer, 1)):
@@ -113,7 +117,8 @@ def test_fd2_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(fold
         assert sum("not in the main thread" in record.message for record in caplog.records) == said
 
 
-def test_fd2_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> None:
     """P-26: wherever it comes, at most one more update is made before the save."""
     whole = answer(long_run, folder / "whole", faults.Task)
 
@@ -154,7 +159,8 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
     return everything(made)
 
 
-def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
+@pytest.mark.covers("P-26", "P-12")
+def test_a_signal_to_one_rank(folder: Path) -> None:
     """P-26, P-12, F-B3, F-D5: SIGTERM to rank 1 alone saves that step and ends both; then SIGKILL to it; bitwise."""
     whole = two_ranks(folder / "whole", 1)
     with pytest.raises(SystemExit) as caught:
@@ -167,7 +173,8 @@ def test_p26_p12_a_signal_to_one_rank(folder: Path) -> None:
     assert two_ranks(folder / "run", 4) == whole
 
 
-def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_signal_to_the_whole_group(folder: Path) -> None:
     """P-26: a cluster signals the loader's workers as well; they die, and the state of the last step is saved."""
 
     def run() -> Any:
@@ -189,7 +196,8 @@ def test_fd2_a_signal_to_the_whole_group(folder: Path) -> None:
     assert not list((folder / "run").glob("crash-*"))
 
 
-def test_fd2_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
     """F-D2, P-26: a worker may be killed while it holds what torch waits for without an end: the run saves and ends."""
     held = []
 
@@ -217,7 +225,8 @@ def test_fd2_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
     assert newest[1]["step"] == 3
 
 
-def test_fd2_handlers_that_were_there(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_handlers_that_were_there(folder: Path) -> None:
     """F-D2, P-26: an earlier handler is called after the save, and all are back in place after a run."""
     calls: list[Any] = []
 
@@ -245,7 +254,8 @@ def test_fd2_handlers_that_were_there(folder: Path) -> None:
             signal.signal(number, handler)
 
 
-def test_fd2_not_the_main_thread(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_not_the_main_thread(folder: Path) -> None:
     """F-D2: in another thread there are no signals, and no error."""
     ended: list[Any] = []
     thread = threading.Thread(target=lambda: ended.append(long_run(folder, faults.Task)))
@@ -254,7 +264,8 @@ def test_fd2_not_the_main_thread(folder: Path) -> None:
     assert len(ended) == 1
 
 
-def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
+@pytest.mark.covers("F-D3")
+def test_the_status_that_a_shell_sees(folder: Path) -> None:
     """F-D3: a script that gets Ctrl-C ends with 130 for its shell, after the save."""
     script = folder / "script.py"
     script.write_text(
@@ -274,7 +285,8 @@ def test_fd3_the_status_that_a_shell_sees(folder: Path) -> None:
     assert newest[1]["step"] == 3
 
 
-def test_fd2_no_handler_of_a_run_outlives_it(folder: Path) -> None:
+@pytest.mark.covers("F-D2")
+def test_no_handler_of_a_run_outlives_it(folder: Path) -> None:
     """F-D2: neither where a run ends before another that began within it, nor where others put its handler back."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}

@@ -49,7 +49,8 @@ def build(more: Any = None, task: type[Trainer] = Returning, **options: Any) -> 
 # --- means
 
 
-def test_p32_the_mean_of_an_epoch_is_by_sample() -> None:
+@pytest.mark.covers("P-32")
+def test_the_mean_of_an_epoch_is_by_sample() -> None:
     """P-32: batches of 4, 4 and 1, in training and in evaluation."""
     trainer = build(lambda trainer, batch: {"first": batch[0][:, 0].mean(), "count": len(batch[0])})
     del trainer.model[1]  # BatchNorm refuses a batch of one.
@@ -161,9 +162,10 @@ EXTRAS = {
 }
 
 
+@pytest.mark.covers("F-E5")
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", EXTRAS)
-def test_f_e5_extra_outputs_never_fail(name: str, keeps: bool) -> None:
+def test_extra_outputs_never_fail(name: str, keeps: bool) -> None:
     """F-E5: in training, evaluation and the middle of a checkpoint."""
     trainer = build(lambda trainer, batch: {"extra": EXTRAS[name], 3: 4.0, "lr_scale": 2.0}, keep_train_outputs=keeps)
     metrics = trainer.run(None, hand.loader(), max_steps=2)
@@ -258,8 +260,9 @@ def tensors() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
+@pytest.mark.covers("P-33")
 @pytest.mark.parametrize(("keep", "returns"), [(False, False), (False, True), (True, True)])
-def test_p33_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool, returns: bool) -> None:
+def test_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool, returns: bool) -> None:
     """P-33: over 1000 steps; outputs are kept only where that was asked for, detached and on the host."""
 
     def more(trainer: Any, batch: Any) -> Any:
@@ -301,7 +304,8 @@ def test_to_host_takes_what_a_step_goes_on_using() -> None:
     assert not any(t.requires_grad for t in (out["a"], out["b"][0], out["c"].a, out["d"].logits))
 
 
-def test_p33_to_host_frees_what_an_object_of_any_class_holds() -> None:
+@pytest.mark.covers("P-33")
+def test_to_host_frees_what_an_object_of_any_class_holds() -> None:
     """P-33: a distribution or a cache is kept without its graph; what holds none is kept as it is, and modules too."""
     weight = torch.ones(2, requires_grad=True)
     normal, cache = torch.distributions.Normal(weight * 2, 1.0), Cache(weight * 3)
@@ -600,7 +604,8 @@ def test_nan_is_never_the_best() -> None:
     assert (metrics["best_valid"]["score"], metrics["best_valid"]["epoch"]) == (1.0, 4)
 
 
-def test_p33_what_is_logged_by_hand_is_kept_as_plain_numbers():
+@pytest.mark.covers("P-33")
+def test_what_is_logged_by_hand_is_kept_as_plain_numbers():
     """A tensor given to ``log`` must not keep its graph alive in the history."""
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
     kept = plain({"loss": loss, "count": np.int64(3), "note": "text", "all": torch.zeros(2)})
@@ -651,8 +656,9 @@ def test_a_buffer_of_a_device_is_recorded_as_it_was() -> None:
     assert log["total"] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.covers("P-54")
 @pytest.mark.parametrize(("more", "reads_a_step"), [({}, 0), ({"gradient_accumulation_steps": 4}, 1)], ids=str)
-def test_p54_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int) -> None:
+def test_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int) -> None:
     """No step waits for the device to learn how many targets it had, but to divide a window by them: that one, once."""
 
     class Counting(Trainer):
@@ -681,8 +687,9 @@ def test_p54_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int)
     assert torch.equal(weight.as_subclass(Tensor), same)
 
 
+@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("monitor", ["loss", "score", "epoch"])
-def test_p33_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor: str, caplog: Any) -> None:
+def test_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor: str, caplog: Any) -> None:
     """P-33: ``score``, ``split``, ``epoch`` and ``step`` of a user's own are in the row, and are no silent others."""
 
     class Named(Task):

@@ -91,7 +91,8 @@ def shown(tmp_path_factory: Any) -> tuple[str, float, str]:
     return text, time.monotonic() - begin, (folder / "end.txt").read_text()
 
 
-def test_x6_one_line_an_epoch_and_one_bar(shown: Any) -> None:
+@pytest.mark.covers("X-6")
+def test_one_line_an_epoch_and_one_bar(shown: Any) -> None:
     """X-6: a header, a line for each epoch, and never two bars at once; at most 10 redraws in a second."""
     text, seconds, _ = shown
     header, *rows = screen(text)
@@ -107,7 +108,8 @@ def test_x6_one_line_an_epoch_and_one_bar(shown: Any) -> None:
     assert re.search(r"epoch 1:.*loss .*, lr 0.001", text)
 
 
-def test_x6_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
+@pytest.mark.covers("X-6")
+def test_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
     """A validation every second epoch: the line of an epoch without one does not show that of another epoch."""
     rows = [line.split() for line in screen(on_a_terminal(script(tmp_path, every="__import__('zae').Every(epochs=2)")))]
     assert [row[:2] for row in rows if row[0].isdigit()] == [["1", "30"], ["2", "60"], ["3", "90"]]
@@ -115,13 +117,15 @@ def test_x6_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
     assert rows[4][4:6] == ["-", "-"]
 
 
-def test_x7_no_color(tmp_path: Path, shown: Any) -> None:
+@pytest.mark.covers("X-7")
+def test_no_color(tmp_path: Path, shown: Any) -> None:
     """X-7: no colour on a terminal with NO_COLOR, nor without."""
     for text in (shown[0], on_a_terminal(script(tmp_path), NO_COLOR="1")):
         assert re.findall(r"\x1b\[[0-9;]*m", text) == []
 
 
-def test_x7_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
+@pytest.mark.covers("X-7")
+def test_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
     """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
     assert Script(*script(tmp_path)).end(120) == (0, "", "")
     assert (tmp_path / "end.txt").read_text() == shown[2]
@@ -189,7 +193,8 @@ def test_a_process_without_standard_error_trains(monkeypatch: Any, tmp_path: Pat
         assert run_quick().metrics["step"] == 8
 
 
-def test_f_c10_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.covers("F-C10")
+def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: Any) -> None:
     """F-C10: neither in the bar, nor in the line of an epoch, nor in the table; of an epoch that was left open."""
 
     class Screen(io.StringIO):

@@ -95,12 +95,13 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # What fits at the first look, a
 }
 
 
+@pytest.mark.covers("F-E12", "F-E13")
 @pytest.mark.parametrize(
     "name",
     ["missing weight", "unexpected weight", "shape", "leftover", "other optimizers", "groups", "no scheduler",
      "outside", "counter", "model", "optimizer", "position", "records", *ODD],
 )  # fmt: skip
-def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
     """F-E12, F-E13: one error, and model, optimizer, counters and history are as before."""
     state, text = spoil(name, trained().state_dict())
     trainer = build()
@@ -111,7 +112,8 @@ def test_f_e12_f_e13_a_state_that_does_not_fit_changes_nothing(name: str) -> Non
     assert fingerprint(core_of(trainer)) == before
 
 
-def test_e12_a_weight_that_is_no_tensor_changes_nothing() -> None:
+@pytest.mark.covers("E12")
+def test_a_weight_that_is_no_tensor_changes_nothing() -> None:
     """E12: torch would load the others before it says so."""
     trainer = build()
     before = digest(trainer.model)
@@ -134,8 +136,9 @@ SAVING: dict[Any, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covers("F-E13")
 @pytest.mark.parametrize("add_on", SAVING, ids=lambda add_on: add_on.__name__)
-def test_f_e13_an_entry_of_an_add_on_that_does_not_fit_changes_nothing(add_on: Any) -> None:
+def test_an_entry_of_an_add_on_that_does_not_fit_changes_nothing(add_on: Any) -> None:
     """F-E13: without one of its parts, or with another kind of value there: it is refused, or there is no error."""
     state = trained(add_on, **SAVING[add_on]).state_dict()
     (name,) = (key for key in state if key.endswith("Addon"))
@@ -184,8 +187,9 @@ def pair(second: Any, model: Any = None) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.covers("F-E13")
 @pytest.mark.parametrize("fails", ["optimizer", "scheduler", "chain", "weights"])
-def test_f_e13_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: str) -> None:
+def test_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: str) -> None:
     """F-E13: the second optimizer, a schedule of another length, or a module that refuses: the first is as it was."""
 
     def warm(length: int) -> Any:
@@ -211,7 +215,8 @@ def test_f_e13_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: s
     assert trainer.optimizer["a"].state[trainer.model["a"].weight]["exp_avg"] is held
 
 
-def test_f_e13_weights_that_code_of_the_model_refuses_are_taken_back() -> None:
+@pytest.mark.covers("F-E13")
+def test_weights_that_code_of_the_model_refuses_are_taken_back() -> None:
     """F-E13: by a hook before, or after, the loading of a module that comes late; alone as in a whole state."""
     for register in ("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"):
         first, second = (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
@@ -246,8 +251,9 @@ def chain(order: list[int], kind: Any = AdamW) -> Any:
     return build(model=model, optimizer=kind(model.groups(order), lr=0.1))
 
 
+@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)])
-def test_f_b1_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -> None:
+def test_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -> None:
     """F-B1: those of a set have another order in each process; each of them goes on with the state that is its own."""
     whole, first, second = (chain(order, kind) for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 3, 2]))
     whole.run(4, list(loader(shuffle=False)))
@@ -261,7 +267,8 @@ def test_f_b1_an_optimizer_that_is_given_its_parameters_in_another_order(kind: A
     ]  # fmt: skip
 
 
-def test_fc11_a_state_without_the_order_of_the_parameters_is_read() -> None:
+@pytest.mark.covers("F-C11")
+def test_a_state_without_the_order_of_the_parameters_is_read() -> None:
     """F-C11: as it was saved before; each parameter takes the state of its place."""
     state = trained().state_dict()
     loaded = build()
@@ -269,7 +276,8 @@ def test_fc11_a_state_without_the_order_of_the_parameters_is_read() -> None:
     assert fingerprint(core_of(loaded)) == fingerprint(core_of(trained()))
 
 
-def test_f_b1_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
+@pytest.mark.covers("F-B1")
+def test_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
     """F-B1: every name began otherwise then; the weights are taken without that, and the optimizer's state by place."""
     first, second = (chain([0, 1, 2, 3]) for _ in range(2))
     first.run(2, list(loader(shuffle=False)))
@@ -280,7 +288,8 @@ def test_f_b1_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> N
     assert fingerprint(core_of(second)["optimizer"]) == fingerprint(core_of(first)["optimizer"])
 
 
-def test_f_b5_an_optimizer_of_other_parameters_is_refused() -> None:
+@pytest.mark.covers("F-B5")
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """F-B5: as many as were saved, of the same shapes, but not the same; and a state that is of all at once."""
     state = chain([0, 1, 2]).state_dict()
     with pytest.raises(
@@ -321,7 +330,8 @@ class Unfreezes(Task):
         super().load_state_dict(state, strict)
 
 
-def test_f_b1_a_group_that_training_has_added() -> None:
+@pytest.mark.covers("F-B1")
+def test_a_group_that_training_has_added() -> None:
     """F-B1, F-B5: what is refused is told how to go on, and that is exact."""
 
     def make() -> Any:
@@ -341,7 +351,8 @@ def test_f_b1_a_group_that_training_has_added() -> None:
     assert digest(second.model) == digest(whole.model)
 
 
-def test_f_e12_many_differences_are_listed_by_tens() -> None:
+@pytest.mark.covers("F-E12")
+def test_many_differences_are_listed_by_tens() -> None:
     """F-E12: counts and shapes; strict=False loads what fits."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
     with pytest.raises(CheckpointMismatch, match=r"16 missing \(0.weight, .*, \.\.\.\).*1 unexpected \(x\); nothing"):
@@ -363,16 +374,18 @@ def test_strict_false_leaves_out_what_nobody_takes(caplog: Any) -> None:
     build(EMAAddon).load_state_dict(trained().state_dict(), strict=False)
 
 
+@pytest.mark.covers("P-14")
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_p14_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
+def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
     """P-14."""
     source, trainer = network(5), build()
     trainer.apply_weights({prefix + key: value for key, value in source.state_dict().items()})
     assert digest(trainer.model) == digest(source)
 
 
+@pytest.mark.covers("P-14")
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt", ".pt", ".pth"])
-def test_resume_p14_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
+def test_resume_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
     """P-14, P-19: a file that plain torch reads strictly, without pickle."""
     trainer = trained(AMPAddon, EMAAddon, precision="bf16")
     path = trainer.save_model(tmp_path / "new" / f"model{suffix}")
@@ -401,9 +414,10 @@ def test_two_trainers_share_nothing_after_a_load() -> None:
     assert fingerprint(second.state_dict()["EMAAddon"]) == fingerprint(frozen["EMAAddon"])
 
 
+@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
 @pytest.mark.parametrize("factories", [False, True])
-def test_b1_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> None:
+def test_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> None:
     """F-B1: with objects and with functions that make them, before and after the first set-up."""
     options: dict[str, Any] = {}
     if factories:
@@ -474,8 +488,9 @@ class Images(Trainer):
     test_step = train_step
 
 
+@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.05, amsgrad=True)])
-def test_f_b1_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None:
+def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None:
     """A state is saved in rows, and the kernel goes through weight and state number by number, wherever they lie."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, 2, 3, 3, generator=generator), torch.arange(4) % 3) for _ in range(2)]
@@ -496,8 +511,9 @@ def test_f_b1_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) ->
     assert digest(resumed.unwrap()) == digest(straight.unwrap())
 
 
+@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("monitor", ["accuracy", "loss"])
-def test_p23_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor: str) -> None:
+def test_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor: str) -> None:
     """P-23: its best and its direction are of the monitor that the state was saved with, and do not compare."""
 
     def make(monitor: str) -> Any:

@@ -171,8 +171,9 @@ def test_a_fault_of_test_step_is_raised_before_the_first_step() -> None:
     assert left_out.progress_checker.epoch == 1
 
 
+@pytest.mark.covers("P-35")
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy"])
-def test_p35_an_unknown_monitor_is_refused_before_the_first_step(monitor: str) -> None:
+def test_an_unknown_monitor_is_refused_before_the_first_step(monitor: str) -> None:
     trainer = make(monitor=monitor, monitor_mode="max")
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy") as caught:
         trainer.run(2, batches(), batches())

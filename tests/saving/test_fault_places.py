@@ -26,7 +26,8 @@ from zae.errors import CheckpointError, ConfigError
 # --- two runs, and places
 
 
-def test_fd10_a_second_run_is_refused(folder: Path) -> None:
+@pytest.mark.covers("F-D10")
+def test_a_second_run_is_refused(folder: Path) -> None:
     """F-D10: the second one is told process, host and start at construction; the first one trains on untouched."""
     ready = folder / "ready"
 
@@ -58,7 +59,8 @@ def _trained(trainer: Any) -> Any:
     return trainer
 
 
-def test_fd10_many_at_once(folder: Path) -> None:
+@pytest.mark.covers("F-D10")
+def test_many_at_once(folder: Path) -> None:
     """F-D10: of several that begin at once exactly one has the folder, again and again."""
     for number in range(5):
         place = folder / str(number)
@@ -79,7 +81,8 @@ def test_fd10_many_at_once(folder: Path) -> None:
         assert sorted(child.wait().result for child in children) == [False, False, False, True]
 
 
-def test_fd10_a_stale_lock_is_taken_over(folder: Path) -> None:
+@pytest.mark.covers("F-D10")
+def test_a_stale_lock_is_taken_over(folder: Path) -> None:
     """F-D10: the lock of a killed process, of a torn write, and of a number that another process has now."""
     run = folder / "run"
     add_ons = (StateManagerAddon, KillAddon)
@@ -100,7 +103,8 @@ def test_fd10_a_stale_lock_is_taken_over(folder: Path) -> None:
         _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
 
 
-def test_fd10_a_copy_of_a_live_run_is_free(folder: Path) -> None:
+@pytest.mark.covers("F-D10")
+def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
     """F-D10: a folder that is copied while its run goes on brings the lock along; a run in the copy begins."""
 
     class Copied(faults.Task):
@@ -118,7 +122,8 @@ def test_fd10_a_copy_of_a_live_run_is_free(folder: Path) -> None:
     assert made.run(2, hand.loader())["step"] == 12
 
 
-def test_fd10_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
+@pytest.mark.covers("F-D10")
+def test_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
     """F-D10: with its next save; where another run has made the folder meanwhile, that one has it."""
     run, others = folder / "run", []
 
@@ -142,7 +147,8 @@ def test_fd10_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) 
     assert not (run / ".lock").exists()
 
 
-def test_fd10_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-D10")
+def test_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
 
     class Nested(faults.Task):
@@ -160,7 +166,8 @@ def test_fd10_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptu
     assert other.progress_checker.epoch == 3
 
 
-def test_fd13_places_that_cannot_be_written(folder: Path) -> None:
+@pytest.mark.covers("F-D13")
+def test_places_that_cannot_be_written(folder: Path) -> None:
     """F-D13: a file in the way, or a folder without the right, is found at construction."""
     (folder / "file").write_text("")
     for place in (folder / "file", folder / "file" / "run"):
@@ -184,6 +191,7 @@ def test_fd13_places_that_cannot_be_written(folder: Path) -> None:
     build(faults.Task, StateManagerAddon, save_path=folder / "missing" / "deep" / "run")
 
 
+@pytest.mark.covers("F-D13")
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b", "~nobody-has-this-name/run"])
 @pytest.mark.parametrize(
     ("add_on", "option"),
@@ -191,7 +199,7 @@ def test_fd13_places_that_cannot_be_written(folder: Path) -> None:
      (TensorBoardLoggerAddon, "log_dir")],
     ids=str,
 )  # fmt: skip
-def test_fd13_paths_that_no_system_takes(add_on: Any, option: str, path: str) -> None:
+def test_paths_that_no_system_takes(add_on: Any, option: str, path: str) -> None:
     """F-D13, F-E: refused at construction, in words."""
     with pytest.raises(ConfigError, match=rf"^{option}='.*(cannot be a path|has no home folder)"):
         build(faults.Task, add_on, **{option: path})

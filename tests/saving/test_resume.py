@@ -99,8 +99,9 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("P-12", "F-B1", "F-B3")
 @pytest.mark.parametrize("name", list(CASES))
-def test_p12_fb1_fb3_killed_after_every_update(folder: Path, name: str) -> None:
+def test_killed_after_every_update(folder: Path, name: str) -> None:
     """P-12, F-B1, F-B3, P-13, P-28: one life for each update, each killed after it; the end is bitwise the same."""
     case = CASES[name]
     whole = answer(case.run, folder / "whole", 1)
@@ -122,8 +123,9 @@ def plain_end(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answer(CASES["plain"].run, tmp_path_factory.mktemp("whole"), 1)
 
 
+@pytest.mark.covers("P-12", "F-B1")
 @pytest.mark.parametrize("step", range(1, 19))
-def test_p12_fb1_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> None:
+def test_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> None:
     """P-12: a run that is killed once only, after update k, for each k."""
     case = CASES["plain"]
     assert forked(lambda: case.run(folder, 50, kill_at=step) and None).status == -signal.SIGKILL
@@ -236,6 +238,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     return whole, run(folder / "run", again), again
 
 
+@pytest.mark.covers("F-B2", "P-13")
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 12, 17])
 @pytest.mark.parametrize(
     "make",
@@ -251,7 +254,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     ],
     ids=["global", "generator", "own streams", "subset", "own order", "sampler state", "stateful loader", "list"],
 )  # fmt: skip
-def test_fb2_p13_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixture) -> None:
     """F-B2, P-13: augmentation, generators, samplers and loaders with streams and states of their own: bitwise."""
     whole, resumed, loader = straight_and_resumed(folder, make, at)
     assert resumed == whole
@@ -262,15 +265,17 @@ def test_fb2_p13_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCap
     assert not [r for r in caplog.records if "exact" in r.getMessage()]
 
 
+@pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("at", [2, 6, 9])
-def test_fb2_stateful_loader_with_workers(folder: Path, at: int) -> None:
+def test_stateful_loader_with_workers(folder: Path, at: int) -> None:
     """F-B2: StatefulDataLoader with two workers goes on through its own state: the same batches."""
     make = lambda: StatefulDataLoader(hand.data(), batch_size=4, shuffle=True, num_workers=2)  # noqa: E731
     whole, resumed, _ = straight_and_resumed(folder, make, at)
     assert resumed == whole
 
 
-def test_p26_fd2_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> None:
+@pytest.mark.covers("P-26", "F-D2")
+def test_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> None:
     """P-26, F-D2: what is saved after SIGTERM is the place of StatefulDataLoader at that step, not at its beginning."""
 
     def run(seed: int, **more: Any) -> Any:
@@ -291,8 +296,9 @@ def test_p26_fd2_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Pa
     assert answer(run, 12)["model"] == whole["model"]
 
 
+@pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_fb2_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """F-B2: random numbers in the workers of a plain loader cannot be exact, and one warning says so."""
     make = lambda: DataLoader(  # noqa: E731
         Asked(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent
@@ -303,7 +309,8 @@ def test_fb2_workers_that_augment_are_told_of(folder: Path, persistent: bool, ca
     assert "num_workers=2" in said[0]
 
 
-def test_fb4_a_lazy_sampler_is_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-B4")
+def test_a_lazy_sampler_is_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-B4: a sampler that draws from the global stream as it goes: one warning says that, and its name."""
     straight_and_resumed(folder, lambda: DataLoader(hand.data(), batch_size=4, sampler=Lazy(22)), 9)
     said = [r.getMessage() for r in caplog.records if "as it goes" in r.getMessage()]
@@ -311,8 +318,9 @@ def test_fb4_a_lazy_sampler_is_told_of(folder: Path, caplog: pytest.LogCaptureFi
     assert "Lazy" in said[0]
 
 
+@pytest.mark.covers("F-B4")
 @pytest.mark.parametrize("at", [3, 6, 8])
-def test_fb4_streams_are_passed_over(folder: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_streams_are_passed_over(folder: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     """F-B4: an IterableDataset without a state is read again up to the place; a message says so; bitwise here."""
     whole, resumed, _ = straight_and_resumed(folder, lambda: DataLoader(Stream(), batch_size=4), at)
     assert resumed == whole
@@ -325,6 +333,7 @@ def once() -> Iterator[Any]:
     yield from list(hand.loader(shuffle=False)) * 4
 
 
+@pytest.mark.covers("F-B4")
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
@@ -334,7 +343,7 @@ def once() -> Iterator[Any]:
     ],
     ids=["stream", "sampler", "iterator"],
 )
-def test_fb4_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: pytest.LogCaptureFixture) -> None:
     """F-B4: with mid_epoch="restart" nothing is read again: the open epoch begins anew, and a message says so."""
 
     def run(number: int, **more: Any) -> Any:
@@ -361,6 +370,7 @@ def test_fb4_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplo
     assert "the 3 batches" in said[0]
 
 
+@pytest.mark.covers("P-24", "F-B5")
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -372,7 +382,7 @@ def test_fb4_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplo
     ],
 )
 @pytest.mark.parametrize("at", [2, 6])
-def test_p24_fb5_another_loader(folder: Path, loader: Any, message: str, at: int) -> None:
+def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> None:
     """P-24, F-B5: batch size, length or kind of the loader has changed: both values, before the first batch."""
     case = CASES["plain"]
     assert forked(lambda: case.run(folder, 1, kill_at=at) and None).status == -signal.SIGKILL
@@ -383,6 +393,7 @@ def test_p24_fb5_another_loader(folder: Path, loader: Any, message: str, at: int
     assert trainer.progress_checker.step == at
 
 
+@pytest.mark.covers("P-24")
 @pytest.mark.parametrize(
     ("at", "order"),
     [
@@ -391,7 +402,7 @@ def test_p24_fb5_another_loader(folder: Path, loader: Any, message: str, at: int
         (8, lambda: {"sampler": OwnOrder(22)}),
     ],
 )
-def test_p24_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> None:
+def test_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> None:
     """P-24: reshard=True: each sample that was left comes exactly once; killed and dealt anew once more, too."""
     indexed = torch.utils.data.TensorDataset(hand.data()[:][0], torch.arange(22))
 
@@ -435,7 +446,8 @@ def test_p24_reshard_with_another_batch_size(folder: Path, order: Any, at: int) 
     assert seen() == [list(range(22))] * 3
 
 
-def test_p24_reshard_refuses_what_has_another_order(folder: Path) -> None:
+@pytest.mark.covers("P-24")
+def test_reshard_refuses_what_has_another_order(folder: Path) -> None:
     """P-24: another dataset, another sampler and a stream are refused with reshard=True too, with both values."""
     case = CASES["plain"]
     assert forked(lambda: case.run(folder, 1, kill_at=2) and None).status == -signal.SIGKILL
@@ -449,7 +461,8 @@ def test_p24_reshard_refuses_what_has_another_order(folder: Path) -> None:
             case.build(folder, reshard=True).run(EPOCHS, loader)
 
 
-def test_p24_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
+@pytest.mark.covers("P-24")
+def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
     """P-24, F-B4: a StatefulDataLoader is not dealt anew; with mid_epoch="restart" any batch size begins the epoch."""
 
     def run(batch_size: int, **more: Any) -> Any:
@@ -470,7 +483,8 @@ def test_p24_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
     assert (progress.epoch, progress.step) == (1, 2 + 3)
 
 
-def test_p24_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
+@pytest.mark.covers("P-24")
+def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
     """P-24: two stages with two loaders in one script, killed in either: the second one's loader is no surprise."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
@@ -491,7 +505,8 @@ def test_p24_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
         assert answer(script, place, 2) == whole
 
 
-def test_p24_another_world_size(folder: Path) -> None:
+@pytest.mark.covers("P-24")
+def test_another_world_size(folder: Path) -> None:
     """P-24: the state of two ranks is refused by one, with both numbers."""
     case = CASES["plain"]
     answer(case.run, folder, 1)
@@ -512,7 +527,8 @@ def test_p24_another_world_size(folder: Path) -> None:
         made.setup()
 
 
-def test_fb6_saving_changes_nothing(folder: Path) -> None:
+@pytest.mark.covers("F-B6")
+def test_saving_changes_nothing(folder: Path) -> None:
     """F-B6: with and without saving, and with two saves at one step, training is bitwise the same."""
     case = CASES["all"]
     saved = case.run(folder / "saved", 1)
@@ -539,8 +555,9 @@ class Worse(faults.Task):
         return {"loss": abs(epoch - 2.0)}
 
 
+@pytest.mark.covers("P-17")
 @pytest.mark.parametrize("epoch", range(1, 6))
-def test_p17_early_stopping_counts_on(folder: Path, epoch: int) -> None:
+def test_early_stopping_counts_on(folder: Path, epoch: int) -> None:
     """P-17: killed at the end of each epoch, it stops at the same update; and a run that was stopped stays stopped."""
 
     def run(place: Path, **more: Any) -> Any:
@@ -569,6 +586,7 @@ class AtTheEnd(KillAddon):
             file.write(f"{self.progress_checker.epoch} ")
 
 
+@pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
@@ -579,7 +597,7 @@ class AtTheEnd(KillAddon):
     ],
     ids=["so many steps", "max_steps", "both", "stopped early"],
 )
-def test_p12_p55_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, options: Any) -> None:
+def test_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, options: Any) -> None:
     """P-12, P-17: the epoch that is open in the state, with all of its steps, is closed, also where the run ends."""
 
     def run(place: Path, seed: int, **more: Any) -> Any:
@@ -603,8 +621,9 @@ def test_p12_p55_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any
     assert answer(run, folder / "one", 4) == whole, "it has ended, and does not train again"
 
 
+@pytest.mark.covers("P-18")
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_p18_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple[int, ...]) -> None:
+def test_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple[int, ...]) -> None:
     """P-18: for every order of the add-ons, the model file holds the training weights, with that validation's score."""
     add_ons = [StateManagerAddon, EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon]
     model = faults.classifier()
@@ -629,7 +648,8 @@ def test_p18_training_weights_and_the_score_of_the_moment(folder: Path, order: t
     assert faults.fingerprint(dict(weights)) != faults.fingerprint(made.average)
 
 
-def test_p19_p20_plain_torch_reads_a_tied_model(folder: Path) -> None:
+@pytest.mark.covers("P-19", "P-20")
+def test_plain_torch_reads_a_tied_model(folder: Path) -> None:
     """P-19, P-20: a run with tied weights saves in both formats, resumes tied, and reads without pickle."""
 
     class Tied(nn.Module):
@@ -664,7 +684,8 @@ def test_p19_p20_plain_torch_reads_a_tied_model(folder: Path) -> None:
             assert torch.equal(weights["one.weight"], model.one.weight)
 
 
-def test_p55_a_script_that_calls_run_twice(folder: Path) -> None:
+@pytest.mark.covers("P-55")
+def test_a_script_that_calls_run_twice(folder: Path) -> None:
     """P-12, P-55: `run(1); run(2)` killed anywhere finds its goal again in a new process."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
@@ -682,7 +703,8 @@ def test_p55_a_script_that_calls_run_twice(folder: Path) -> None:
         assert answer(script, place, 2) == whole
 
 
-def test_b1_validation_by_steps_and_max_steps(folder: Path) -> None:
+@pytest.mark.covers("F-B1")
+def test_validation_by_steps_and_max_steps(folder: Path) -> None:
     """F-B1: validation in the middle of epochs, max_steps inside of one, `last_path` the newest: the same end."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
@@ -699,7 +721,8 @@ def test_b1_validation_by_steps_and_max_steps(folder: Path) -> None:
     assert os.path.isdir(folder / "16" / "run" / "step-00000016")
 
 
-def test_e12_e13_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("E12", "E13")
+def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """E12, E13: another model or other optimizer groups are refused before anything is loaded."""
     caplog.set_level(logging.INFO, "zae")
     answer(CASES["plain"].run, folder, 1)
@@ -724,8 +747,9 @@ def test_e12_e13_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog:
         assert everything(made) == before
 
 
+@pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize("between", ["restore_best", "apply_weights"])
-def test_p12_p55_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:
+def test_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:
     """P-12, P-55: killed in the second call of run, it restores the best of the first once more: not upon the state."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:

@@ -11,7 +11,8 @@ from zae.saving import snapshot
 from zae.saving.snapshot import Snapshots
 
 
-def test_p54_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P-54")
+def test_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer on "cuda:1" has not made that the present device: waiting for this one waits for nothing."""
     empty, waited_for, pinned = torch.empty, list[Any](), list[Any]()
 
@@ -33,8 +34,9 @@ def test_p54_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: p
     assert len(waited_for) == 1
 
 
+@pytest.mark.covers("P-54")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_p54_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, to the last byte, by one thread or several; what is one tensor stays one, and the next save reuses it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     large = torch.arange(3_000_001, dtype=torch.float32)
@@ -49,7 +51,8 @@ def test_p54_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: p
     assert snapshots.take(state)["a"].data_ptr() == held
 
 
-def test_p54_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("P-54")
+def test_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not copied any more is not copied into the memory of the state after it."""
     first, second = torch.zeros(3_000_000), torch.ones(3_000_000)
     snapshots = Snapshots()

@@ -97,6 +97,7 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
     assert (progress.epoch, progress.step) == ((5, 26) if "progress" in parts else (2, 12))
 
 
+@pytest.mark.covers("P-12")
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,7 +108,7 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
     ],
     ids=["cooldown", "average", "schedule", "iterator"],
 )
-def test_p12_killed_at_every_step_it_ends_the_same(source: Any, options: Any, tmp_path: Path) -> None:
+def test_killed_at_every_step_it_ends_the_same(source: Any, options: Any, tmp_path: Path) -> None:
     """P-12: before the first checkpoint the parts are read again; after it they need not be there."""
     make: Callable[[], Any] = options.get("make", hand.loader)
     options = {key: value for key, value in options.items() if key != "make"}
@@ -215,7 +216,8 @@ class Wide(Trainer):
     train_step = test_step = faults.Task.train_step
 
 
-def test_e12_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> None:
+@pytest.mark.covers("E12")
+def test_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> None:
     """E12: other weights, other groups, no schedule to take."""
     wide = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2))
     made = Wide.add_on(StateManagerAddon)(
@@ -272,7 +274,8 @@ def test_a_checkpoint_of_the_folder_itself_is_refused(source: Any) -> None:
             build(source.save_path, start_from=path, resume="auto")
 
 
-def test_p12_several_ranks_start_alike(tmp_path: Path) -> None:
+@pytest.mark.covers("P-12")
+def test_several_ranks_start_alike(tmp_path: Path) -> None:
     """P-12: each rank takes the same weights and moments, and its own random streams; killed and restarted, too."""
 
     def make(name: str, **options: Any) -> Any:

@@ -116,7 +116,8 @@ def trainer(task: Any, folder: Path, **options: Any) -> Any:
 BATCHES = [data(8).tensors, data(8, seed=4).tensors]
 
 
-def test_fb2_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-B2")
+def test_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-B2, P-16: exact, or said: a stream, a hidden state, an average that the trainer or a module keeps itself."""
     first = trainer(Keeps, tmp_path)
     first.run(1, BATCHES)
@@ -134,7 +135,8 @@ def test_fb2_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.Lo
     assert again.state_dict()["StateManagerAddon"]["unsaved"] == named
 
 
-def test_fb2_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F-B2")
+def test_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F-B2: a class with a state of its own is believed, and a state without anything to say has no entry for it."""
     trainer(Saves, tmp_path).run(1, BATCHES)
     again = trainer(Saves, tmp_path)

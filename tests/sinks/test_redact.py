@@ -7,6 +7,7 @@ import pytest
 from zae.sinks.redact import redact, secrets_in
 
 
+@pytest.mark.covers("F-C7")
 @pytest.mark.parametrize(
     "key",
     ["api_key", "api_token", "api_tkn", "apiKey", "API-KEY", "token", "hf_token", "password", "passwd", "secret",
@@ -17,7 +18,7 @@ from zae.sinks.redact import redact, secrets_in
      "account_key", "slack_webhook", "webhook_url", "sentry_dsn", "connection_string", "smtp_pass", "passcode",
      "apikeys", "api_keys", "passwords", "password_hash", "oauth"],
 )  # fmt: skip
-def test_fc7_text_under_a_secret_key_is_hidden(key):
+def test_text_under_a_secret_key_is_hidden(key):
     assert redact({"a": [{key: "canary-1234"}]}) == {"a": [{key: "***"}]}
     assert redact({key: ["canary-1234"]}) == {key: "***"}
 
@@ -74,6 +75,7 @@ def test_numbers_are_no_secrets():
     assert redact(record) == record
 
 
+@pytest.mark.covers("F-C7")
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -100,7 +102,7 @@ def test_numbers_are_no_secrets():
         ("-----BEGIN OPENSSH PRIVATE KEY-----\ncanary", "***"),
     ],
 )
-def test_fc7_secrets_inside_of_text(text, shown):
+def test_secrets_inside_of_text(text, shown):
     assert redact(text) == shown
 
 
@@ -108,6 +110,7 @@ HEX = "0123456789abcdef" * 2
 BODY = "Canary0123456789canary0123456789CANARY"
 
 
+@pytest.mark.covers("F-C7")
 @pytest.mark.parametrize(
     "token",
     ["AKIA" + "CANARY2345ABCDEF", "ASIA" + "CANARY2345ABCDEF", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ." + BODY,
@@ -118,7 +121,7 @@ BODY = "Canary0123456789canary0123456789CANARY"
      "SG." + BODY[:22] + "." + BODY, "hvs." + BODY, "wandb_v1_" + BODY, "123456789:AA" + BODY[:33], "r8_" + BODY[:37],
      "gsk_" + BODY, "nvapi-" + BODY, "sntrys_" + BODY, "shpat_" + HEX, "dop_v1_" + HEX + HEX],
 )  # fmt: skip
-def test_fc7_a_secret_is_told_by_its_form(token):
+def test_a_secret_is_told_by_its_form(token):
     for text in ("{}", "it failed with {} there", "x={}", "'{}'", "https://host/?q={}", '["{}"]'):
         shown = redact({"note": text.format(token)})["note"]
         assert "***" in shown
@@ -146,7 +149,8 @@ def test_the_working_folder_is_not_taken_for_a_password(monkeypatch):
     assert redact("in /home/me/project/runs by /tmp/agent.1") == "in /home/me/project/runs by /tmp/agent.1"
 
 
-def test_fc7_values_of_the_environment(monkeypatch):
+@pytest.mark.covers("F-C7")
+def test_values_of_the_environment(monkeypatch):
     monkeypatch.setenv("NEPTUNE_API_TOKEN", "canary-neptune")
     monkeypatch.setenv("WANDB_API_KEY", "canary-wandb")
     monkeypatch.setenv("HF_TOKEN", "canary-hub")
@@ -155,7 +159,8 @@ def test_fc7_values_of_the_environment(monkeypatch):
     assert text == "a ***, a ***, a ***, an abc"
 
 
-def test_fc7_secrets_that_were_given():
+@pytest.mark.covers("F-C7")
+def test_secrets_that_were_given():
     given = {"project": "p", "api_tkn": "canary-1", "settings": {"password": ["canary-2", "canary-22"]}, "x": [1, "y"]}
     found = secrets_in(given)
     assert found == ["canary-1", "canary-2", "canary-22"]

@@ -57,6 +57,7 @@ def test_each_line_is_there_at_once(tmp_path):
     sink.close(False)
 
 
+@pytest.mark.covers("P-12")
 @pytest.mark.parametrize(
     ("records", "resumed_at", "kept"),
     [
@@ -69,14 +70,15 @@ def test_each_line_is_there_at_once(tmp_path):
         (6, 4, [1.0, 2.0, 2.5, 3.0, 3.5, 4.0]),
     ],
 )
-def test_p12_a_resume_cuts_what_comes_again(path, records, resumed_at, kept):
+def test_a_resume_cuts_what_comes_again(path, records, resumed_at, kept):
     write(path, RunInfo("a", continued=True, resumed_at=resumed_at, records=records), (9, 9.0))
     assert [x for _, x in steps(path)] == [*kept, 9.0]
     assert [p.name for p in path.parent.iterdir()] == ["run.jsonl"]
 
 
+@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("torn", [b'{"step": 3, "x"', b'{"step": 3, "x": 3.0}', b"\x00\x00\x00", b"\xff\n", b"[]\n"])
-def test_p12_a_torn_line_is_cut(path, torn):
+def test_a_torn_line_is_cut(path, torn):
     with path.open("ab") as file:
         file.write(torn)
     write(path, RunInfo("a", continued=True, resumed_at=9, records=99), (9, 9.0))

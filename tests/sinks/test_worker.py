@@ -95,8 +95,9 @@ def test_calls_arrive_in_order():
     assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(5) or t.is_alive())]
 
 
+@pytest.mark.covers("F-D9")
 @pytest.mark.parametrize("at", [0, 6, 9])
-def test_fault_fd9_a_write_that_raises(caplog, at):
+def test_fault_a_write_that_raises(caplog, at):
     """One warning with reason and remedy, every record kept, and their number told once, at the end."""
     sink = Raising("write", ValueError("bad\n  \x1b[31mnews\x1b[0m"), at)
     drive(guarded(sink))
@@ -110,11 +111,12 @@ def test_fault_fd9_a_write_that_raises(caplog, at):
     assert sink.calls[-1] == ("close", True)
 
 
+@pytest.mark.covers("F-D8")
 @pytest.mark.parametrize(
     ("method", "error"),
     [("open", OSError("no route")), ("open", SystemExit(3)), ("load", ImportError("no wheel"))],
 )
-def test_fault_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
+def test_fault_a_sink_that_cannot_be_opened(caplog, method, error):
     sink = Raising(method, error)
     drive(guarded(sink))
     assert len(warned(caplog)) == 2
@@ -122,10 +124,11 @@ def test_fault_fd8_a_sink_that_cannot_be_opened(caplog, method, error):
     assert [row["step"] for row in lines(FILE)] == list(range(1, 11))
 
 
+@pytest.mark.covers("F-D8")
 @pytest.mark.parametrize(
     ("method", "at", "kept"), [("open", 0, 10), ("write", 0, 10), ("write", 6, 4), ("flush", 0, 0)]
 )
-def test_fault_fd8_a_sink_that_blocks(caplog, method, at, kept):
+def test_fault_a_sink_that_blocks(caplog, method, at, kept):
     """It costs its time limit once, not at every call."""
     sink = Blocking(method, at)
     took = drive(guarded(sink))
@@ -136,7 +139,8 @@ def test_fault_fd8_a_sink_that_blocks(caplog, method, at, kept):
     sink.free.set()
 
 
-def test_fault_fd8_a_close_that_blocks(caplog):
+@pytest.mark.covers("F-D8")
+def test_fault_a_close_that_blocks(caplog):
     sink = Blocking("close")
     assert drive(guarded(sink)) < 2.5
     assert "its close() has not returned" in warned(caplog)[0]
@@ -175,8 +179,9 @@ def test_what_a_late_client_opens_is_closed_again():
     assert [row["step"] for row in lines(FILE)] == [1]
 
 
+@pytest.mark.covers("F-D9", "P-48")
 @pytest.mark.parametrize("method", ["open", "write"])
-def test_fault_fd9_p48_what_comes_back_after_the_end_is_left_as_it_is(method):
+def test_fault_what_comes_back_after_the_end_is_left_as_it_is(method):
     """Closing may draw random numbers, and the next run may be training by then."""
     sink = Blocking(method)
     worker = guarded(sink)
@@ -187,8 +192,9 @@ def test_fault_fd9_p48_what_comes_back_after_the_end_is_left_as_it_is(method):
     assert [call[0] for call in sink.calls] == ["open", "write"][: 1 + (method == "write")]
 
 
+@pytest.mark.covers("F-D8")
 @pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
-def test_fault_fd8_required_raises_instead(caplog, make):
+def test_fault_required_raises_instead(caplog, make):
     sink = make()
     worker = guarded(sink, required=True)
     with pytest.raises(LoggerError, match="logger_required=False") as caught:
@@ -203,7 +209,8 @@ def test_fault_fd8_required_raises_instead(caplog, make):
     getattr(sink, "free", threading.Event()).set()
 
 
-def test_fault_fd9_required_raises_at_the_record(caplog):
+@pytest.mark.covers("F-D9")
+def test_fault_required_raises_at_the_record(caplog):
     worker = guarded(Raising("write", ValueError("bad"), at=6), required=True)
     worker.wait()
     for step in range(1, 7):
@@ -232,7 +239,8 @@ def test_the_local_file_fails_too(caplog):
     assert told == f"0 records of list were kept in {FILE}; 10 more could not be written"
 
 
-def test_fc7_no_secret_in_a_warning(caplog, monkeypatch):
+@pytest.mark.covers("F-C7")
+def test_no_secret_in_a_warning(caplog, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-environment")
     error = ValueError("bad canary-given, canary-environment, https://me:canary@host, api_key=canary1")
     drive(guarded(Raising("open", error), secrets=["canary-given"]))

@@ -22,8 +22,9 @@ from zae.storage.manifest import read_manifest, seal, verify
 # ---------------------------------------------------------------- damage
 
 
+@pytest.mark.covers("F-A8")
 @pytest.mark.parametrize("name", FILES)
-def test_a8_every_flip_and_cut_is_found(tmp_path: Path, name: str) -> None:
+def test_every_flip_and_cut_is_found(tmp_path: Path, name: str) -> None:
     directory = save(tmp_path, 1)
     path = directory / name
     good = path.read_bytes()
@@ -47,7 +48,8 @@ def test_a8_every_flip_and_cut_is_found(tmp_path: Path, name: str) -> None:
     assert is_of(directory, 1)
 
 
-def test_a8_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
+@pytest.mark.covers("F-A8")
+def test_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
     """Also those that leave it readable, and those that make it look newer: a damaged one is passed over."""
     directory = save(tmp_path, 1)
     path = directory / "manifest.json"
@@ -61,7 +63,8 @@ def test_a8_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
         verify(directory)
 
 
-def test_fault_a9_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.covers("F-A9")
+def test_fault_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
     """F-A9: a manifest ties its files by run, step and hash."""
     first, second = save(tmp_path, 8), save(tmp_path, 16)
     for name in FILES[:3]:
@@ -76,8 +79,9 @@ def test_fault_a9_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         verify(second)
 
 
+@pytest.mark.covers("F-A10", "P-16")
 @pytest.mark.parametrize("name", FILES)
-def test_a10_p16_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     directory = save(tmp_path, 1)
     (directory / name).unlink()
     for act in (verify, load_checkpoint):
@@ -85,7 +89,8 @@ def test_a10_p16_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
             act(directory)
 
 
-def test_p16_allow_partial(tmp_path: Path) -> None:
+@pytest.mark.covers("P-16")
+def test_allow_partial(tmp_path: Path) -> None:
     directory = save(tmp_path, 1)
     (directory / "state.json").write_text("{}")
     (directory / "model.safetensors").unlink()
@@ -99,7 +104,8 @@ def test_p16_allow_partial(tmp_path: Path) -> None:
         load_checkpoint(directory, allow_partial=["manifest.json"])
 
 
-def test_a7_p15_the_newest_that_is_whole(tmp_path: Path) -> None:
+@pytest.mark.covers("F-A7", "P-15")
+def test_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert newest_valid(tmp_path) is None
     assert newest_valid(tmp_path / "no") is None
     for step in (8, 100_000_000, 16):
@@ -134,9 +140,10 @@ def test_only_checkpoints_are_listed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- hostile checkpoints
 
 
+@pytest.mark.covers("F-C1")
 @pytest.mark.parametrize("how", ["zip", "legacy", "raw"])
 @pytest.mark.parametrize("name", ["model.ckpt", *FILES])
-def test_c1_no_file_runs_code(tmp_path: Path, name: str, how: str) -> None:
+def test_no_file_runs_code(tmp_path: Path, name: str, how: str) -> None:
     marker = tmp_path / "marker"
     directory = save(tmp_path, 1, model_format="ckpt" if name == "model.ckpt" else "safetensors")
     for payload in payloads(marker).values():
@@ -154,8 +161,9 @@ def test_c1_no_file_runs_code(tmp_path: Path, name: str, how: str) -> None:
 BAD_NAMES = ["../x", "/etc/passwd", "a/../../x", "x\0y", "..\\x", "..", "", "extra.json", "\x1b[31mred"]
 
 
+@pytest.mark.covers("F-C4", "F-C10")
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_c4_c10_a_manifest_leads_nowhere_else(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_leads_nowhere_else(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path, 1)
     manifest = json.loads((directory / "manifest.json").read_bytes())
     entry = manifest["files"]["state.json"]
@@ -172,7 +180,8 @@ def test_c4_c10_a_manifest_leads_nowhere_else(tmp_path: Path, name: str, monkeyp
         assert set(opened) <= {str(directory / "manifest.json")}
 
 
-def test_c4_keys_twice_links_pipes_and_directories(tmp_path: Path) -> None:
+@pytest.mark.covers("F-C4")
+def test_keys_twice_links_pipes_and_directories(tmp_path: Path) -> None:
     directory = save(tmp_path, 1)
     text = (directory / "manifest.json").read_bytes()
     (directory / "manifest.json").write_bytes(text.replace(b'"step": 1,', b'"step": 1, "step": 1,', 1))
@@ -199,8 +208,9 @@ def test_c4_keys_twice_links_pipes_and_directories(tmp_path: Path) -> None:
     assert is_of(directory, 1)
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_c5_hostile_headers_with_a_manifest_that_fits(tmp_path: Path, name: str) -> None:
+def test_hostile_headers_with_a_manifest_that_fits(tmp_path: Path, name: str) -> None:
     directory = save(tmp_path, 1)
     (directory / "model.safetensors").write_bytes(HOSTILE[name])
     reseal(directory)
@@ -210,8 +220,9 @@ def test_c5_hostile_headers_with_a_manifest_that_fits(tmp_path: Path, name: str)
     assert time.perf_counter() - start < 1.0
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b'{"$tensor": "x"}', b"{" + b'"' * 99])
-def test_c5_hostile_state_with_a_manifest_that_fits(tmp_path: Path, data: bytes) -> None:
+def test_hostile_state_with_a_manifest_that_fits(tmp_path: Path, data: bytes) -> None:
     directory = save(tmp_path, 1)
     (directory / "state.json").write_bytes(data)
     reseal(directory)
@@ -221,8 +232,9 @@ def test_c5_hostile_state_with_a_manifest_that_fits(tmp_path: Path, data: bytes)
     assert time.perf_counter() - start < 1.0
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_c5_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path, name: str) -> None:
+def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path, name: str) -> None:
     directory = save(tmp_path, 1)
     os.truncate(directory / name, 1 << 30)
     if name == "state.json":
@@ -235,7 +247,8 @@ def test_c5_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path, name: str) ->
     assert time.perf_counter() - start < 0.2
 
 
-def test_c11_versions(tmp_path: Path) -> None:
+@pytest.mark.covers("F-C11")
+def test_versions(tmp_path: Path) -> None:
     save(tmp_path, 1)
     directory = save(tmp_path, 2)
     manifest = json.loads((directory / "manifest.json").read_bytes())
@@ -255,6 +268,7 @@ def test_c11_versions(tmp_path: Path) -> None:
             verify(directory)
 
 
+@pytest.mark.covers("F-C11")
 @pytest.mark.parametrize(
     "change",
     [
@@ -271,14 +285,15 @@ def test_c11_versions(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_c11_every_field_is_checked(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_every_field_is_checked(tmp_path: Path, change: dict[str, Any]) -> None:
     directory = save(tmp_path, 1)
     reseal(directory, **change)
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json: "):
         verify(directory)
 
 
-def test_c11_format_1_as_it_is_written_by_hand(tmp_path: Path) -> None:
+@pytest.mark.covers("F-C11")
+def test_format_1_as_it_is_written_by_hand(tmp_path: Path) -> None:
     """The format of this version, without its code: later versions must go on reading this."""
 
     def tensor_file(name: str, note: dict[str, str]) -> bytes:

@@ -115,28 +115,31 @@ states = st.recursive(
 )
 
 
+@pytest.mark.covers("F-C6")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @few
 @given(states)
-def test_c6_every_state_comes_back_exactly(state: object) -> None:
+def test_every_state_comes_back_exactly(state: object) -> None:
     assert same(through_json(state), state)
 
 
 values = st.sampled_from([0.5, -0.0, math.nan, math.inf, 1e-310, 3, -1, 2**62, 2**63, True, False, None, "", "$tuple"])
 
 
+@pytest.mark.covers("F-C6")
 @few
 @given(
     st.lists(st.lists(st.tuples(st.sampled_from("ab$c"), values), max_size=3), min_size=1, max_size=4),
     st.integers(0, 9),
 )
-def test_c6_long_lists_of_records_come_back_exactly(rows: list[list[Any]], extra: int) -> None:
+def test_long_lists_of_records_come_back_exactly(rows: list[list[Any]], extra: int) -> None:
     """F-C6: with every order of names, kind of record and mixture of types."""
     state = {"rows": [dict(rows[number % len(rows)]) for number in range(255 + extra)]}
     assert same(through_json(state), state)
 
 
-def test_f_b1_a_long_history_is_kept_as_columns() -> None:
+@pytest.mark.covers("F-B1")
+def test_a_long_history_is_kept_as_columns() -> None:
     """F-B1: what a run has logged is in every checkpoint, and must neither be large nor take long."""
     rows: list[dict[str, Any]] = []
     for step in range(1, 5001):
@@ -174,7 +177,8 @@ def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype)
     assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in made.values())
 
 
-def test_c6_lazy_conjugates_are_not_taken_for_their_base() -> None:
+@pytest.mark.covers("F-C6")
+def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
     base = torch.tensor([1 + 2j, 3 - 1j])
     made = through_json([base, base.conj(), base.imag])
     assert made[0].tolist() == [1 + 2j, 3 - 1j]
@@ -182,7 +186,8 @@ def test_c6_lazy_conjugates_are_not_taken_for_their_base() -> None:
     assert made[2].tolist() == [2.0, -1.0]
 
 
-def test_c6_identical_views_are_stored_once_and_come_back_as_one() -> None:
+@pytest.mark.covers("F-C6")
+def test_identical_views_are_stored_once_and_come_back_as_one() -> None:
     weight = torch.ones(4)
     structure, tensors = encode({"a": weight, "b": weight.detach(), "part": weight[:2]})
     assert sorted(tensors) == ["a", "part"]
@@ -246,6 +251,7 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -264,7 +270,7 @@ class Color(enum.IntEnum):
         ({"a": torch.nn.UninitializedParameter()}, r"a is a UninitializedParameter"),
     ],
 )
-def test_c6_what_no_checkpoint_holds_is_refused_by_its_path(state: object, message: str) -> None:
+def test_what_no_checkpoint_holds_is_refused_by_its_path(state: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         encode(state)
 
@@ -323,13 +329,15 @@ hostile = st.recursive(
 )
 
 
+@pytest.mark.covers("F-C5")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(hostile)
-def test_c5_a_hostile_structure_is_damage_and_no_other_error(structure: object) -> None:
+def test_a_hostile_structure_is_damage_and_no_other_error(structure: object) -> None:
     with contextlib.suppress(CheckpointDamaged):
         decode(structure, {"t": torch.ones(2)})
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize(
     "structure",
     [
@@ -375,12 +383,13 @@ def test_c5_a_hostile_structure_is_damage_and_no_other_error(structure: object) 
     ],
     ids=lambda structure: str(structure)[:50],
 )
-def test_c5_malformed_structures(structure: object) -> None:
+def test_malformed_structures(structure: object) -> None:
     with pytest.raises(CheckpointDamaged, match=r"^state\.json: "):
         decode(structure, {"t": torch.ones(1, dtype=torch.uint8), "f": torch.zeros(2, dtype=torch.float64)})
 
 
-def test_c5_deep_structures_are_refused_without_recursion() -> None:
+@pytest.mark.covers("F-C5")
+def test_deep_structures_are_refused_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

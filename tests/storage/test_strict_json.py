@@ -51,6 +51,7 @@ def test_security_c5_refused_with_the_file_and_the_reason(data: bytes, message: 
         strict_json(data, "run/state.json")
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize(
     "data",
     [
@@ -63,7 +64,7 @@ def test_security_c5_refused_with_the_file_and_the_reason(data: bytes, message: 
     ],
     ids=["lists", "dicts", "behind escapes", "quotes", "escaped quotes", "backslashes"],
 )
-def test_c5_hostile_text_is_refused_in_time(data: bytes) -> None:
+def test_hostile_text_is_refused_in_time(data: bytes) -> None:
     start = time.perf_counter()
     with pytest.raises(CheckpointDamaged):
         strict_json(data, "x")

@@ -65,8 +65,9 @@ def some(dtype: torch.dtype) -> Tensor:
     return torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=torch.uint8).float().to(dtype)
 
 
+@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize("name", DTYPES)
-def test_c6_every_dtype_is_read_by_safetensors_and_back(name: str) -> None:
+def test_every_dtype_is_read_by_safetensors_and_back(name: str) -> None:
     dtype = DTYPES[name]
     state = {"b": some(dtype), "a": some(dtype).t(), "one": some(dtype)[0, 0], "none": some(dtype)[:0]}
     data = written(state, {"step": "3"})
@@ -84,7 +85,8 @@ def test_c6_every_dtype_is_read_by_safetensors_and_back(name: str) -> None:
         assert all(theirs[key].shape == value.shape for key, value in state.items())
 
 
-def test_c6_tensors_start_at_multiples_of_their_element_size() -> None:
+@pytest.mark.covers("F-C6")
+def test_tensors_start_at_multiples_of_their_element_size() -> None:
     data = written({"a": some(torch.bool), "b": some(torch.float64), "c": some(torch.bfloat16)})
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -92,8 +94,9 @@ def test_c6_tensors_start_at_multiples_of_their_element_size() -> None:
     assert [header[name]["data_offsets"][0] % DTYPES[header[name]["dtype"]].itemsize for name in "abc"] == [0, 0, 0]
 
 
+@pytest.mark.covers("P-20")
 @pytest.mark.parametrize("write", [written, saved])
-def test_p20_tied_weights_are_written_once_and_stay_tied(write: Callable[..., bytes], tmp_path: Path) -> None:
+def test_tied_weights_are_written_once_and_stay_tied(write: Callable[..., bytes], tmp_path: Path) -> None:
     model = Tied()
     data = write(model.state_dict())
     path = tmp_path / "model"
@@ -113,7 +116,8 @@ def test_p20_tied_weights_are_written_once_and_stay_tied(write: Callable[..., by
         assert third.head.weight.data_ptr() == third.embed.weight.data_ptr()
 
 
-def test_p20_files_of_safetensors_save_model_are_tied_again(tmp_path: Path) -> None:
+@pytest.mark.covers("P-20")
+def test_files_of_safetensors_save_model_are_tied_again(tmp_path: Path) -> None:
     model = Tied()
     safetensors.torch.save_model(model, str(tmp_path / "m"), {"author": "somebody"})
     state, notes = read((tmp_path / "m").read_bytes())
@@ -122,8 +126,9 @@ def test_p20_files_of_safetensors_save_model_are_tied_again(tmp_path: Path) -> N
     assert notes == {"author": "somebody"}
 
 
+@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize("write", [written, saved])
-def test_c6_overlapping_views_are_written_each(write: Callable[..., bytes]) -> None:
+def test_overlapping_views_are_written_each(write: Callable[..., bytes]) -> None:
     base = torch.arange(1000.0)
     state = {"row": base[:3], "other": base[1:4], "turned": base[:6].view(2, 3).t(), "same": base[:3]}
     data = write(state)
@@ -140,6 +145,7 @@ def test_a_note_that_looks_like_a_tie_is_none() -> None:
     assert notes == {"format": "pt", "author": "w"}
 
 
+@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -151,7 +157,7 @@ def test_a_note_that_looks_like_a_tie_is_none() -> None:
         ({3: torch.ones(1)}, "the key 3, which files cannot hold"),
     ],
 )
-def test_c6_what_a_file_cannot_hold(state: Any, message: str) -> None:
+def test_what_a_file_cannot_hold(state: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         written(state)
 
@@ -161,7 +167,8 @@ def test_ckpt_holds_what_safetensors_cannot() -> None:
     assert made["w"].dtype is torch.complex128
 
 
-def test_p19_ckpt_loads_with_weights_only_and_holds_its_own_tensors_only() -> None:
+@pytest.mark.covers("P-19")
+def test_ckpt_loads_with_weights_only_and_holds_its_own_tensors_only() -> None:
     data = saved({"w": nn.Parameter(torch.ones(2)), "b": torch.zeros(1 << 20)})
     made = torch.load(io.BytesIO(data), weights_only=True)
     assert type(made) is dict
@@ -221,8 +228,9 @@ HOSTILE = {
 }
 
 
+@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_c5_hostile_headers_are_damage_within_a_second(name: str) -> None:
+def test_hostile_headers_are_damage_within_a_second(name: str) -> None:
     tracemalloc.start()
     start = time.perf_counter()
     try:
@@ -234,7 +242,8 @@ def test_c5_hostile_headers_are_damage_within_a_second(name: str) -> None:
     assert time.perf_counter() - start < 1.0
 
 
-def test_c5_a_header_of_200_mb_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("F-C5")
+def test_a_header_of_200_mb_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = Input.fill
     monkeypatch.setattr(Input, "fill", lambda self, buffer: asked.append(len(buffer)) or real(self, buffer))
@@ -258,9 +267,10 @@ def test_tensors_outlive_their_file() -> None:
 GOOD = written({"w": torch.ones(2, 2), "v": torch.ones(3, dtype=torch.int8)}, {"a": "b"})
 
 
+@pytest.mark.covers("F-C5")
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=4), st.integers(0, 3))
-def test_c5_any_change_is_read_or_is_damage(place: int, change: bytes, cut: int) -> None:
+def test_any_change_is_read_or_is_damage(place: int, change: bytes, cut: int) -> None:
     data = (GOOD[:place] + change + GOOD[place + len(change) :])[: len(GOOD) - cut]
     with contextlib.suppress(CheckpointDamaged):
         read(data)
@@ -300,9 +310,10 @@ def wrapped(value: object, how: str) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.covers("F-C1")
 @pytest.mark.parametrize("how", ["zip", "legacy", "raw"])
 @pytest.mark.parametrize("name", payloads(Path("x")))
-def test_c1_code_is_not_run(name: str, how: str, tmp_path: Path) -> None:
+def test_code_is_not_run(name: str, how: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     data = wrapped(payloads(marker)[name], how)
     with pytest.raises(CheckpointDamaged, match=r"^model\.ckpt: not loaded: contains code"):
@@ -312,8 +323,9 @@ def test_c1_code_is_not_run(name: str, how: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.covers("F-C1")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_c1_programs_and_bombs_are_not_loaded() -> None:
+def test_programs_and_bombs_are_not_loaded() -> None:
     stream = io.BytesIO()
     torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(2)), stream)
     bomb = io.BytesIO()
