@@ -24,12 +24,12 @@ from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
-from zae.loop import binding, scheduling
+from zae.loop import binding
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
-from zae.loop.optimization import Optimization
+from zae.loop.optimization import Optimization, for_build
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
@@ -599,7 +599,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.build(self.scheduler, *scheduling.for_build(self))
+        return optim.build(self.scheduler, *for_build(self))
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:

@@ -69,7 +69,7 @@ MOVED = {
     "zae.retention": "zae.saving.retention",
     "zae.rng": "zae.common.random_state",
     "zae.saver": "zae.saving.saver",
-    "zae.scheduling": "zae.loop.scheduling",
+    "zae.scheduling": "zae.loop.optimization",
     "zae.seams": "zae.composition.introspect",
     "zae.session": "zae.loop.run",
     "zae.settings": "zae.common.optimizer_settings",

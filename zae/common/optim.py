@@ -446,7 +446,7 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     Parameters
     ----------
     optimizers : mapping of str to Optimizer
-        Those of `zae.loop.scheduling.simulated`, which know what they are twins of.
+        Those of `zae.loop.optimization.simulated`, which know what they are twins of.
 
     Returns
     -------

@@ -1,25 +1,35 @@
-"""The optimizers and schedulers of a trainer: what is clipped, stepped, cleared and saved of them."""
+"""The optimizers and schedulers of a trainer: clip, step, clear and save them, and check that schedules fit a run."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from zae.common import argument_checks, optim, optimizer_modes
+from zae.common import argument_checks, optim, optimizer_modes, random_state
 from zae.common.optimizer_settings import ScriptSettings
 from zae.errors import ConfigError
-from zae.schedulers import is_plateau
+from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 
-__all__ = ["Optimization"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Optimization", "Span", "call_factory", "check_run", "check_schedules", "for_build", "simulated"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
+_LOW = 0.1  # Of the base rate: a first epoch below it trains very little.
+_LONGEST = 1000  # Steps of a first epoch that are simulated to find out.
 
 
 class Optimization:
@@ -177,3 +187,273 @@ class Optimization:
 
 def _made(given: Any) -> dict[str, Any]:
     return {name: each for name, each in optim.named(given).items() if not optim.is_factory(each)}
+
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+class Span(NamedTuple):
+    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
+
+    start: int  # At the beginning of the call.
+    present: int  # Now; after a resume it is larger.
+    left: int | None  # Remaining; None is unknown.
+
+    def totals(self) -> set[int]:
+        """Return the length of this call, and the total at its end."""
+        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
+
+
+# ------------------------------------------------------------------------------------------------ factories
+
+
+def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
+    """Return the arguments of `optim.build` for the schedulers of a trainer."""
+    call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
+    return partial(optim.driven_by, trainer.optimizers), LRScheduler, "scheduler", call
+
+
+def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
+    """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``.
+
+    Parameters
+    ----------
+    factory : callable
+        A function of the optimizer, or of the optimizer and ``total_steps``.
+    optimizer : Optimizer
+        What the scheduler is to drive.
+    total : callable
+        Returns the planned number of optimizer steps; only called where the factory asks for it.
+
+    Returns
+    -------
+    object
+        What the factory returned.
+
+    Examples
+    --------
+    >>> call_factory(lambda optimizer: optimizer, "adam", lambda: 30)
+    'adam'
+    >>> call_factory(lambda optimizer, total_steps: total_steps, "adam", lambda: 30)
+    30
+    """
+    return factory(optimizer, total_steps=total()) if _takes_total(factory) else factory(optimizer)
+
+
+def _takes_total(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # A builtin may not say.
+        return False
+    for place, each in enumerate(parameters):
+        if each.name == "total_steps":
+            # A partial that has set it leaves it behind as keyword-only, with a default.
+            return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------ checks of a run
+
+
+def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None, has_metric: bool) -> None:
+    """Refuse schedules that do not fit the run, and warn of those that probably do not."""
+    on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
+    found = check_schedules(trainer.schedulers, on_batch, is_set, epochs, steps, has_metric)
+    if not steps.present:
+        found += _low_rates(trainer, on_batch, in_epoch)
+    for text in found if trainer.is_main else ():
+        _log.warning("%s", text)
+
+
+def check_schedules(
+    schedulers: Mapping[str, Any], on_batch: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
+) -> list[str]:
+    """Refuse an invalid schedule before the first batch, and return texts of warnings.
+
+    Parameters
+    ----------
+    schedulers : mapping
+        Schedulers by name.
+    on_batch, is_set : bool
+        Whether they are stepped after each optimizer step instead of each epoch, and whether the user wrote so.
+    epochs, steps : Span
+        What this call of ``run`` covers.
+    has_metric : bool
+        Whether the monitored metric is known at the end of an epoch.
+    """
+    found: list[str] = []
+    if 0 in (epochs.left, steps.left):
+        return found  # A finished script that is started again steps nothing.
+    for name, scheduler in schedulers.items():
+        where = f"scheduler {name} ({type(scheduler).__name__})"
+        if is_plateau(scheduler):
+            if not has_metric:
+                raise ConfigError(
+                    f"{where} needs a metric after each validation, and run() got no valid_loader; give "
+                    "run(..., valid_loader=...), or monitor='train/loss'"
+                )
+            continue
+        if isinstance(scheduler, OneCycleLR) and not on_batch:
+            _check_cycle(where, scheduler, is_set, epochs, steps)
+        _check_end(where, scheduler, on_batch, epochs, steps)
+        found += _check_unit(where, scheduler, on_batch, is_set, epochs, steps)
+    return found
+
+
+def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:
+    """Refuse a OneCycleLR that is stepped by epochs, unless the user wrote so and it may have that many."""
+    total = int(scheduler.total_steps)
+    fits = steps_taken(scheduler) + (epochs.left or 0) == total or total in epochs.totals()
+    if is_set and (fits or total not in steps.totals()):
+        return
+    line = "scheduler_step_on_batch=True"
+    if steps.left is not None and total < steps.present + steps.left:
+        line += f", and total_steps={steps.present + steps.left}"
+    raise ConfigError(
+        f"{where} has total_steps={total} and would be stepped once an epoch; it is made to be stepped after each "
+        f"optimizer step: write {line}"
+        + ("" if is_set else " (for a cycle that is counted in epochs: scheduler_step_on_batch=False)")
+    )
+
+
+def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: Span) -> None:
+    """Refuse a schedule that ends before the run does."""
+    longest = planned_length(scheduler)
+    if longest is None:
+        return
+    planned, unit = (steps.left, "optimizer steps") if on_batch else (epochs.left, "epochs")
+    taken = steps_taken(scheduler)
+    if planned is None:
+        raise ConfigError(
+            f"{where} ends after {longest} steps, and the loader has no length to plan with; give "
+            "run(..., steps_per_epoch=...) or "
+            + ("run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)")
+        )
+    if taken + planned <= longest:
+        return
+    cure = ""
+    if on_batch and longest in epochs.totals():
+        cure = ", or, if its steps are epochs, write scheduler_step_on_batch=False"
+    elif on_batch and longest > taken:
+        cure = f", or end the run there: run(..., max_steps={longest - taken})"
+    elif not on_batch and longest > planned:
+        cure = ", or did you mean scheduler_step_on_batch=True?"
+    raise ConfigError(
+        f"{where} ends after {longest} steps, but this run takes it to {taken + planned} ({planned} {unit} after "
+        f"{taken}); make it that long{cure}"
+    )
+
+
+def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs: Span, steps: Span) -> list[str]:
+    """Compare a schedule's own length with what it is stepped by, and with the other unit."""
+    length = own_length(scheduler)
+    used, other = (steps, epochs) if on_batch else (epochs, steps)
+    taken = 0 if used.left is None else steps_taken(scheduler) + used.left
+    if length not in other.totals() or length in {taken, *used.totals()}:
+        return []
+    if on_batch:
+        return [
+            f"{where} lasts {length} steps, as many as this run has epochs, and is stepped after each of its optimizer "
+            "steps; if its steps are epochs, write scheduler_step_on_batch=False"
+        ]
+    text = (
+        f"{where} lasts {length} steps, as many as this run has optimizer steps, and would be stepped once an epoch; "
+        "write scheduler_step_on_batch=True"
+    )
+    if not is_set:
+        raise ConfigError(f"{text} (or scheduler_step_on_batch=False, if {length} epochs are meant)")
+    return [text.replace("would be", "is").replace("; write", "; if these are meant, write")]
+
+
+def _low_rates(trainer: Trainer, on_batch: bool, in_epoch: int | None) -> list[str]:
+    """Describe the schedules whose rate stays below a tenth of the base rate for the whole first epoch."""
+    low = {
+        name: each
+        for name, each in trainer.schedulers.items()
+        if not is_plateau(each) and steps_taken(each) == 0 and _highest(each) < _LOW
+    }
+    if not low or (on_batch and not _stays_low(trainer, low, in_epoch)):
+        return []
+    cure = (
+        "shorten its warm-up, or, if its steps are epochs, write scheduler_step_on_batch=False"
+        if on_batch
+        else "if its steps are optimizer steps, write scheduler_step_on_batch=True"
+    )
+    return [
+        f"scheduler {name} ({type(each).__name__}) keeps the learning rate under a tenth of its base rate through the "
+        f"whole first epoch (it begins at {optim.learning_rates({'0': each.optimizer}).get('lr', 0.0):g}); {cure}"
+        for name, each in low.items()
+    ]
+
+
+def _highest(scheduler: Any) -> float:
+    """Return the highest learning rate of the groups of a scheduler, as a fraction of their base rates."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    pairs = [
+        (float(g["lr"]), float(g["initial_lr"])) for g in groups if g.get("lr") is not None and g.get("initial_lr")
+    ]
+    return max((rate / base for rate, base in pairs), default=1.0)
+
+
+def _stays_low(trainer: Trainer, low: Mapping[str, Any], in_epoch: int | None) -> bool:
+    """Step copies of the schedulers through the first epoch; return False where a rate rises or it is too long."""
+    if in_epoch is None or in_epoch > _LONGEST:
+        return False
+    try:
+        _, schedulers = simulated(trainer)
+    except Exception as error:  # What cannot be copied is not simulated.
+        _log.debug("the schedulers cannot be copied (%s): their first epoch is not simulated", error)
+        return False
+    with random_state.isolated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The copies see no optimizer step.
+        for _ in range(in_epoch - 1):
+            for scheduler in schedulers.values():
+                if not is_plateau(scheduler):
+                    scheduler.step()
+            if all(_highest(schedulers[name]) >= _LOW for name in low):
+                return False
+    return any(_highest(schedulers[name]) < _LOW for name in low)
+
+
+def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+    """Copy the optimizers without their parameters, and the schedulers to drive them; call factories with copies."""
+    with random_state.isolated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
+        twins: dict[str, Optimizer] = {}
+        memo: dict[int, Any] = {}
+        for name, optimizer in optim.named(trainer.optimizer).items():
+            if not isinstance(optimizer, Optimizer):
+                optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
+            twins[name] = _twin(optimizer)
+            memo[id(optimizer)] = twins[name]
+        schedulers = {}
+        for name, scheduler in optim.named(trainer.scheduler).items():
+            if optim.is_factory(scheduler):
+                made = call_factory(scheduler, optim.driven_by(twins, name), lambda: total_steps)
+            else:
+                made = copy.deepcopy(scheduler, dict(memo))
+            schedulers[name] = made
+        return twins, schedulers
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
+    twin = SGD([torch.zeros(1)], lr=0.0)
+    twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
+    twin.param_groups = [
+        {"params": [torch.zeros(1, dtype=d) for d in types]}
+        | {name: _copied(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+        for types in [{p.dtype for p in group["params"]}]
+    ]
+    return twin
+
+
+def _copied(value: Any) -> Any:
+    """Copy a setting of a group; a learning rate that is a tensor is changed in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else copy.copy(value)

@@ -16,7 +16,7 @@ from zae.common import argument_checks, optim
 from zae.data.loaders import check_loader, describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import binding, scheduling
+from zae.loop import binding, optimization
 from zae.loop.epoch_log import merge_sums
 from zae.loop.evaluation import Evaluation, EvaluationAborted
 from zae.loop.history import Metrics
@@ -190,7 +190,7 @@ class Run:
         found: int | None = calls.planned_steps
         return found
 
-    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[scheduling.Span, scheduling.Span]:
+    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[optimization.Span, optimization.Span]:
         """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
         progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
         if leaves:
@@ -199,7 +199,7 @@ class Run:
         present, calls = (progress.epoch, progress.step), progress.run_calls
         start = present if calls.is_new else calls.starts[calls.made]
         left = _remaining(progress, last_epoch, last_step, in_epoch)
-        epochs, steps = map(scheduling.Span, start, present, left)
+        epochs, steps = map(optimization.Span, start, present, left)
         return epochs, steps
 
     def leaves_epoch(self, wrapped: Any) -> bool:
@@ -218,7 +218,7 @@ class Run:
         has_metric = self.valid_loader is not None or trainer.history.watches_training
         in_epoch = self.steps_per_epoch(wrapped)
         if not calls.is_over:
-            scheduling.check_run(trainer, *self.spans(in_epoch, leaves), in_epoch, has_metric)
+            optimization.check_run(trainer, *self.spans(in_epoch, leaves), in_epoch, has_metric)
         elif trainer.is_main:  # It was checked as it began.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
 

@@ -22,11 +22,10 @@ from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.loop import scheduling
 from zae.loop.history import split_prefix
+from zae.loop.optimization import check_schedules, simulated
 from zae.loop.progress import Every
 from zae.loop.run import Run, RunLimits, check_optimizer
-from zae.loop.scheduling import simulated
 from zae.preview import dry_run
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.schedulers import is_plateau
@@ -350,7 +349,7 @@ def _simulate(trainer: Trainer, preview: RunPreview, run: Run, has_metric: bool)
     optimizers, schedulers = simulated(trainer, run.limits.total_steps(preview.steps_per_epoch))
     steps, (in_epochs, in_steps) = preview.steps, run.spans(preview.steps_per_epoch)
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
-    preview.notes += scheduling.check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
+    preview.notes += check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
     preview.kernels = optim.fused_hints(optimizers)
     stepped = [each for each in schedulers.values() if not is_plateau(each)]
     if len(stepped) < len(schedulers):
