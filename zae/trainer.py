@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
 from zae.common.optimizer_modes import NOTHING
+from zae.composition import binding
 from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
-from zae.loop import binding
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
 from zae.loop.history import History, Metrics, MetricsDict

@@ -18,8 +18,8 @@ from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
 from zae import AddOnBase, Trainer, replaces
+from zae.composition import binding
 from zae.composition.introspect import function_of, seams_of
-from zae.loop import binding
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}

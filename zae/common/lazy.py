@@ -36,7 +36,7 @@ MOVED = {
     "zae.data_state": "zae.data.loader_state",
     "zae.device": "zae.common.device",
     "zae.diff": "zae.cli.diff",
-    "zae.direct": "zae.loop.binding",
+    "zae.direct": "zae.composition.binding",
     "zae.doctor": "zae.cli.doctor",
     "zae.dry_run": "zae.preview.dry_run",
     "zae.encoding": "zae.storage.encoding",

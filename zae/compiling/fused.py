@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.common.optim import is_stepped_by_class, parameters_of
 from zae.common.torch_private import add_to_all, has_step_hooks
-from zae.loop.binding import idle_add_ons
+from zae.composition.binding import idle_add_ons
 from zae.preview.explain import owners_of
 
 if TYPE_CHECKING:

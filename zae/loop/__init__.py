@@ -2,5 +2,5 @@
 
 `run` limits, validates, counts and notes errors; `history` holds metrics; `evaluation` is validation and test; `state`
 reads and loads the trainer's own state; `progress` counts and draws the bar; `nonfinite` guards the optimizer step;
-`binding` skips idle add-ons; `step_output` reads what a step returned; `optimization` has optimizers and schedules.
+`optimization` has optimizers and schedules; `step_output` reads what a step returned.
 """

@@ -12,13 +12,13 @@ from torch import nn
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
+from zae.composition import binding
 from zae.data.gather import batches_of
 from zae.data.loader_state import undrawn
 from zae.data.loaders import check_loader, describe, gives_pinned
 from zae.data.sharding import shares_of
 from zae.data.workers import part_from_workers
 from zae.errors import LoaderError
-from zae.loop import binding
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.step_output import call_step

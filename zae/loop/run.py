@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from zae.common import argument_checks, optim
+from zae.composition import binding
 from zae.data.loaders import check_loader, describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import binding, optimization
+from zae.loop import optimization
 from zae.loop.epoch_log import merge_sums
 from zae.loop.evaluation import Evaluation, EvaluationAborted
 from zae.loop.history import Metrics

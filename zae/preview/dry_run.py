@@ -27,11 +27,11 @@ from zae.common.device import to_device
 from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
+from zae.composition import binding
 from zae.composition.introspect import set_by
 from zae.data.loader_state import undrawn
 from zae.data.loaders import copy_with, describe
 from zae.errors import MonitorError
-from zae.loop import binding
 from zae.loop.epoch_log import plain
 from zae.loop.history import split_prefix
 from zae.loop.step_output import call_step
