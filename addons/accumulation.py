@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step of several loader batches, the last short window included."""
+"""Gradient accumulation: one optimizer step for several loader batches."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ __all__ = ["GradientAccumulationAddon"]
 
 
 class GradientAccumulationAddon(AddOnBase):
-    """Make each optimizer step of several loader batches.
+    """Accumulate the gradients of several loader batches in each optimizer step.
 
-    A window's gradient is the mean over its true number of batches: of 5 batches with
-    ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. When ``train_step`` returns
-    ``num_targets``, every target of a window weighs alike instead. Of a loader with a length, one batch is held at a
-    time; of any other, the batches of one window are, because its length must be known before its first backward: what
-    drawing them takes from the global random streams is taken before the dropout of the first. They are held too where
-    your class overrides ``gradients``, and may call it twice on one window (SAM, a closure).
+    The gradient of a window is the mean over its true number of batches: with 5 batches and
+    ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. Where ``train_step`` returns
+    ``num_targets``, each target of a window has the same weight instead.
+
+    Of a loader with a length, one batch is in memory at a time. Of a loader without one, all batches of a window are,
+    because their number must be known before the first backward; so are they where your class overrides ``gradients``,
+    which may compute those of one window twice (SAM, a closure).
 
     Parameters
     ----------
     gradient_accumulation_steps : int
-        Loader batches for one optimizer step; 1 changes nothing.
+        Loader batches in each optimizer step; 1 changes nothing.
 
     Raises
     ------
     ConfigError
-        It is not a whole number of at least 1.
+        It is not an integer of at least 1.
     LoaderError
-        A loader gave fewer batches than its length.
+        A loader yielded fewer or more batches than its length.
 
     Examples
     --------
@@ -61,7 +62,7 @@ class GradientAccumulationAddon(AddOnBase):
         self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
 
     def is_idle(self) -> bool:
-        """Tell whether each batch is a step."""
+        """Return whether each batch is a step."""
         return self.gradient_accumulation_steps == 1
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -90,22 +91,22 @@ class GradientAccumulationAddon(AddOnBase):
         return batch if isinstance(batch, (_Window, _List)) else super().micro_batches(batch)
 
     def steps_in(self, loader: Any) -> int | None:
-        """Count windows, the short one at the end too."""
+        """Return the number of windows, with the short one at the end."""
         length = super().steps_in(loader)
         return None if length is None else -(-length // self.gradient_accumulation_steps)
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Say how many batches make a step."""
+        """Note how many batches make a step."""
         plan.batches_per_step = self.gradient_accumulation_steps
         return super().plan_lines(plan)
 
 
 class _List(list[Any]):
-    """A window whose batches are all there; not a batch that happens to be a list."""
+    """A window with all of its batches; a class, as a batch may be a list."""
 
 
 class _Window(Sequence[Any]):
-    """Batches that are fetched one by one, so many in all, and held only for who may want them again."""
+    """The next ``count`` batches, fetched one by one, and kept only where they may be needed again."""
 
     def __init__(self, batches: Iterator[Any], count: int, holds: bool) -> None:
         self._batches, self._count, self._holds = batches, count, holds
@@ -116,12 +117,12 @@ class _Window(Sequence[Any]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError("the batches of a window are given once, in their order: iterate over it")
+        raise TypeError("the batches of a window are yielded once, in order: iterate over it")
 
     def __iter__(self) -> Iterator[Any]:
-        if self._given and not self._holds:  # Those that follow are of the next window.
+        if self._given and not self._holds:  # The batches that follow belong to the next window.
             raise TypeError(
-                "the batches of a window are given once; to take its gradients several times, override "
+                "the batches of a window are yielded once; to compute its gradients several times, override "
                 "gradients(batch) and call super().gradients(batch) there each time"
             )
         yield from self._held
@@ -138,6 +139,6 @@ class _Window(Sequence[Any]):
 
 
 def _look_ahead(batches: Iterator[Any], count: int) -> Iterator[_List]:
-    """Fetch whole windows: nobody knows how long the last one is."""
+    """Fetch whole windows: the length of the last one is not known before."""
     while window := _List(itertools.islice(batches, count)):
         yield window

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the forward, and for fp16 a loss scale around the backward."""
+"""Mixed precision: autocast for the forward, and a loss scale for fp16."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 class AMPAddon(AddOnBase):
-    """Run forward passes in bfloat16 or float16, with gradients unscaled before they are clipped.
+    """Compute forward passes in bfloat16 or float16; gradients are unscaled before they are clipped.
 
-    A float16 step whose gradients overflow is skipped: parameters, optimizer, schedulers and averages stay as they
-    are, the loss scale is halved, and ``progress_checker.skipped_steps`` counts it; ``step`` counts it too.
+    A float16 step whose gradients overflow is skipped: parameters, optimizer, schedulers and averages do not change,
+    the loss scale is halved, and ``progress_checker`` counts the step in ``skipped_steps`` and in ``step``.
 
     Parameters
     ----------
     precision : {"auto", "bf16", "fp16", "fp32"} or list of them
-        "auto" is ``["bf16", "fp16"]``. Of a list, the first that the device computes in natively is taken, else
-        "fp32", which changes nothing. A CPU computes in bf16 where it has AVX512_BF16, AMX or Arm's instructions for
-        it; on others an explicit "bf16" trains, but much slower than "fp32", and one warning says so.
+        "auto" is ``["bf16", "fp16"]``. From a list, the first with native support on the device is used, else "fp32",
+        which changes nothing. A CPU supports bf16 with AVX512_BF16, AMX or Arm's instructions for it; on others an
+        explicit "bf16" is emulated, much slower than "fp32", with a warning.
     loss_scale : (float, float)
-        For fp16, the first scale and the least it may fall to. It doubles after 2000 steps without an overflow
+        For fp16, the initial and the smallest scale. It doubles after 2000 steps without an overflow
         (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 
     Raises
     ------
     ConfigError
-        A precision is unknown, or the scales are not positive.
+        A precision is unknown, or the scales are not valid.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class AMPAddon(AddOnBase):
         self._wanted = wanted
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
-        self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Settled in setup.
+        self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
         self._stepped = self._unscaled = False
@@ -100,7 +100,7 @@ class AMPAddon(AddOnBase):
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
         super().setup()
-        # What is asked for by one name is taken; a list, or "auto", is a preference among what is native.
+        # A single name is taken as it is; a list, or "auto", is an order of preference among native precisions.
         native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
         self.precision = native[0] if native else "fp32"
         if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
@@ -110,15 +110,15 @@ class AMPAddon(AddOnBase):
             if self._scaler_state:
                 scaler.load_state_dict(self._scaler_state)
             self.scaler = scaler
-            self.nonfinite.scaled = True  # An overflow is what the scale is for.
+            self.nonfinite.scaled = True  # The scale handles overflows.
             self._hooks = [o.register_step_post_hook(self._note_step) for o in self.optimizers.values()]
 
     def is_idle(self) -> bool:
-        """Tell whether the precision is that of the model."""
+        """Return whether nothing is cast."""
         return self.precision == "fp32"
 
     def teardown(self) -> None:
-        """Keep the loss scale for the next run."""
+        """Keep the state of the scaler for the next run."""
         self._scaler_state = self._scaler
         for hook in self._hooks:
             hook.remove()
@@ -126,7 +126,7 @@ class AMPAddon(AddOnBase):
         super().teardown()
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Autocast the forward; the loss that is computed in it runs in float32 where torch deems it needful."""
+        """Autocast the forward, with the loss that is computed in it."""
         inner, dtype = super().forward_context(), _TYPES[self.precision]
         return inner if dtype is None else self._autocast(inner, dtype)
 
@@ -136,11 +136,11 @@ class AMPAddon(AddOnBase):
             yield
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Scale the loss, so that small float16 gradients do not vanish."""
+        """Scale the loss, so that small float16 gradients do not underflow."""
         super().backward(loss if self.scaler is None else _scaled(loss, self.scaler), **kwargs)
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, before anybody looks at them."""
+        """Divide the gradients by the loss scale."""
         super().unscale()
         if self.scaler is not None:
             for optimizer in self.optimizers.values():
@@ -151,9 +151,9 @@ class AMPAddon(AddOnBase):
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step through the scaler, which skips an optimizer whose gradients overflowed."""
         if self.scaler is None or all(p.grad is None for p in optim.parameters_of(optimizer)):
-            return super().step_one(optimizer)  # One of several whose turn it is not: the scaler would refuse it.
-        # torch would call a fused optimizer all the same, which then makes its state without writing it: a momentum
-        # that begins with an overflow is whatever was in that memory.
+            return super().step_one(optimizer)  # One of several, not used in this step: the scaler would refuse it.
+        # torch calls a fused optimizer after an overflow too. It then allocates its state without writing it, so that a
+        # first momentum would be uninitialized memory.
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         is_fused = is_fused or getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_fused and found_overflow(self.scaler, optimizer):
@@ -163,7 +163,7 @@ class AMPAddon(AddOnBase):
         return self._stepped
 
     def optimizer_step(self) -> bool:
-        """Move the loss scale after the step."""
+        """Update the loss scale after the step."""
         stepped = super().optimizer_step()
         if self.scaler is not None:
             self._unscaled = False
@@ -173,18 +173,18 @@ class AMPAddon(AddOnBase):
         return stepped
 
     def zero_grad(self) -> None:
-        """Close a step that was left out before the optimizer: the scale takes no second look at its gradients."""
+        """Reset the scaler after a step that was skipped before the optimizer."""
         super().zero_grad()
         if self.scaler is not None and self._unscaled:
             self._unscaled = False
             self.scaler.update()
 
     def _note_step(self, *_: Any) -> None:
-        """Called by an optimizer that really stepped: reading the scale to find out would wait for the device."""
+        """Note that the optimizer stepped; comparing the scale instead would wait for the device."""
         self._stepped = True
 
     def _keep_scale_up(self, scaler: torch.amp.GradScaler) -> None:
-        """Hold the scale at its least value, after a skipped step."""
+        """Keep the scale at its smallest value after a skipped step."""
         if scaler.get_scale() < self.loss_scale[1]:
             scaler.update(self.loss_scale[1])
             _log.warning(
@@ -193,7 +193,7 @@ class AMPAddon(AddOnBase):
 
     @property
     def _scaler(self) -> dict[str, Any]:
-        """The loss scale and the steps since it last changed, also while there is no scaler."""
+        """The state of the scaler; the last one while there is no scaler."""
         return self._scaler_state if self.scaler is None else dict(self.scaler.state_dict())
 
     @_scaler.setter
@@ -215,13 +215,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_of_a_scaler(state: Mapping[str, Any]) -> bool:
-    """Whether a state has the numbers that torch asks for, one after another as it loads them."""
+    """Whether a state has the numbers that torch loads."""
     wanted = torch.amp.GradScaler("cpu").state_dict()
     return wanted.keys() <= state.keys() and all(_is_number(state[name]) for name in wanted)
 
 
 def _is_scale(given: Any) -> bool:
-    """Whether these are two finite numbers, the second of them not the larger one."""
+    """Whether these are two positive numbers, the second not larger than the first."""
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         return False
     return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
@@ -234,17 +234,17 @@ def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:
     return scaler.scale(loss) if isinstance(loss, Tensor) else loss
 
 
-@cache  # Once for each process, however many trainers there are.
+@cache  # One warning for each process.
 def _warn_of_slow_bf16(device: str) -> None:
     _log.warning(
-        "precision='bf16': this %s has no instructions for bfloat16 and emulates it, which is much slower than fp32; "
-        "precision='auto' takes bf16 only where it is native",
+        "precision='bf16': this %s has no instructions for bfloat16 and emulates them, much slower than fp32; "
+        "precision='auto' uses bf16 only with native support",
         device,
     )
 
 
 def _is_native(precision: str, device: torch.device) -> bool:
-    """Whether a device computes in a precision itself, rather than through a slow emulation."""
+    """Whether a device supports a precision natively."""
     if precision == "fp32":
         return True
     if device.type == "cuda":

@@ -69,18 +69,18 @@ class DistributedAddon(ShardingAddon):
         if not isinstance(backend, str) or not _is_known(backend):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method, self.backend = init_method, backend
-        self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The clocks of torch count no further.
-        self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has taken its own.
+        self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
+        self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has loaded its own.
         self._placed = False
-        self._left: tuple[bytes, bytes, str] | None = None  # The random streams, as the last run left them here.
-        self._wish: str | None = None
+        self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
+        self._stop_reason: str | None = None
         self._outer_error: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------- beginning and end
 
     @replaces
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the loop on every rank: where there is no launcher, in processes that are started here."""
+        """Call the loop on every rank; without a launcher, start the processes."""
         world = self._planned_world()
         if world == 1 or dist.is_initialized() or launching.launched_world() is not None:
             return super().launch(function, *args)
@@ -93,13 +93,13 @@ class DistributedAddon(ShardingAddon):
         return result
 
     def _begin_here(self) -> None:
-        """Let the ranks go on from where the last ones ended, unless somebody has drawn or seeded here since."""
+        """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
             self._ranks = []
             self.loader_position = LoaderPosition(self.fast_data)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
-        """Put what rank 0 ended with into the caller's objects, its random streams into this process."""
+        """Restore the final state of rank 0 in the objects of the caller, and its random streams here."""
         self._take_attributes(rest)
         self.optimizer = self.build_optimizer()
         self.optimization.hold(self.optimizer, None)
@@ -110,10 +110,10 @@ class DistributedAddon(ShardingAddon):
         generators = random_state.generators_of(loader)
         if present["generators"] is not None and len(generators) == len(present["generators"]):
             random_state.restore_generators(loader, present["generators"])
-        if present["parts"]:  # Of what draws in the loader by itself: the next ranks get it from here.
+        if present["parts"]:  # Random streams inside of the loader: the next ranks get them from here.
             restore_parts(shard(loader, True, Ranks(0, 2, list, bool)), present["parts"])
         if not state["progress"]["epoch_batch"]:
-            # Between two epochs a loader goes on from its own generators, which another loader does not share.
+            # Between two epochs a loader continues its own generators, which another loader does not have.
             state["position"] = _between(state["position"])
             for each in state[self._name()]["ranks"]:
                 each["position"] = _between(each["position"])
@@ -126,20 +126,20 @@ class DistributedAddon(ShardingAddon):
             setattr(self, name, value)
 
     def _planned_world(self) -> int:
-        """How many ranks there are, or will be."""
+        """Return how many ranks there are, or will be."""
         if dist.is_initialized():
             return dist.get_world_size()
         launched = launching.launched_world()
         return launched[1] if launched is not None else len(self.devices)
 
     def _backend(self) -> str:
-        """The backend's name for torch; the ranks can always talk over the CPU too."""
+        """Return the name of the backend; ranks can always communicate over the CPU too."""
         if self.backend not in ("auto", "nccl"):
             return self.backend
         return "cpu:gloo,cuda:nccl" if self.devices[0].type == "cuda" else "gloo"
 
     def setup(self) -> None:
-        """Join the other ranks, then make everything ready on this rank's device."""
+        """Join the other ranks, then set up on the device of this rank."""
         self._outer_error = sys.exc_info()[1]
         if launching.join(self._backend(), self.timeout, self.init_method):
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -150,7 +150,7 @@ class DistributedAddon(ShardingAddon):
             self._place()
 
     def _place(self) -> None:
-        """Take this rank's part of a state that was loaded before its number was known."""
+        """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._ranks:
             own, self._ranks = self._ranks[self._rank], []
@@ -161,7 +161,7 @@ class DistributedAddon(ShardingAddon):
             self.loader_position.load_state_dict(_apart(self.loader_position.state_dict(), self._rank))
 
     def _own_device(self) -> torch.device:
-        """The device of this rank among those that were asked for."""
+        """Return the device of this rank."""
         local, first = launching.local_rank(), self.devices[0]
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         if len(self.devices) not in (1, here, self._world):
@@ -178,21 +178,21 @@ class DistributedAddon(ShardingAddon):
         return device
 
     def _rng_of_rank(self) -> None:
-        """Seed as rank 0 is, for what all ranks must draw alike, and then apart."""
+        """Seed as rank 0, for what all ranks must draw alike, and then derive the streams of this rank."""
         if self.seed is not None and not self.is_seeded and self._rank:
             random_state.seed_everything(self.seed)
             random_state.restore(random_state_of(self._rank, random_state.capture()))
             self.is_seeded = True
 
     def on_exception(self, error: BaseException) -> None:
-        """Tell at once that this rank fails."""
+        """Report at once that this rank fails."""
         note_failure(error)
         if isinstance(error, Exception) and self._world > 1:
             error.add_note(f"zae: in rank {self._rank} of {self._world}")
         super().on_exception(error)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what belongs to this process."""
+        """Leave out what belongs to this process."""
         return {**super().__getstate__(), "_outer_error": None, "_placed": False}
 
     # -------------------------------------------------------------------------------------------------- the ranks
@@ -200,7 +200,7 @@ class DistributedAddon(ShardingAddon):
     @property
     @replaces
     def rank(self) -> int:
-        """The number of this process among those that train; under a launcher it is known before the first run."""
+        """The number of this process; under a launcher it is known before the first run."""
         if self._world > 1:
             return self._rank
         launched = launching.launched_world()
@@ -209,7 +209,7 @@ class DistributedAddon(ShardingAddon):
     @property
     @replaces
     def world_size(self) -> int:
-        """How many processes train; without a launcher it is 1 outside of ``run``."""
+        """The number of processes; without a launcher it is 1 outside of ``run``."""
         if self._world > 1:
             return self._world
         launched = launching.launched_world()
@@ -225,7 +225,7 @@ class DistributedAddon(ShardingAddon):
 
     @replaces
     def gather(self, value: Any) -> list[Any]:
-        """List a value of every rank."""
+        """Return the values of all ranks."""
         values = super().gather(value)
         if self._world > 1:
             values = [None] * self._world
@@ -233,13 +233,13 @@ class DistributedAddon(ShardingAddon):
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank; not while an error is on its way, that the others may not have."""
+        """Wait for every rank, unless an exception is being handled that the others may not have."""
         super().barrier()
         if not self._is_failing():
             self.reduce(torch.zeros(1))
 
     def _is_failing(self) -> bool:
-        """Whether this is called while an exception of this run is being handled: the other ranks may not be here."""
+        """Whether an exception of this run is being handled, so that the other ranks may not be here."""
         error = sys.exc_info()[1]
         return error is not None and error is not self._outer_error
 
@@ -247,22 +247,22 @@ class DistributedAddon(ShardingAddon):
 
     @replaces
     def stop(self, reason: str) -> None:
-        """End the run on all ranks after this step, whichever of them asks for it."""
+        """End the run on all ranks after this step, whichever rank calls it."""
         if self._world == 1:
             return super().stop(reason)
-        self._wish = reason
+        self._stop_reason = reason
 
     def on_run_begin(self) -> None:
-        """Forget what was asked of an earlier run, and begin all at the same place."""
-        self._wish, progress = None, self.progress_checker
+        """Reset the request to stop, and check that all ranks begin at the same place."""
+        self._stop_reason, progress = None, self.progress_checker
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         super().on_run_begin()
 
     def checkpoint(self) -> None:
-        """Agree, after each step and each epoch, on whether to stop."""
-        if self._world > 1 and float(self.reduce(torch.tensor(float(self._wish is not None)))):
-            reason = next(wish for wish in self.gather(self._wish) if wish is not None)
-            self._wish = None
+        """Agree on whether to stop, after each step and each epoch."""
+        if self._world > 1 and float(self.reduce(torch.tensor(float(self._stop_reason is not None)))):
+            reason = next(each for each in self.gather(self._stop_reason) if each is not None)
+            self._stop_reason = None
             super().stop(reason)
         super().checkpoint()
 
@@ -272,7 +272,7 @@ class DistributedAddon(ShardingAddon):
         return str(slots_of(type(self))["parallel"].__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Add what differs between ranks: positions, random streams, the log of the open epoch. All ranks call it."""
+        """Add the position, random streams and log of each rank; all ranks call it."""
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.sync_counts(self)
@@ -284,7 +284,7 @@ class DistributedAddon(ShardingAddon):
         return {**state, self._name(): {"world_size": world, "ranks": list(ranks), "rank": self._rank}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over this rank's part; the state of another number of ranks only where its position allows it."""
+        """Load the part of this rank; that of another number of ranks only where its position allows it."""
         own, rest = self.take(state, self._name(), strict=False)
         if addon_state.is_loading(self, addon_state.ENTRIES):
             return super().load_state_dict(rest, strict)
@@ -314,7 +314,7 @@ class DistributedAddon(ShardingAddon):
 
 
 def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Run a trainer that has travelled to this rank, and return what its twin in the parent is to take over."""
+    """Run a trainer that was sent to this rank; return what the one in the parent process takes over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
@@ -332,12 +332,12 @@ def _check_places(places: list[tuple[int, int, int]]) -> None:
 
 
 def _is_known(backend: str) -> bool:
-    """Whether torch has a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    """Whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
     return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
 
 
 def _streams() -> tuple[bytes, bytes, str]:
-    """What tells one state of this process's random streams from another."""
+    """Return the state of the random streams of this process in a comparable form."""
     state = random_state.capture()
     return (
         state["torch"].numpy().tobytes(),
@@ -347,13 +347,13 @@ def _streams() -> tuple[bytes, bytes, str]:
 
 
 def _between(position: Mapping[str, Any]) -> dict[str, Any]:
-    """A position between two epochs, of any loader."""
+    """Return a position between two epochs, for any loader."""
     present = {**position["present"], "generators": None, "parts": {}}
     return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
 
 
 def _of_others(state: Mapping[str, Any], saved: int, ranks: list[Any], rank: int) -> dict[str, Any]:
-    """A state of another number of ranks: its place waits for the loader, and rank 0 has what was recorded."""
+    """Adapt a state of another number of ranks: rank 0 gets all records."""
     logs = [EpochLog("log_train") for _ in ranks]
     for log, each in zip(logs, ranks):
         log.load_state_dict(each["log_train"])
@@ -364,6 +364,6 @@ def _of_others(state: Mapping[str, Any], saved: int, ranks: list[Any], rank: int
 
 
 def _apart(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """A position with random streams of a rank's own, for a rank that saved none."""
+    """Derive the random streams of a rank whose own were not saved."""
     present = position["present"]
     return {**position, "present": {**present, "random": random_state_of(rank, present["random"])}}

@@ -14,17 +14,17 @@ __all__ = ["EarlyStoppingAddon"]
 
 
 class EarlyStoppingAddon(AddOnBase):
-    """Stop when ``monitor`` has not become better by more than ``delta`` in ``patience`` validations in a row.
+    """Stop when ``monitor`` has not improved by more than ``delta`` in ``patience`` consecutive validations.
 
-    It counts validations (epochs of training, where there is no ``valid_loader``), it survives a resume, and each
-    new call of ``run`` counts from the start. NaN never counts as better.
+    Without a ``valid_loader``, epochs of training are counted. A resume continues the count, and a new call of ``run``
+    resets it. NaN is never an improvement.
 
     Parameters
     ----------
     patience : int
-        Validations in a row without a better score after which the run ends.
+        The run ends after so many consecutive validations without an improvement.
     delta : float
-        By how much a score must be better to count.
+        The smallest change that counts as an improvement.
     early_stopper : callable, optional
         ``early_stopper(step, score) -> bool`` decides instead: True stops.
 
@@ -76,14 +76,14 @@ class EarlyStoppingAddon(AddOnBase):
         self._runs = 0
 
     def on_run_begin(self) -> None:
-        """Count from the start in a new run; a resumed one goes on counting."""
+        """Reset the count, unless a run is resumed."""
         super().on_run_begin()
         runs = len(self.progress_checker.run_starts)
         if runs != self._runs:
             self._best, self._waited, self._runs = None, 0, runs
 
     def check_better(self, metrics: Mapping[str, float]) -> bool:
-        """Count this validation, and stop the run when it is one too many."""
+        """Count this validation, and stop the run when patience is used up."""
         better = super().check_better(metrics)
         score = self.score_of(metrics)
         if score is None:
@@ -112,12 +112,12 @@ class EarlyStoppingAddon(AddOnBase):
         return gain > self.delta
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Say that the run may end earlier, and when at the earliest."""
-        note = f"may end earlier: after {self.patience} validations in a row without a better {self.monitor}"
+        """Note that the run may end earlier."""
+        note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
         return [*super().plan_lines(plan), note]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Count from the start where another metric is monitored than in the saved run."""
+        """Reset the count where another metric is monitored than in the saved run."""
         super().load_state_dict(state, strict)
         if not self.history.has_criterion_of(state["records"]):
             self._best, self._waited = None, 0

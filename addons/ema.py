@@ -22,17 +22,17 @@ __all__ = ["EMAAddon"]
 
 
 class EMAAddon(AddOnBase):
-    """Keep an average of the weights, and evaluate with it.
+    """Average the weights exponentially, and evaluate with the average.
 
     After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak &
     Juditsky 1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1).
-    Accumulation windows count once, skipped steps not at all. Buffers are copied. Training and the saved model file
-    hold the training weights; the average is saved beside them.
+    An accumulation window counts once, a skipped step not at all. Buffers are copied. The saved model file contains the
+    training weights; the average is saved beside them.
 
     Parameters
     ----------
     decay : float
-        In [0, 1): how much of the average stays at each step.
+        In [0, 1): the weight of the old average in each step.
 
     Raises
     ------
@@ -68,16 +68,16 @@ class EMAAddon(AddOnBase):
         self.average: dict[str, Tensor] = {}
         self._averaged: list[tuple[Tensor, Tensor]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
-        self._places: list[tuple[str, Any, str | None]] = []  # Of each copied one: its key, who holds it, and as what.
-        self._paired = 0  # How many parameters there were when they were paired.
+        self._places: list[tuple[str, Any, str | None]] = []  # Of each copied tensor: key, owner, name there.
+        self._paired = 0  # The number of parameters when they were paired.
 
     def setup(self) -> None:
-        """Start the average at the present weights, unless there is one already; of a lazy model, at its first step."""
+        """Start the average at the present weights, unless it is loaded; of a lazy model, at its first step."""
         super().setup()
         self._pair()
 
     def _pair(self) -> None:
-        """Put each tensor of the average beside the one that it follows, so that a step looks nothing up."""
+        """Pair each tensor of the average with the one that it follows, so that a step needs no lookup."""
         module = self.unwrap()
         if are_lazy(module.parameters()) or are_lazy(module.buffers()):
             self._paired = -1
@@ -86,11 +86,11 @@ class EMAAddon(AddOnBase):
         live = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         started = {id(weight): average for average, weight in (*self._averaged, *self._copied)}
         for key, value in live.items():
-            if key not in self.average:  # At the beginning that is all; later, what the model has grown.
+            if key not in self.average:  # All of them at first; later those that were added to the model.
                 self.average[key] = started[id(value)] if id(value) in started else value.detach().clone()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {id(value): (self.average[key].to(value.device), value) for key, value in live.items()}
-        self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights have one average.
+        self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights share one average.
         self._averaged = [
             pair
             for key, pair in pairs.items()
@@ -103,10 +103,10 @@ class EMAAddon(AddOnBase):
             (names[id(value)], *(found.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
             for _, value in self._copied
         ]
-        self._paired = len(vars(self).get("parameters", ()))  # A state may be loaded before they are listed.
+        self._paired = len(vars(self).get("parameters", ()))  # A state may be loaded before setup.
 
     def optimizer_step(self) -> bool:
-        """Move the average, after a step that took place."""
+        """Update the average after a step that took place."""
         if len(self.parameters) != self._paired:
             self._pair()
         stepped = super().optimizer_step()
@@ -131,7 +131,7 @@ class EMAAddon(AddOnBase):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Evaluate with the average in the model; the training weights come back, whatever happens."""
+        """Evaluate with the average in the model, and restore the training weights."""
         with super().evaluation_context(), torch.no_grad():
             self._follow()
             pairs = [*self._averaged, *self._copied]
@@ -145,7 +145,7 @@ class EMAAddon(AddOnBase):
                     weight.copy_(before)
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
-        """Take the average that was evaluated, beside the weights."""
+        """Load the average that was evaluated, beside the weights."""
         super().load_evaluation_state(state)
         if "EMAAddon" in state:
             saved = _renamed(state["EMAAddon"]["average"], self.unwrap())
@@ -168,14 +168,14 @@ class EMAAddon(AddOnBase):
         return save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Count the average among what a checkpoint holds."""
+        """Add the average to the size of a checkpoint."""
         held = self.unwrap().state_dict()
-        if plan.bytes_per_checkpoint and not self.average:  # Else the size is not known, or it is counted already.
+        if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         return super().plan_lines(plan)
 
     def adapt_state(self, entry: Any) -> Any:
-        """Refuse an average of another model; use the present names, as an older zae saved those of wrappers."""
+        """Refuse an average of another model; replace names of wrappers, which older versions saved."""
         if entry is None:
             return None
         average: Any = entry.get("average") if isinstance(entry, Mapping) else None
@@ -187,7 +187,7 @@ class EMAAddon(AddOnBase):
         return {**entry, "average": _renamed(average, self.unwrap())}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Follow the weights with the average that was loaded."""
+        """Pair the loaded average with the weights."""
         super().load_state_dict(state, strict)
         if self.average:
             self._pair()
@@ -200,7 +200,7 @@ def _renamed(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tens
 
 
 def _misfit(average: Any, module: nn.Module) -> str:
-    """What of a saved average does not fit a model; empty where all does."""
+    """Return what does not fit of a saved average; empty where all does."""
     if not isinstance(average, Mapping):
         return f"it is {average!r:.40}"
     live, trained = plain_state(module), dict(module.named_parameters(remove_duplicate=False))
@@ -212,19 +212,19 @@ def _misfit(average: Any, module: nn.Module) -> str:
             return f"{key} is not in {type(module).__name__}"
         if not isinstance(value, Tensor):
             return f"{key} is a {type(value).__name__}"
-        # The shape of a buffer is the model's own business: that of an observer is known after its first batch.
+        # Buffers may have another shape: that of an observer is known after its first batch.
         if key in trained and not are_lazy([trained[key]]) and value.shape != trained[key].shape:
             return f"{key} is {tuple(value.shape)} and must be {tuple(trained[key].shape)}"
     return ""
 
 
 def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:
-    """Where each parameter and each buffer of a model is held, and by which name."""
+    """Return the owner and the name of each parameter and buffer of a model, by id."""
     owners = [owner for each in module.modules() for owner in (each._parameters, each._buffers)]
     return {id(value): (owner, name) for owner in owners for name, value in owner.items() if value is not None}
 
 
 def _place_of_extra(module: nn.Module, key: str, value: Tensor) -> tuple[Any, str | None]:
-    """Where the rest of a state comes from: a module is asked for its extra state, and anything else stays as it is."""
+    """Return the owner of a tensor that is neither: a module with extra state, else a dict with the tensor itself."""
     path, _, name = own_names(module)[key].rpartition(".")
     return (module.get_submodule(path), None) if name == "_extra_state" else ({key: value}, key)

@@ -1,4 +1,4 @@
-"""A file of JSON lines: the records of a run, with no package but Python's own."""
+"""Log the records of a run to a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["JSONLLoggerAddon"]
 
 
 class JSONLLoggerAddon(LoggerAddon):
-    """Log to a file with one JSON object a line.
+    """Log to a file with one JSON object in each line.
 
-    A line reads ``{"step": 10, "epoch": 1, "batch": 10, "train/loss": 0.5, "lr": 0.1}``: the optimizer steps and the
-    loader batches so far, and the epoch (from 1) that they are of. NaN and the infinities are the texts "nan", "inf"
-    and "-inf", so that every line is strict JSON. After a kill and a resume each record is there exactly once.
+    A line reads ``{"step": 10, "epoch": 1, "batch": 10, "train/loss": 0.5, "lr": 0.1}``: the number of optimizer
+    steps and loader batches so far, and the epoch, from 1. NaN and infinities are the strings "nan", "inf" and "-inf",
+    so that every line is strict JSON. After a kill and a resume each record is there exactly once.
 
     Parameters
     ----------
     jsonl_path : str or Path
-        The file; its folder is made. A second call of ``run``, and a resumed run, append to it. A run that begins
-        afresh moves a file that is there aside, to ``name.1.jsonl``.
+        The file; its folder is created. A second call of ``run`` and a resumed run append to it. A new run renames an
+        existing file to ``name.1.jsonl``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A ledger of a run: a line a step with what every stage left behind, so that two runs can be told apart."""
+"""A ledger of a run: a line for each step, with hashes after every stage, to compare two runs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _log = logging.getLogger("zae")
 
 
 class LedgerAddon(AddOnBase):
-    """Write a line a step: samples, losses, and hashes of gradients, weights and random state after every stage.
+    """Write a line for each step: samples, losses, and hashes of gradients, weights and random state after each stage.
 
-    ``python -m zae diff runA runB`` names the first step and stage at which the ledgers of two runs part. Training is
-    bitwise the same with and without. The main rank writes, of what it has itself.
+    ``python -m zae diff runA runB`` shows the first step and stage at which the ledgers of two runs differ. Training is
+    bitwise the same with and without it. Only the main rank writes, about its own batches.
 
     Parameters
     ----------
     ledger_path : str or Path
-        The file, for instance ``"run/ledger.jsonl"``; a resumed run goes on in it. A disk that refuses in the middle
-        of a run gives one warning, and training goes on without it.
+        The file, for instance ``"run/ledger.jsonl"``; a resumed run appends to it. Where the disk fails in the middle
+        of a run, there is one warning, and training continues without the ledger.
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
         weights, gradients or batch.
@@ -57,7 +57,7 @@ class LedgerAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        The cadence is one of epochs, or the path is not that of a file that can be written.
+        The cadence is in epochs, or the file cannot be written.
 
     Examples
     --------
@@ -96,25 +96,25 @@ class LedgerAddon(AddOnBase):
         if self.ledger_every.steps is None:
             raise ConfigError(f"ledger_every={ledger_every!r}; a ledger goes by steps: write ledger_every=10")
         self._file: Any = None
-        self._writes = True  # Whether a step of the open epoch is to be written, as far as is known.
-        self._stages: dict[str, dict[str, Any]] = {}  # Of the open step, when it is to be written.
-        self._loaders: tuple[Any, Any] = (None, None)  # The user's loader, and the copy of it that notes samples.
+        self._writes = True  # Whether a step of this epoch may be written.
+        self._stages: dict[str, dict[str, Any]] = {}  # Of this step, where it is written.
+        self._loaders: tuple[Any, Any] = (None, None)  # The loader, and a copy of it that notes samples.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the loader and the file behind: they belong to this process."""
+        """Leave out the loader and the file, which belong to this process."""
         return {**super().__getstate__(), "_file": None, "_loaders": (None, None)}
 
     def setup(self) -> None:
-        """Know nothing of an epoch yet: a step may come without one."""
+        """Write steps outside of an epoch too."""
         super().setup()
         self._writes = True
 
     def is_idle(self) -> bool:
-        """Tell whether no step of the epoch is to be written, by this rank."""
+        """Return whether this rank writes no step of the epoch."""
         return self.mode == "test" or not (self._writes and self.is_main)
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Note which samples the sampler of training gives, in an epoch of which a step is to be written."""
+        """Note the samples of training batches, in an epoch with a step that is written."""
         loader = super().wrap_loader(loader, training)
         if not training:
             return loader
@@ -122,7 +122,7 @@ class LedgerAddon(AddOnBase):
         every, batches = self.ledger_every.steps or 1, length_of(loader) or sys.maxsize
         self._writes = (begin + batches) // every * every > max(begin, self.ledger_every.after)
         if type(loader) is not DataLoader or loader.batch_sampler is None or not (loader.num_workers or self._writes):
-            return loader  # As it is, for the sake of the exact data path; two copies would have workers each.
+            return loader  # Unchanged, for the exact data path; two copies would each start workers.
         if self._loaders[0] is not loader:
             noting = copy.copy(loader)
             # DataLoader forbids setting these after its construction, for the sake of its iterators; a copy has none.
@@ -132,14 +132,14 @@ class LedgerAddon(AddOnBase):
         return self._loaders[1]
 
     def batch_context(self) -> AbstractContextManager[None]:
-        """Begin the line of a step, and write it when the step has ended."""
+        """Write the line of a step when the step ends."""
         inner = super().batch_context()
         is_due = self.ledger_every.due_at_step(self.progress_checker.step + 1) and self.is_main
         return self._write_step(inner) if is_due else inner
 
     @contextmanager
     def _write_step(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        """The line of one step."""
+        """Collect and write the line of one step."""
         progress = self.progress_checker
         with inner:
             batch = {"data": [], "content": [], "random": random_state()}
@@ -151,7 +151,7 @@ class LedgerAddon(AddOnBase):
                 self._stages = {}
 
     def to_device(self, batch: Any) -> Any:
-        """Note the samples of a batch and the hash of each of its tensors; one hash where the sampler is not known."""
+        """Note the samples of a batch and the hash of each tensor; one hash where the samples are not known."""
         if self._stages:
             noted = self._stages["batch"]["data"]
             self._stages["batch"]["content"].append([fingerprint([tensor]) for tensor in _tensors(batch)])
@@ -172,7 +172,7 @@ class LedgerAddon(AddOnBase):
         self._stages["forward"]["random"].append(random_state())
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Note the losses, and what the backward left behind."""
+        """Note the losses, and the gradients after the backward."""
         outputs = super().gradients(batch)
         if self._stages:
             self._stages["forward"]["loss"] = [_numbers(out["loss"]) for out, _ in outputs]
@@ -180,7 +180,7 @@ class LedgerAddon(AddOnBase):
         return outputs
 
     def clip(self) -> None:
-        """Note what the optimizer is going to step by."""
+        """Note the gradients that the optimizer uses."""
         super().clip()
         if self._stages:
             norm = None if self.grad_norm is None else float(self.grad_norm)
@@ -188,7 +188,7 @@ class LedgerAddon(AddOnBase):
             self._stages["clip"] = {"norm": norm, "gradients": same or self._gradients(), "random": random_state()}
 
     def optimizer_step(self) -> bool:
-        """Note what the optimizers step with, and the weights after it."""
+        """Note the settings of the optimizers, and the weights after the step."""
         if not self._stages:
             return super().optimizer_step()
         noted = self._stages["step"] = _settings(self.optimizers)
@@ -200,7 +200,7 @@ class LedgerAddon(AddOnBase):
 
     @property
     def _is_clipped(self) -> bool:
-        """Whether anything can have changed the gradients since the backward."""
+        """Whether the gradients may have changed since the backward."""
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
         return bool(self.gradient_clip) or not alone
 
@@ -208,7 +208,7 @@ class LedgerAddon(AddOnBase):
         return fingerprint(p.grad for p in self.parameters if p.grad is not None)
 
     def on_run_begin(self) -> None:
-        """Open the file, so that a wrong path is known before the first batch."""
+        """Open the file, so that a wrong path fails before the first batch."""
         super().on_run_begin()
         self._open()
 
@@ -225,7 +225,7 @@ class LedgerAddon(AddOnBase):
         self._open()
         try:
             self._file.write(json.dumps(entry) + "\n")
-        except OSError as error:  # It watches the run, and does not end it.
+        except OSError as error:  # An observer does not end the run.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = Path(os.devnull).open("w")  # noqa: SIM115  (teardown closes it; the rest goes there)
@@ -243,7 +243,7 @@ class LedgerAddon(AddOnBase):
 
 
 def _settings(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the learning rates, and the other settings of each group that are numbers."""
+    """Return the learning rates and the other numeric settings of each group."""
     others = {
         name: [
             {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
@@ -269,7 +269,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _noting_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) -> Iterator[None]:
-    """Note the settings again as each optimizer steps: what is called before it, ``step_one`` say, may change them."""
+    """Note the settings again when each optimizer steps, as ``step_one`` may change them before."""
 
     def note(name: str) -> None:
         now = _settings(optimizers)
@@ -286,7 +286,7 @@ def _noting_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any])
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether a file does not end with the end of a line: a process was killed, or the disk was full."""
+    """Whether the last line of a file is incomplete, after a kill or a full disk."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -294,7 +294,7 @@ def _is_cut_short(path: Path) -> bool:
 
 
 class _NotingSampler(Passing):
-    """A batch sampler that remembers what it gave."""
+    """A batch sampler that remembers its batches."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler)
@@ -302,7 +302,7 @@ class _NotingSampler(Passing):
         self._count = 0
 
     def __iter__(self) -> Iterator[Any]:
-        # Asked for at once, as a DataLoader does: when a sampler draws its numbers decides which they are.
+        # At once, as a DataLoader does: a sampler may draw random numbers here.
         rest = iter(self.passed)
         self._given, self._count = {}, 0
         return self._walk(rest)
@@ -314,7 +314,7 @@ class _NotingSampler(Passing):
             yield indices
 
     def take(self, number: int) -> list[Any] | None:
-        """Return the samples of a batch of this epoch, and forget those before it."""
+        """Return the samples of a batch of this epoch, and drop those before it."""
         self._given = {key: value for key, value in self._given.items() if key >= number}
         samples = self._given.get(number)
         return samples if samples is None or all(isinstance(index, (int, str)) for index in samples) else None
@@ -336,7 +336,7 @@ def random_state() -> str:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, however nested, and the arrays of numbers."""
+    """Yield the tensors and numeric arrays in a nested batch."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":

@@ -50,7 +50,7 @@ class LoggerAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        An option has a value that cannot be meant.
+        An option has an invalid value.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class LoggerAddon(AddOnBase):
                 worker.write(record, step)
 
     def on_exception(self, error: BaseException) -> None:
-        """Remember that the run has failed, for the sinks that show it."""
+        """Note that the run has failed, for sinks that show it."""
         self._failed = True
         super().on_exception(error)
 

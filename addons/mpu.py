@@ -1,4 +1,4 @@
-"""Data parallel training: one process for each device, gradients averaged while they are computed."""
+"""Data parallel training: one process for each device, with averaged gradients."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ _SHOWN = 10
 class MultiGPUAddon(DistributedAddon):
     """Train one copy of the model on each of several devices, with averaged gradients (DistributedDataParallel).
 
-    ``device=["cuda:0", "cuda:1"]``, or ``["cpu", "cpu"]``, and ``run`` starts a process for each device, ends them
-    all, and leaves in the caller's objects what rank 0 ended with: weights, optimizer, scheduler, counters, history
-    and the state of every add-on; other attributes that a step sets stay in the ranks. Under torchrun it joins the
-    ranks that are there. A script that starts ranks begins its run under ``if __name__ == "__main__":``.
+    With ``device=["cuda:0", "cuda:1"]``, or ``["cpu", "cpu"]``, ``run`` starts a process for each device. When it
+    returns, the caller's objects have the state of rank 0: weights, optimizer, scheduler, counters, history and the
+    state of every add-on; other attributes that a step sets are lost with the ranks. Under torchrun it joins the ranks
+    of the launcher. A script that starts ranks calls ``run`` under ``if __name__ == "__main__":``.
 
-    The loader's batch size is that of each rank: a step of W ranks is one of W times that many samples, and at the
-    same total it leaves the weights that one process would. Each sample counts once and alike, in an epoch of
-    training as in an evaluation, whatever the sizes; all ranks make equally many steps. Of a stream, and of a
-    DataLoader with ``batch_size=None``, no rank knows the sizes of the others: there the batches of a step weigh
-    alike, unless steps return ``num_targets``. ``evaluate`` and ``inference`` outside of ``run`` compute on the first
-    device, or, under torchrun, on all.
+    The batch size of the loader is that of each rank: with W ranks, a step has W times as many samples, and leaves the
+    weights that one process would with batches of that size. In training and in evaluation each sample is used once,
+    with the same weight, and all ranks make the same number of steps. With a stream, or a DataLoader with
+    ``batch_size=None``, ranks do not know the batch sizes of the others: there each batch of a step weighs the same,
+    unless steps return ``num_targets``. ``evaluate`` and ``inference`` outside of ``run`` use the first device, or,
+    under torchrun, all.
 
     Parameters
     ----------
     init_method : str, optional
-        Where spawned ranks meet: ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR``, ``MASTER_PORT``) or
-        ``"file:///path"``. By default a free port of the loopback interface. Under a launcher, where it says.
+        The rendezvous of spawned ranks: ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR``, ``MASTER_PORT``)
+        or ``"file:///path"``. By default a free port of the loopback interface; under a launcher, its own.
     backend : str
-        Of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for those on the CPU.
+        The backend of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for CPU tensors.
     timeout : float
-        Seconds after which a rank that does not answer is given up.
+        Seconds after which a rank that does not answer has failed.
     find_unused_parameters : bool
-        Whether a step may leave parameters out; looking for them takes time in every step.
+        Whether steps may leave parameters without gradients; searching for them takes time in every step.
     static_graph : bool
-        Whether every step uses the same parameters in the same way, which DistributedDataParallel then makes use of.
+        Whether every step uses the same parameters in the same way; DistributedDataParallel is then faster.
 
     Raises
     ------
     ConfigError
-        An option cannot be meant, something cannot travel to another process, or a port is in use.
+        An option is invalid, something cannot be sent to another process, or a port is in use.
     LoaderError
-        Of a stream, every rank would get the same samples.
+        Every rank would read the same samples of a stream.
     DistributedError
-        A rank was killed, ended early, did not answer, or left parameters out. What a rank itself raises is raised
-        here again, of the same type, with the rank's number and its traceback.
+        A rank was killed, ended early, did not answer, or had parameters without gradients. An exception of a rank is
+        raised again here, with the same type, the rank and its traceback.
 
     Examples
     --------
@@ -82,22 +82,22 @@ class MultiGPUAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
-        self._inner: Any = None  # The model as it is wrapped.
+        self._inner: Any = None  # The model inside of the wrapper.
         self._engine: Replica | None = None
-        self._sparse: set[int] = set()  # The parameters whose gradients are.
-        self._known: list[int] = []  # The parameters that are trained, as the wrapper was made for them.
-        self._owners: list[dict[str, Tensor | None]] = []  # What holds the buffers: a forward may put another there.
-        self._has_unsent = False  # Whether the forward of a step may have changed buffers that no rank has been sent.
+        self._sparse: set[int] = set()  # The parameters with sparse gradients.
+        self._known: list[int] = []  # The trained parameters that the wrapper was made for.
+        self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
+        self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
 
     def setup(self) -> None:
-        """Begin on every rank with the weights and buffers of rank 0."""
+        """Give every rank the weights and buffers of rank 0."""
         super().setup()
         if self._world > 1:
             self._has_unsent = False
             self._begin_alike()
 
     def _begin_alike(self) -> None:
-        """Give every rank the weights and buffers of rank 0, also those that the model does not hold."""
+        """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self._owners = [module._buffers for module in self.unwrap().modules()]
         self._known = self._trained()
         own = list(self.unwrap().parameters())
@@ -114,7 +114,7 @@ class MultiGPUAddon(DistributedAddon):
         self._has_unsent = False
 
     def teardown(self) -> None:
-        """Give the wrapper up."""
+        """Drop the wrapper."""
         super().teardown()
         self._inner, self._engine, self._known, self._owners = None, None, [], []
 
@@ -126,7 +126,7 @@ class MultiGPUAddon(DistributedAddon):
     def _wrap(self) -> Any:
         if are_lazy([*self._inner.parameters(), *self._inner.buffers()]):
             raise ConfigError(
-                "the model is lazy, and all ranks must begin with the same weights; call it once with a batch before "
+                "the model is lazy, and all ranks must start from the same weights; call it once with a batch before "
                 "run(): model(inputs)"
             )
         self._engine, self._sparse = None, sparse_in(self._inner)
@@ -140,16 +140,16 @@ class MultiGPUAddon(DistributedAddon):
         return self._engine or self._inner
 
     def is_idle(self) -> bool:
-        """Tell whether this process trains alone."""
+        """Return whether there is one process."""
         return self._world == 1 == len(self.devices)
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
-        """Let gradients gather on this rank until the last micro-batch."""
+        """Accumulate gradients on this rank until the last micro-batch."""
         inner = super().sync_context(last)
         return inner if self._engine is None or (last and not self._takes_turns()) else self._alone(inner)
 
     def _takes_turns(self) -> bool:
-        """Whether it may be the turn of some optimizers only: the wrapper would wait for the others."""
+        """Whether a step may train with some of the optimizers: the wrapper would wait for the others."""
         return self.find_unused_parameters and len(self.optimizers) > 1
 
     @contextmanager
@@ -165,7 +165,7 @@ class MultiGPUAddon(DistributedAddon):
         """Average the gradients over the ranks."""
         if self._world == 1:
             return super().gradients(batch)
-        if self._known != self._trained():  # Something was frozen or thawed, or has come.
+        if self._known != self._trained():  # A parameter was frozen, unfrozen or added.
             self.model = self._wrap()
             self._begin_alike()
         self._has_unsent = True
@@ -181,21 +181,21 @@ class MultiGPUAddon(DistributedAddon):
             self.model = self._engine or self._inner
 
     def micro_batches(self, batch: Any) -> Any:
-        """Leave the wrapper out of a step in which some rank has no samples: it would wait for that rank."""
+        """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
         if self._world > 1 and self.static_graph and max(len(found), len(self.optimizers)) > 1:
-            self._engine = None  # A static graph is one forward and one backward for it.
+            self._engine = None  # A static graph has one forward and one backward.
         if self._leaves_out or self._engine is None:
             self.model = self._inner or self.model
         return found
 
     def normalize(self, num_targets: list[Any]) -> None:
-        """Bring together the gradients that the wrapper has not."""
+        """Average the gradients that the wrapper has not averaged."""
         if self._world > 1:
             engine = self._engine
             if self._leaves_out:
                 num_targets = self._finish_short(num_targets)
-            elif engine is None or not engine._used or self._takes_turns():  # It does not see parts that are called.
+            elif engine is None or not engine._used or self._takes_turns():  # It misses calls of submodules.
                 self._average(self.parameters, True)
             else:
                 self._check_used(engine)
@@ -206,14 +206,14 @@ class MultiGPUAddon(DistributedAddon):
         """Average the gradients of a step in which some ranks had no samples."""
         has_samples = bool(num_targets)
         if not has_samples:
-            # Zeros, by the way that every gradient takes: a loss scale wants to have seen a backward.
+            # Zeros, through backward(): a loss scale has to see one.
             self.backward(cast(Tensor, sum((p * 0).sum().real for p in self.parameters if p.requires_grad)))
         self._average(self.parameters, has_samples)
         counted = any(self.gather(any(count is not None for count in num_targets)))
         return [0.0] if counted and not has_samples else num_targets
 
     def _average(self, parameters: list[Tensor], has_samples: bool) -> None:
-        """Average gradients by hand; one that no rank has stays None."""
+        """Average gradients without the wrapper; one that no rank has stays None."""
         if not parameters:
             return
         own = torch.tensor([float(has_samples and p.grad is not None) for p in parameters])
@@ -226,12 +226,12 @@ class MultiGPUAddon(DistributedAddon):
             flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):
                 grad = part.view_as(parameter)
-                if not parameter.is_contiguous():  # A fused kernel goes through both as they lie in memory.
+                if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.
                     grad = like_parameter_layout(grad, parameter)
                 parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
 
     def _check_used(self, engine: Replica) -> None:
-        """Refuse a step that left parameters out: the wrapper has then not averaged the others either."""
+        """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
         held = engine._held
         if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in held.values()):
             raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
@@ -251,21 +251,21 @@ class MultiGPUAddon(DistributedAddon):
         )
 
     def optimizer_step(self) -> bool:
-        """Give every rank the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
+        """Send the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
         stepped = super().optimizer_step()
         if self._world > 1:
             self._send_buffers()
         return stepped
 
     def zero_grad(self) -> None:
-        """Give them the buffers of rank 0 after a step that was left out, too."""
+        """Send the buffers of rank 0 after a skipped step too."""
         super().zero_grad()
         if self._has_unsent:
             self._send_buffers()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Evaluate without the wrapper: the ranks have different numbers of batches."""
+        """Evaluate without the wrapper, as ranks have different numbers of batches."""
         before = self.model
         if self._engine is not None:
             self.model = self._inner
@@ -276,5 +276,5 @@ class MultiGPUAddon(DistributedAddon):
             self.model = before
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the wrapper behind."""
+        """Leave out the wrapper."""
         return {**super().__getstate__(), "_inner": None, "_engine": None, "_known": [], "_owners": []}

@@ -1,4 +1,4 @@
-"""Neptune: log the records of a run with its client, as long as there is a server; else to its offline files."""
+"""Log the records of a run with the Neptune client, to a server or to its offline files."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class NeptuneSink(Sink):
         self._timeout = 5.0
 
     def load(self) -> None:
-        """Import neptune, and refuse what its ``init_run`` does not take."""
+        """Import neptune, and refuse arguments that ``init_run`` does not take."""
         import neptune
 
         known = inspect.signature(neptune.Run.__init__).parameters
@@ -122,7 +122,7 @@ class NeptuneSink(Sink):
                                   f"{did_you_mean(name, known)}")  # fmt: skip
 
     def open(self, info: RunInfo) -> None:
-        """Start the run, or go on with the one of this id."""
+        """Start the run, or continue the one with this id."""
         import neptune
         from neptune.utils import stringify_unsupported
 
@@ -143,7 +143,7 @@ class NeptuneSink(Sink):
                 self._client[key].append(value, step=step)
 
     def flush(self) -> None:
-        """Wait until the client has its calls on the disk; it sends them from there."""
+        """Wait until the client has written its calls to the disk, from where it sends them."""
         if self._client is not None:
             self._client.wait(disk_only=True)
 

@@ -1,4 +1,4 @@
-"""The data of several ranks: each one's share, and what makes every sample of a step weigh alike."""
+"""Data parallel loading: a share of the samples for each rank, with the same weight for each sample of a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zae.errors import ConfigError
 
 __all__ = ["ShardingAddon"]
 
-_CACHED = 8  # Loaders whose share is kept: so many of training, and of validation.
+_CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
 
 
 class ShardingAddon(AddOnBase):
-    """Give each rank its share of every loader: a part of the base of the add-ons that train on several devices."""
+    """Give each rank its share of every loader; a base of the add-ons that train on several devices."""
 
     layer = "parallel"
 
@@ -31,7 +31,7 @@ class ShardingAddon(AddOnBase):
         self._leaves_out = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the loaders of this process behind."""
+        """Leave out the loaders of this process."""
         return {**super().__getstate__(), "_shared": [], "_shares": None}
 
     def _from_main(self, value: Any) -> Any:
@@ -43,7 +43,7 @@ class ShardingAddon(AddOnBase):
         return float(self.reduce(torch.tensor(float(value)))) == self._world
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Give this rank its share, the same loader for the same loader each time."""
+        """Return the share of this rank: for the same loader, the same object each time."""
         loader = super().wrap_loader(loader, training)
         if self._world == 1:
             return loader
@@ -51,7 +51,7 @@ class ShardingAddon(AddOnBase):
         if not shares:
             ranks = sharding.Ranks(self._rank, self._world, self._from_main, self._all_agree)
             shares = [sharding.shard(loader, training, ranks)]
-            alike = [each for each in self._shared if each[1] == training]  # A validation puts no training loader out.
+            alike = [each for each in self._shared if each[1] == training]  # Each kind has a limit of its own.
             others = [each for each in self._shared if each[1] != training]
             self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shares[0])]
         if training:
@@ -59,7 +59,7 @@ class ShardingAddon(AddOnBase):
         return shares[0]
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Know, for each batch, how many samples the other ranks have."""
+        """Note how many samples the other ranks have in each batch."""
         self._shares = sharding.shares_of(loader)
         try:
             yield from super().batches(loader)
@@ -67,7 +67,7 @@ class ShardingAddon(AddOnBase):
             self._shares = None
 
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Pass over the batch of a rank without samples; it still counts."""
+        """Leave out the batch of a rank without samples; it still counts."""
         found = super().micro_batches(batch)
         self._micro, self._absent = -1, 0
         shares = self._shares
@@ -81,7 +81,7 @@ class ShardingAddon(AddOnBase):
         return super().sync_context(last)
 
     def weigh(self, loss: Any, num_targets: Any, count: int) -> Any:
-        """Weigh a mean over fewer or more samples than other ranks have, so that every sample weighs alike."""
+        """Scale the loss by this rank's share of the samples, so that each sample has the same weight."""
         loss = super().weigh(loss, num_targets, count)
         if self._shares is None or num_targets is not None:
             return loss
@@ -92,7 +92,7 @@ class ShardingAddon(AddOnBase):
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Refuse to train on one device what was meant for several."""
+        """Refuse to train in one process with a list of devices."""
         if self._world == 1 and len(self.devices) > 1:
             raise ConfigError(
                 f"device is a list of {len(self.devices)}, and run_epoch or run_batch was called here, in one process; "
@@ -101,7 +101,7 @@ class ShardingAddon(AddOnBase):
         return super().gradients(batch)
 
     def zero_grad(self) -> None:
-        """Count the batches without samples too: the ranks stay in step."""
+        """Count the batches without samples too, so that all ranks count alike."""
         super().zero_grad()
         self.progress_checker.batch += self._absent
         self.progress_checker.epoch_batch += self._absent
@@ -118,7 +118,7 @@ class _Given(Sequence[Any]):
         return len(self._batches)
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError("the batches of a window are given once, in their order: iterate over it")
+        raise TypeError("the batches of a window are yielded once, in order: iterate over it")
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:

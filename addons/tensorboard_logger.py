@@ -1,4 +1,4 @@
-"""TensorBoard: write the records of a run as event files."""
+"""Log the records of a run to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ __all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
 class TensorBoardLoggerAddon(LoggerAddon):
     """Log to TensorBoard event files.
 
-    Each metric is a scalar over optimizer steps. After a resume, TensorBoard hides what was written of steps that the
-    loaded state has not seen; event files are on the disk whenever a state is saved. Show them with
-    ``tensorboard --logdir <log_dir>``.
+    Each metric is a scalar over optimizer steps. After a resume, TensorBoard hides records of steps after the loaded
+    state; event files are flushed whenever a state is saved. Show them with ``tensorboard --logdir <log_dir>``.
 
     Parameters
     ----------
     log_dir : str or Path
-        The folder of the event files; it is made. Give each run its own: TensorBoard shows all that is in it as one.
+        The folder of the event files; it is created. Use one for each run: TensorBoard shows a folder as one run.
 
     Raises
     ------
     AddOnRequirement
         At construction, when tensorboard is not installed.
     ConfigError
-        At construction, when ``log_dir`` is a file, or in a place that cannot be written.
+        At construction, when ``log_dir`` is a file or cannot be written.
 
     Examples
     --------
@@ -73,7 +72,7 @@ class TensorBoardSink(Sink):
     Parameters
     ----------
     folder : Path
-        It is made.
+        It is created.
 
     Examples
     --------
@@ -98,7 +97,7 @@ class TensorBoardSink(Sink):
         import torch.utils.tensorboard  # noqa: F401
 
     def open(self, info: RunInfo) -> None:
-        """Begin an event file; later steps than the loaded one, in older files, are marked as gone."""
+        """Begin an event file; in older files, mark steps after the loaded one as deleted."""
         from torch.utils.tensorboard import SummaryWriter
 
         if info.continued:
@@ -109,7 +108,7 @@ class TensorBoardSink(Sink):
             self._writer.add_text("config", f"```json\n{json.dumps(info.config, indent=2, default=str)}\n```")
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Add a scalar for each number, and a text for anything else."""
+        """Add a scalar for each number, and text for anything else."""
         for key, value in metrics.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, step)
@@ -117,7 +116,7 @@ class TensorBoardSink(Sink):
                 self._writer.add_scalar(key, value, step)
 
     def flush(self) -> None:
-        """Write out what the writer holds back."""
+        """Flush the writer."""
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -128,7 +127,7 @@ class TensorBoardSink(Sink):
 
 
 def _wait_for_a_later_second(folder: Path) -> None:
-    """Wait, if need be: event files are read in the order of their names, which begin with the second of making."""
+    """Wait for the next second: event files are read in order of their names, which begin with the second."""
     made = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*"))
     newest = max((int(second) for second in made if second.isdecimal()), default=0)
     time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))

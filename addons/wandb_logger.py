@@ -1,4 +1,4 @@
-"""Weights & Biases: send the records of a run to its service, or to its offline files."""
+"""Log the records of a run to Weights & Biases, or to its offline files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["WandBLoggerAddon", "WandBSink"]
 
 _HOST = "https://api.wandb.ai"
 _INTERVAL, _SECONDS = "x_transaction_log_flush_interval", 0.05
-"""How often the client writes its file: at its default of 15 s, what was logged since is lost with a killed process."""
+"""The interval in which the client writes its file; at its default of 15 s, a kill loses the records since."""
 
 _SHOWN = ("config", "name", "notes", "tags", "group", "job_type")
 """What W&B shows to others."""
@@ -31,9 +31,9 @@ _SHOWN = ("config", "name", "notes", "tags", "group", "job_type")
 class WandBLoggerAddon(WebLoggerAddon):
     """Log to Weights & Biases.
 
-    ``web_logger["wandb"]`` goes to ``wandb.init``: project, entity, name, tags, mode and so on; ``api_key`` is taken
-    as well. Records carry their own ``step``, which every chart is drawn over: none is dropped, whatever was logged
-    before. A run of your own that is active already (in a sweep, for instance) is used, and left open.
+    ``web_logger["wandb"]`` goes to ``wandb.init``: project, entity, name, tags, mode and so on; ``api_key`` is accepted
+    too. Records have their own ``step``, the x axis of every chart, so that none is dropped. A run that is active
+    already, in a sweep for instance, is used and left open.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class WandBLoggerAddon(WebLoggerAddon):
     Raises
     ------
     AddOnRequirement
-        At construction, when wandb is not installed, or nobody is logged in and the mode is online.
+        At construction, when wandb is not installed, or there is no API key in online mode.
 
     Examples
     --------
@@ -114,7 +114,7 @@ class WandBSink(Sink):
         self._size = 0
 
     def load(self) -> None:
-        """Import wandb, and refuse what its ``init`` does not take."""
+        """Import wandb, and refuse arguments that ``wandb.init`` does not take."""
         import wandb
 
         known = inspect.signature(wandb.init).parameters
@@ -124,11 +124,10 @@ class WandBSink(Sink):
                                   f"{did_you_mean(name, known)}")  # fmt: skip
 
     def open(self, info: RunInfo) -> None:
-        """Start the run, or go on with the one of this id."""
+        """Start the run, or continue the one with this id."""
         import wandb
 
-        # The client names its folder by the second: two calls of run within one would write to the same file. One that
-        # is disabled has none.
+        # The client names its folder by the second, so that two runs within one would share a file.
         if info.continued and _mode_and_host(self._entries)[0] != "disabled":
             time.sleep(max(0.0, WandBSink._last_second + 1 - time.time()))
         WandBSink._last_second = int(time.time())
@@ -139,14 +138,14 @@ class WandBSink(Sink):
             entries["mode"] = "disabled"
         if "api_key" in entries:
             settings["api_key"] = entries.pop("api_key")
-        # The client's own limits, so that it gives up by itself, and says so on its own terms, too.
+        # The client's own timeouts, so that it stops and reports by itself.
         ours = {
             "init_timeout": info.timeout,
             "finish_timeout": info.timeout * 0.9,
             "finish_timeout_raises": True,
             _INTERVAL: _SECONDS,
         }
-        known = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have them all.
+        known = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have all of them.
         settings = {**{key: value for key, value in ours.items() if key in known}, **settings}
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
@@ -156,17 +155,17 @@ class WandBSink(Sink):
         self._client.define_metric("*", step_metric="step")
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log one row; without wandb's own step, which drops what comes a second time."""
+        """Log one row, without wandb's own step, which drops rows of a step that is repeated."""
         self._client.log({**metrics, "step": step})
         self._written = True
 
     def flush(self) -> None:
-        """Wait until the client's file holds what was logged: no call does that, but it is written at intervals."""
+        """Wait until the file of the client has grown; there is no call for that."""
         interval = getattr(self._client.settings, _INTERVAL, 0.0)
         if not self._written or not 0 < interval < 1:
             return
         self._written = False
-        self._client.summary.get("step")  # Answered after all that was logged before.
+        self._client.summary.get("step")  # Answered after all earlier records.
         file, size, end = Path(self._client.settings.sync_file), -1, time.monotonic() + 1
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
@@ -177,14 +176,14 @@ class WandBSink(Sink):
             self._size = size
 
     def close(self, failed: bool) -> None:
-        """Finish the run, unless it is the user's own."""
+        """Finish the run, unless the user started it."""
         if self._client is not None and self._is_own:
             self._client.finish(exit_code=int(failed))
         self._client = None
 
 
 def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings out of the entries, as a dict of those that were set."""
+    """Remove the settings from the entries; return a dict of those that were set."""
     settings = entries.pop("settings", None)
     if settings is None:
         return {}
@@ -194,7 +193,7 @@ def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
-    """What wandb is going to do, as its arguments, its environment and its files say, without importing it."""
+    """Return the mode and the host that wandb will use, from arguments, environment and files, without importing it."""
     settings = entries.get("settings")
     find = settings.get if isinstance(settings, Mapping) else lambda key: getattr(settings, key, None)
     filed = configparser.ConfigParser(interpolation=None)
@@ -210,17 +209,17 @@ def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_disabled() -> bool:
-    """Whether the environment forbids it, by a name that present clients pass over."""
+    """Whether WANDB_DISABLED is set, which present clients ignore."""
     return os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
 
 
 def _home() -> Path:
-    """The home folder; where there is none, as in some containers, what is looked up in it is not there."""
+    """Return the home folder, or "~" where there is none, as in some containers."""
     return Path(os.path.expanduser("~"))
 
 
 def _has_key(entries: Mapping[str, Any], host: str) -> bool:
-    """Whether wandb finds a key without asking for one."""
+    """Whether wandb finds a key without a prompt."""
     settings = entries.get("settings")
     given = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
     if given or entries.get("api_key") or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE")):

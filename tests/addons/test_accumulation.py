@@ -147,7 +147,7 @@ def test_a_window_is_given_once() -> None:
         def gradients(self, batch: Any) -> Any:
             return super().gradients([self.micro_batches(batch)[0]])
 
-    with pytest.raises(TypeError, match="given once, in their order"):
+    with pytest.raises(TypeError, match="yielded once, in order"):
         build(2, Indexing).run(1, loader())
 
 
@@ -231,5 +231,5 @@ def test_a_window_that_is_not_held_is_not_walked_into_the_next() -> None:
             list(self.window)
             return super().optimizer_step()
 
-    with pytest.raises(TypeError, match=r"given once; .* override gradients\(batch\)"):
+    with pytest.raises(TypeError, match=r"yielded once; .* override gradients\(batch\)"):
         build(2, Twice).run(1, loader())

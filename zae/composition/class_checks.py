@@ -1,4 +1,4 @@
-"""What a trainer class and an add-on must keep; read once, when the class is created, and refused in words."""
+"""Check a trainer class or an add-on when it is created, and refuse it with the line to write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
 __all__ = ["check_class", "check_complete", "check_instance"]
 
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference")
-"""The loop itself: an add-on overrides the seams inside it, never these."""
+"""The loop itself, which an add-on must not override."""
 
 _STEPS = ("train_step", "test_step")
 _OF_BACKWARD = {"retain_graph", "create_graph", "inputs"}
@@ -38,12 +38,12 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def check_class(cls: Any) -> None:
-    """Refuse a class whose methods would not be called, would not work, or would undo an add-on's.
+    """Refuse a class with methods that would not be called, would not work, or would disable an add-on.
 
     Parameters
     ----------
     cls : type
-        A subclass of Trainer, just made.
+        A new subclass of Trainer.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def check_class(cls: Any) -> None:
 
 
 def _check_declaration(cls: Any) -> None:
-    """Refuse a layer, a relation, a slot or an ``apply`` that cannot be meant, and an override of the loop."""
+    """Refuse an invalid layer, relation, slot or ``apply``, and an override of the loop."""
     name = cls.__name__
     if cls.layer not in LAYERS:
         raise AddOnError(f"{name}.layer is {cls.layer!r}; it must be one of {', '.join(LAYERS)}")
@@ -108,7 +108,7 @@ def _check_declaration(cls: Any) -> None:
 
 
 def _check_init(cls: Any) -> None:
-    """Refuse an add-on's ``__init__`` that would not let the options of the others pass."""
+    """Refuse an ``__init__`` that does not pass the options of others on."""
     init = cls.__dict__.get("__init__")
     if not isinstance(init, FunctionType):
         return
@@ -141,12 +141,12 @@ def _check_init(cls: Any) -> None:
 
 
 def _root_index(cls: Any) -> int:
-    """Where Trainer stands among a class's bases: nothing after it is ever initialized."""
+    """Return the index of Trainer in the MRO; the ``__init__`` of classes after it never runs."""
     return max(index for index, klass in enumerate(cls.__mro__) if is_trainer(klass))
 
 
 def _plain_mixins(cls: Any) -> Iterator[Any]:
-    """The user's bases of a class that are no trainers themselves."""
+    """Yield the user's bases of a class that are not trainers."""
     for klass in cls.__mro__[: _root_index(cls)]:
         if not is_trainer(klass) and klass.__module__ not in ("builtins", "typing", "typing_extensions", "abc"):
             yield klass
@@ -156,7 +156,7 @@ def _check_bases(cls: Any) -> None:
     """Refuse a trainer outside of an add-on, and a mixin behind Trainer."""
     mro = cls.__mro__
     for index, klass in enumerate(mro[1:], start=1):
-        # One that stands on add-ons itself was written to be outside of them.
+        # A class derived from add-ons is meant to be outside of them.
         if is_trainer(klass) and not is_add_on(klass) and not add_ons_of(klass):
             late = [a for a in mro[index:] if is_add_on(a) and a not in klass.__mro__]
             if late:
@@ -181,7 +181,7 @@ def _check_bases(cls: Any) -> None:
 
 
 def _check_methods(cls: Any, klass: Any) -> None:
-    """Refuse an ``@override`` of nothing, a misspelt or foreign hook, and a method of the wrong kind."""
+    """Refuse an ``@override`` without a base method, a misspelt or foreign hook, and a method of the wrong kind."""
     behind = cls.__mro__[cls.__mro__.index(klass) + 1 :]
     for name, value in klass.__dict__.items():
         inherited = [c.__dict__[name] for c in behind if name in c.__dict__]
@@ -202,7 +202,7 @@ def _check_methods(cls: Any, klass: Any) -> None:
 
 
 def _check_name(cls: Any, klass: Any, name: str) -> None:
-    """Refuse a method that looks like a hook, and that neither the loop nor the class itself calls."""
+    """Refuse a method that looks like a hook and is not called."""
     seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if (len(s) > 5 or s == "setup") and s != name]
     near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 else ""
     hint = f"; {foreign_hook(name)}." if name in FOREIGN_HOOKS or (foreign_hook(name) and not near) else near
@@ -212,7 +212,7 @@ def _check_name(cls: Any, klass: Any, name: str) -> None:
     for other, value in ((n, v) for c in users for n, v in c.__dict__.items()):
         function = function_of(value)
         if other != name and isinstance(function, FunctionType) and name in names_in(function.__code__):
-            return  # It is a helper of the class's own.
+            return  # The class calls it itself.
     raise _error(klass)(
         f"{klass.__name__}.{name} would never be called{hint} "
         "If the method is your own, give it another name or begin it with an underscore"
@@ -224,7 +224,7 @@ def _error(klass: Any) -> type[TaskError]:
 
 
 def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
-    """Refuse a property where a method is, a method where a property is, and what can be neither."""
+    """Refuse a property in place of a method, a method in place of a property, and other values."""
     where, function = f"{klass.__name__}.{name}", function_of(value)
     is_property = isinstance(value, (property, cached_property))
     if isinstance(ours, property):
@@ -266,16 +266,13 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
 
 
 def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> None:
-    """Refuse an override that calls ``super()`` and keeps what the loop needs of it to itself.
-
-    A step would count as skipped, for instance, and no scheduler would ever move.
-    """
+    """Refuse an override that calls ``super()`` and does not return the value: a step would count as skipped, say."""
     first = next(c.__dict__[name] for c in reversed(behind) if is_trainer(c) and name in c.__dict__)
     needed = getattr(function_of(first), "__annotations__", {}).get("return")
     if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
         return
     if name == "metric_on_epoch_end" and not is_add_on(klass):
-        return  # Nothing stands for no metrics there.
+        return  # None is allowed for no metrics.
     if not hasattr(value, "__wrapped__") and _gives_nothing(value):
         raise _error(klass)(
             f"{klass.__name__}.{name} calls super().{name}(...) but returns None, and the loop needs its return "
@@ -292,7 +289,7 @@ def _gives_nothing(function: FunctionType) -> bool:
     for each in dis.get_instructions(function):
         if each.opname == "RETURN_CONST":
             ends.append(each.argval is None)
-        elif each.opname == "RETURN_VALUE":  # One that is jumped to may return what was put there before the jump.
+        elif each.opname == "RETURN_VALUE":  # At a jump target, the value may come from before the jump.
             is_none = before is not None and before.opname.startswith("LOAD_CONST") and before.argval is None
             ends.append(is_none and not each.is_jump_target)
         before = each
@@ -300,7 +297,7 @@ def _gives_nothing(function: FunctionType) -> bool:
 
 
 def _check_super(cls: Any) -> None:
-    """Refuse a seam that is overridden without ``super()`` while that would drop an add-on's work."""
+    """Refuse an override that certainly does not call ``super()``, where that would disable an add-on."""
     seams = seams_of(cls)
     for index, klass in enumerate(cls.__mro__[: _root_index(cls)]):
         if is_base(klass):
@@ -373,7 +370,7 @@ def _is_own_backward(before: dis.Instruction, step: dis.Instruction, names: Sequ
 
 
 def check_complete(cls: Any) -> None:
-    """Refuse a class without its steps, showing the few lines to write."""
+    """Refuse a class without train_step or test_step, with the lines to write."""
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
@@ -397,7 +394,7 @@ def check_complete(cls: Any) -> None:
 
 
 def check_instance(trainer: Any) -> None:
-    """Refuse an instance that was not wholly initialized, or whose attributes hide the trainer's methods."""
+    """Refuse an instance whose ``__init__`` was not completed, or whose attributes hide methods."""
     cls = type(trainer)
     if "loader_position" not in vars(trainer):
         starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]

@@ -1,8 +1,8 @@
-"""How a trainer class is made of add-ons: arranged, checked, named, cached and pickled.
+"""Compose trainer classes of add-ons: order, check, name, cache and pickle them.
 
-`TrainerMeta` is the metaclass of `zae.Trainer`. It looks at every class once, when the class is created
-(`zae.composition.class_checks`), and at every call before any ``__init__`` runs (`zae.composition.options`), so that a
-composition either works or is refused with the line to write.
+`TrainerMeta` is the metaclass of `zae.Trainer`. It checks every class when it is created
+(`zae.composition.class_checks`), and the arguments of every call before any ``__init__`` runs
+(`zae.composition.options`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "repl
 
 
 class _OfClass(classmethod):
-    """A classmethod that an instance refuses: what it returns would be lost there."""
+    """A classmethod that raises when it is called on an instance, where its result would be lost."""
 
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         return super().__get__(instance, owner) if instance is None else partial(_refuse_instance, owner)
@@ -111,19 +111,19 @@ class TrainerMeta(ABCMeta):
 
 
 def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
-    """Return the one class made of ``base`` and a set of add-ons; the order they are given in does not matter.
+    """Return the class composed of ``base`` and a set of add-ons, whose order does not matter.
 
     Parameters
     ----------
     base : type
-        A trainer class, composed already or not; it is left as it is.
+        A trainer class, composed or not; it is not changed.
     add_ons : sequence of type or str
         Add-on classes, or names of the entry-point group ``zae.addons``.
 
     Raises
     ------
     AddOnConflict, AddOnRequirement, AddOnOrder, AddOnError
-        With the remedy; no class is made.
+        With the remedy.
     """
     if base._is_addon:
         raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
@@ -135,7 +135,7 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
         return root
     ordered = arrange(wanted)
     if "_compositions" not in root.__dict__:
-        # Weak, so that a class that was made inside a function goes when its last user does.
+        # Weak, so that a class made in a function is freed with its last user.
         root._compositions = WeakValueDictionary()
     found = root._compositions.get(ordered)
     if found is None:
@@ -163,19 +163,19 @@ def arrange(add_ons: Iterable[TrainerMeta]) -> tuple[TrainerMeta, ...]:
 
 
 def _is_inside(a: TrainerMeta, b: TrainerMeta) -> bool:
-    """Whether ``a`` must sit nearer to the loop than ``b``."""
+    """Whether ``a`` must be inside of ``b``."""
     if LAYERS.index(a.layer) != LAYERS.index(b.layer):
         return LAYERS.index(a.layer) < LAYERS.index(b.layer) or _named_in(b, a.inside) or _named_in(a, b.outside)
     return _named_in(b, a.inside) or _named_in(a, b.outside)
 
 
 def _named_in(add_on: TrainerMeta, names: Iterable[Any]) -> bool:
-    """Whether an add-on, or a class it derives from, is in a list of names and classes."""
+    """Whether an add-on or one of its bases is in a list of names and classes."""
     return any(c is name or c.__name__ == name for name in names for c in add_on.__mro__)
 
 
 def _relations(add_on: TrainerMeta) -> str:
-    """What an add-on asks of the order, in words."""
+    """Describe the layer and the relations of an add-on."""
     named = [f"inside {_label(n)}" for n in add_on.inside] + [f"outside {_label(n)}" for n in add_on.outside]
     return f"{add_on.__name__} is in layer {add_on.layer!r}" + "".join(f", {n}" for n in named)
 
@@ -185,7 +185,7 @@ def _label(name: Any) -> str:
 
 
 def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
-    """Take an add-on class as it is, and look a name up among the installed entry points."""
+    """Return an add-on class, looking a name up among the installed entry points."""
     if isinstance(add_on, str):
         add_on = _installed(add_on)
     if isinstance(add_on, (list, tuple, set)):
@@ -222,13 +222,13 @@ def _installed(name: str) -> Any:
 
 
 def _outermost_kinds(add_ons: Iterable[TrainerMeta]) -> list[TrainerMeta]:
-    """Drop what is there twice: the same add-on, or the base of another one."""
+    """Drop duplicates, and add-ons that are bases of others."""
     unique = list(dict.fromkeys(add_ons))
     return [a for a in unique if not any(b is not a and issubclass(b, a) for b in unique)]
 
 
 def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
-    """Make the class; an add-on that overrides ``apply`` is asked to wrap what is inside of it."""
+    """Build the class; an add-on that overrides ``apply`` wraps the class inside of it."""
     inside = _inside_of_root(root, ordered)
     bases: tuple[TrainerMeta, ...] = (root,)
     if inside:
@@ -243,23 +243,23 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
         made = add_on.apply(inner)
         if made is inner or not (isinstance(made, TrainerMeta) and inner in made.__mro__):
             raise AddOnError(f"{add_on.__name__}.apply(base_cls) returned {made!r}; return a subclass of base_cls")
-        # Not on the class that it returned: that may be one that others use as well.
+        # Not on the returned class itself, which may be in use elsewhere.
         bases = (_derive((made,), root, ordered, _partial=True, _applied=(add_on,)),)
     return _derive(bases, root, ordered, _partial=False, _recipe=(root, ordered))
 
 
 def mix(add_on: Any, base: Any) -> TrainerMeta:
-    """Put one add-on outside of a class: what `AddOnBase.apply` does, be it called by itself or by an override."""
+    """Put one add-on outside of a class, for `AddOnBase.apply`."""
     if _overridden_apply(add_on) is None:
         return compose(base, [add_on])
     return cast(TrainerMeta, _derive((add_on, base), base, [add_on], _partial=True))
 
 
 def _inside_of_root(root: TrainerMeta, ordered: Sequence[TrainerMeta]) -> list[TrainerMeta]:
-    """Those that belong inside of an add-on that a user's own class already stands on."""
+    """Return the add-ons that belong inside of one that the user's class derives from."""
     outer: list[TrainerMeta] = list(add_ons_of(root))
     inside: list[TrainerMeta] = []
-    for add_on in ordered:  # Outermost first, so that one pass finds what is inside of what is inside.
+    for add_on in ordered:  # Outermost first, so that one pass is enough.
         if any(_is_inside(add_on, other) for other in outer):
             inside.append(add_on)
             outer.append(add_on)
@@ -267,7 +267,7 @@ def _inside_of_root(root: TrainerMeta, ordered: Sequence[TrainerMeta]) -> list[T
 
 
 def _derive(bases: tuple[TrainerMeta, ...], root: TrainerMeta, ordered: Sequence[TrainerMeta], **marks: Any) -> Any:
-    """Make one class of these bases, that says in its name and its documentation what it is made of."""
+    """Create a class of these bases, with the add-ons in its name and docstring."""
     name = f"{root.__name__}[{', '.join(a.__name__ for a in ordered)}]"
     lines = [f"{root.__name__} with add-ons, outermost first:", ""]
     lines += [f"- {a.__name__}: {(inspect.getdoc(a) or 'no description').splitlines()[0]}" for a in ordered]
@@ -278,18 +278,18 @@ def _derive(bases: tuple[TrainerMeta, ...], root: TrainerMeta, ordered: Sequence
 
 
 def _overridden_apply(add_on: TrainerMeta) -> Callable[[TrainerMeta], Any] | None:
-    """The add-on's own ``apply``, when it has one beside AddOnBase's."""
+    """Return the ``apply`` of an add-on that overrides it."""
     owner = next(klass for klass in add_on.__mro__ if "apply" in klass.__dict__)
     return None if is_base(owner) else add_on.apply
 
 
 def _rebuild(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
-    """Find a composed class again, in whichever process a pickle is read."""
+    """Compose a pickled class again."""
     return compose(root, ordered)
 
 
 def _reduce(cls: TrainerMeta) -> Any:
-    """Pickle a composed class as its recipe and every other class by its name."""
+    """Pickle a composed class by its parts, and any other class by name."""
     recipe = cls.__dict__.get("_recipe")
     return cls.__qualname__ if recipe is None else (_rebuild, recipe)
 
@@ -300,7 +300,7 @@ copyreg.pickle(TrainerMeta, _reduce)
 
 
 def _check_composition(cls: TrainerMeta) -> None:
-    """Refuse a hand-written class whose add-ons do not go together, or stand in the wrong order."""
+    """Refuse a class whose add-ons are incompatible or in the wrong order."""
     add_ons = add_ons_of(cls)
     _check_set(add_ons, cls)
     check_collisions(cls)
@@ -321,7 +321,7 @@ def _origin(cls: type) -> str:
 
 
 def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
-    """Refuse two fillers of a slot, a missing requirement, an unknown layer, two owners of one option."""
+    """Refuse a slot with two add-ons, a missing requirement, and an option with two owners."""
     by_name: dict[str, TrainerMeta] = {}
     for add_on in add_ons:
         other = by_name.setdefault(add_on.__name__, add_on)
@@ -349,7 +349,7 @@ def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
 
 
 def _explain_bases(name: str, parents: Sequence[TrainerMeta], error: TypeError) -> None:
-    """Say in which order the bases must stand, where Python finds none."""
+    """Raise with the right order of the bases, where Python finds none."""
     if "(MRO)" not in str(error) or not any(p._is_addon for p in parents):
         return
     add_ons = arrange([p for p in parents if p._is_addon])
@@ -361,7 +361,7 @@ def _explain_bases(name: str, parents: Sequence[TrainerMeta], error: TypeError) 
 
 
 def _explain_property(cls: TrainerMeta, error: AttributeError) -> None:
-    """Say which of the trainer's own properties an ``__init__`` tried to set."""
+    """Raise with the name of the property that an ``__init__`` tried to set."""
     values = [item for klass in cls.__mro__ for item in klass.__dict__.items()]
     for name in (name for name, value in values if isinstance(value, property)):
         if f"property {name!r} of" in str(error):
