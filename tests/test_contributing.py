@@ -16,6 +16,7 @@ import zae.testing
 from kit import imports
 from kit.lines import Task, batches, make
 from zae import AddOnBase, Trainer
+from zae.addons import AMPAddon
 
 TEXT = (imports.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 LAYOUT, STEP = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
@@ -61,6 +62,16 @@ def test_the_names_exist() -> None:
     assert names - others - paths - known == set()
 
 
+class Told(Task):
+    """Is told when a step begins and ends."""
+
+    def on_step_begin(self, batch: Any) -> None:
+        super().on_step_begin(batch)
+
+    def on_step_end(self, outputs: Any) -> None:
+        super().on_step_end(outputs)
+
+
 def test_a_step_flows_as_it_is_drawn() -> None:
     """The methods of the drawing are called, and for the first time in its order."""
     drawn = re.findall(r"^ *(\w+)\(", STEP, re.MULTILINE)
@@ -71,7 +82,7 @@ def test_a_step_flows_as_it_is_drawn() -> None:
         if event == "call" and name in drawn:
             called.append(name)
 
-    trainer = make(Task, gradient_clip=1.0)
+    trainer = make(Told.add_on(AMPAddon), gradient_clip=1.0, precision="fp16", loss_scale=(1.0, 1.0))
     sys.setprofile(note)
     try:
         trainer.run(1, batches(1))
