@@ -24,13 +24,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Examples
-    --------
-    >>> main([])
-    2
-    """
+    """Run one command."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does: the status tells all the same.
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)

@@ -73,15 +73,7 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> Difference | None:
-    """Find the first step and stage at which two ledgers differ.
-
-    Examples
-    --------
-    >>> a = {1: {"stages": {"forward": {"loss": [0.5]}}}, 2: {"stages": {"forward": {"loss": [0.25]}}}}
-    >>> b = {1: {"stages": {"forward": {"loss": [0.5]}}}, 2: {"stages": {"forward": {"loss": [0.26]}}}}
-    >>> compare(a, b)
-    Difference(step=2, stage='forward', what='loss', first=[0.25], second=[0.26])
-    """
+    """Find the first step and stage at which two ledgers differ."""
     for step in sorted(first.keys() & second.keys()):
         for stage in STAGES:
             a, b = (run[step]["stages"].get(stage, {}) for run in (first, second))

@@ -35,25 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Verify every checkpoint in a folder, reading all of their bytes; nothing is changed.
-
-    Parameters
-    ----------
-    path : path-like
-        The folder of a run, or one checkpoint.
-
-    Returns
-    -------
-    dict
-        ``healthy`` (whether the newest is whole), ``resume_from`` (the newest whole one, or None), ``checkpoints``,
-        ``crashes`` (newest first, each with what it holds and what is wrong with it), ``left_behind``, ``holder`` (who
-        is saving there) and ``advice``.
-
-    Examples
-    --------
-    >>> examine("runs/no-such-run")["advice"]
-    ['there is no checkpoint: resume="auto" starts a new run here']
-    """
+    """Verify every checkpoint in a folder, reading all of their bytes; nothing is changed."""
     from zae.saving.crash import crashes_in
     from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 

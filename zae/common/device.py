@@ -37,37 +37,7 @@ _OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
-    """Return the devices that a user names, one for each rank.
-
-    Parameters
-    ----------
-    spec : str, int, torch.device, list or tuple of those, or None, default "auto"
-        ``"auto"`` or None is ``cuda:0`` where there is CUDA, else ``mps``, else the accelerator that torch knows of
-        (``xpu:0``, or one that a package registers), else ``cpu``: one device, however many are visible. An int is the
-        index of a CUDA device. A list has one entry for each rank, in order; ``["cpu", "cpu"]`` is two ranks on the
-        CPU.
-
-    Returns
-    -------
-    list[torch.device]
-        At least one device. Those with an index always carry it (``cuda:0``, not ``cuda``), as tensors on them do.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown, a device is not available, a list is empty, repeats an accelerator or mixes kinds.
-
-    Examples
-    --------
-    >>> parse_device("cpu")
-    [device(type='cpu')]
-    >>> parse_device(["cpu", "cpu"])
-    [device(type='cpu'), device(type='cpu')]
-    >>> parse_device(-1)
-    Traceback (most recent call last):
-        ...
-    zae.errors.ConfigError: device=-1 is not the index of a CUDA device; write device='cpu' for the CPU
-    """
+    """Return the devices that a user names, one for each rank."""
     if spec is None or (isinstance(spec, str) and spec == "auto"):
         return [_best_device()]
     if isinstance(spec, (list, tuple)):
@@ -84,29 +54,6 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     Any other object that has a method ``to`` is asked to move itself, as a shallow copy: many such methods change
     the object. All else (str, numbers, arrays, ...) is passed on as it is, and so is a container in which nothing
     had to move.
-
-    Parameters
-    ----------
-    batch : Any
-        A batch of a loader.
-    device : torch.device
-        A device from :func:`parse_device`.
-    non_blocking : bool, default False
-        Do not wait for copies from pinned memory.
-
-    Returns
-    -------
-    Any
-        The same structure. The object itself if nothing had to move.
-
-    Examples
-    --------
-    >>> import torch
-    >>> batch = {"x": torch.zeros(2, 3), "names": ["a", "b"]}
-    >>> to_device(batch, torch.device("cpu")) is batch
-    True
-    >>> to_device(batch, torch.device("meta"))["x"].device
-    device(type='meta')
     """
     # The common case, a few tensors that are there already, is worth its own lines: it is on the path of every batch.
     kind = type(batch)
@@ -125,13 +72,7 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one.
-
-    Examples
-    --------
-    >>> accelerator() is None or accelerator().type != "cpu"
-    True
-    """
+    """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 has no other way to ask.
@@ -142,11 +83,6 @@ def copies_by_itself(device: torch.device) -> bool:
     """Return whether a copy between pinned memory and a device can run beside the host and the computation.
 
     It can on the accelerator that torch supports with streams: the CPU has none, and MPS does not expose its own.
-
-    Examples
-    --------
-    >>> copies_by_itself(torch.device("cpu"))
-    False
     """
     found = accelerator()
     return found is not None and found.type == device.type != "mps"
@@ -157,11 +93,6 @@ def cpu_computes_in_bf16() -> bool:
 
     Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32. Where this
     build of torch cannot tell, the result is False.
-
-    Examples
-    --------
-    >>> isinstance(cpu_computes_in_bf16(), bool)
-    True
     """
     if not torch.backends.mkldnn.is_available():  # The library that uses these instructions.
         return False
@@ -173,26 +104,7 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
-    """Return the tensors that :func:`to_device` moves, unless an object in the batch moves itself.
-
-    Parameters
-    ----------
-    batch : Any
-        A batch of a loader.
-
-    Returns
-    -------
-    list[Tensor] or None
-        In order; None where an object has a method ``to``, or a tensor has another class or layout.
-
-    Examples
-    --------
-    >>> import torch
-    >>> [tuple(each.shape) for each in plain_tensors({"x": torch.zeros(2, 3), "names": ["a"], "y": (torch.ones(2),)})]
-    [(2, 3), (2,)]
-    >>> plain_tensors([torch.zeros(2).to_sparse()]) is None
-    True
-    """
+    """Return the tensors that :func:`to_device` moves, unless an object in the batch moves itself."""
     if type(batch) is Tensor:
         return [batch] if batch.layout is torch.strided and not batch.is_nested else None
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
@@ -211,24 +123,6 @@ def leading_dimension(batch: Any) -> int | None:
 
     It looks into what :func:`to_device` looks into, in order and depth first, and passes over tensors without
     dimensions. A ``PackedSequence`` has as many samples as sequences.
-
-    Parameters
-    ----------
-    batch : Any
-        A batch of a loader.
-
-    Returns
-    -------
-    int or None
-        The number of samples; None if no tensor or array with a dimension is found.
-
-    Examples
-    --------
-    >>> import torch
-    >>> leading_dimension({"id": "a", "pair": (torch.tensor(1.0), torch.zeros(8, 3))})
-    8
-    >>> leading_dimension("text") is None
-    True
     """
     kind = type(batch)
     if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours

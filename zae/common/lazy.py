@@ -90,31 +90,7 @@ MOVED = {
 
 
 def load(module: str, name: str) -> object:
-    """Import a module and return one of its names.
-
-    Parameters
-    ----------
-    module : str
-        The module that defines the name.
-    name : str
-        A name that the module has.
-
-    Returns
-    -------
-    object
-        The class or function.
-
-    Raises
-    ------
-    ImportError
-        If the module cannot be imported. Any other error that it raises becomes the cause of an ImportError: Python
-        would report an AttributeError as a missing name, and drop it.
-
-    Examples
-    --------
-    >>> load("zae.loop.progress", "Every").__name__
-    'Every'
-    """
+    """Import a module and return one of its names."""
     try:
         return getattr(import_module(module), name)
     except ImportError:

@@ -56,13 +56,7 @@ _IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES
 
 
 def named(value: Any) -> dict[str, Any]:
-    """Bring None, one object, a list or a dict of them into a dict.
-
-    Examples
-    --------
-    >>> named(None), named("x"), named(["x", "y"]), named({"d": "x"})
-    ({}, {'0': 'x'}, {'0': 'x', '1': 'y'}, {'d': 'x'})
-    """
+    """Bring None, one object, a list or a dict of them into a dict."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -73,13 +67,7 @@ def named(value: Any) -> dict[str, Any]:
 
 
 def label(what: str, given: Any, name: str) -> str:
-    """Return how one of several objects is written in a script.
-
-    Examples
-    --------
-    >>> label("optimizer", {"d": 1}, "d"), label("optimizer", [1, 2], "1"), label("optimizer", 1, "0")
-    ("optimizer['d']", 'optimizer[1]', 'optimizer')
-    """
+    """Return how one of several objects is written in a script."""
     if isinstance(given, Mapping):
         return f"{what}[{name!r}]"
     return f"{what}[{name}]" if isinstance(given, (list, tuple)) else what
@@ -107,25 +95,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def are_lazy(parameters: Iterable[Tensor]) -> bool:
-    """Whether some parameters have yet to be made, by the first step.
-
-    Examples
-    --------
-    >>> are_lazy(nn.LazyLinear(2).parameters()), are_lazy(nn.Linear(2, 2).parameters())
-    (True, False)
-    """
+    """Whether some parameters have yet to be made, by the first step."""
     return any(map(nn.parameter.is_lazy, parameters))
 
 
 def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy what stands beside a parameter number by number into the parameter's order in memory.
-
-    Examples
-    --------
-    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
-    >>> like_parameter_layout(torch.arange(6.0).view(3, 2), weight).stride() == weight.stride()
-    True
-    """
+    """Copy what stands beside a parameter number by number into the parameter's order in memory."""
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
@@ -133,15 +108,6 @@ def match_layout(optimizer: Optimizer) -> None:
     """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
 
     A fused kernel reads a weight and its state in the order of memory.
-
-    Examples
-    --------
-    >>> weight = nn.Parameter(torch.zeros(2, 3).t())
-    >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
-    >>> optimizer.state[weight]["momentum_buffer"] = torch.arange(6.0).view(3, 2)
-    >>> match_layout(optimizer)
-    >>> optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
-    True
     """
     for parameter in parameters_of(optimizer):
         state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
@@ -207,14 +173,7 @@ def outside_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
 
 
 def unheld(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Name the parameters of a model that want a gradient and that no optimizer holds.
-
-    Examples
-    --------
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    >>> unheld(model, {"0": torch.optim.SGD(model[0].parameters())})
-    ['1.weight', '1.bias']
-    """
+    """Name the parameters of a model that want a gradient and that no optimizer holds."""
     held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
@@ -299,21 +258,7 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
 
 
 def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Whether a group's optimizer has a fused kernel that can be trusted, and nobody has said by which it is to step.
-
-    Parameters
-    ----------
-    group : mapping
-        One of ``optimizer.param_groups``. A user who sets ``foreach``, or another of these, has decided.
-
-    Examples
-    --------
-    >>> import torch
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> groups = [torch.optim.AdamW([weight], foreach=each).param_groups[0] for each in (None, False)]
-    >>> [leaves_kernel_open(group) for group in groups]
-    [True, False]
-    """
+    """Whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
     unset = group.get("fused", False) is None and group.get("foreach") is None
     exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
     return unset and exact and not (group.get("capturable") or group.get("differentiable"))
@@ -337,23 +282,6 @@ def step(optimizer: Optimizer) -> bool:
     40 microseconds, a tenth of a small model's step (docs/performance.md). Without a profiler and without hooks,
     what it would call is called: the class's own ``step``. A ``step`` that somebody has put on the optimizer, or around
     that of its class, is called as ever.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Any.
-
-    Returns
-    -------
-    bool
-        True: the optimizer has stepped.
-
-    Examples
-    --------
-    >>> weight = nn.Parameter(torch.ones(1))
-    >>> weight.grad = torch.ones(1)
-    >>> step(torch.optim.SGD([weight], lr=0.5)), weight.item()
-    (True, 0.5)
     """
     around: Any = type(optimizer).step
     own = vars(optimizer).get("step")
@@ -373,26 +301,7 @@ def step(optimizer: Optimizer) -> bool:
 
 
 def is_stepped_by_class(optimizer: Optimizer) -> bool:
-    """Whether nothing is around the step of an optimizer's class but what torch, and a scheduler, put there.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Any.
-
-    Returns
-    -------
-    bool
-        False where somebody has put another ``step`` on the optimizer, or around that of its class.
-
-    Examples
-    --------
-    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    >>> before = is_stepped_by_class(optimizer)
-    >>> optimizer.step = lambda: None
-    >>> before, is_stepped_by_class(optimizer)
-    (True, False)
-    """
+    """Whether nothing is around the step of an optimizer's class but what torch, and a scheduler, put there."""
     around, own = type(optimizer).step, vars(optimizer).get("step")
     return getattr(around, "__code__", None) is _AROUND and (own is None or _only_notes(own, around))
 
@@ -404,13 +313,7 @@ def _only_notes(own: Any, around: Any) -> bool:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Let a scheduler see again that its optimizer steps: torch notes it on the instance, and pickle leaves that out.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        One that has travelled, and that a scheduler drives.
-    """
+    """Let a scheduler see again that its optimizer steps, which torch notes on the instance and pickle leaves out."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
     function = type(optimizer).step
@@ -441,18 +344,7 @@ def _is_block(value: Tensor) -> bool:
 
 
 def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
-    """Name the optimizers whose fused kernel is off because nobody said anything of it.
-
-    Parameters
-    ----------
-    optimizers : mapping of str to Optimizer
-        Those of `zae.loop.optimization.simulated`, which know what they are twins of.
-
-    Returns
-    -------
-    dict of str to str
-        For each class, what to write; it changes the rounding, so that is for the user to decide.
-    """
+    """Name the optimizers whose fused kernel is off because nobody said anything of it."""
     kinds = dict.fromkeys(
         optimizer.defaults["twin_of"]
         for optimizer in optimizers.values()
@@ -470,15 +362,6 @@ def listed(
     """List what is clipped together, all parameters once each, and the optimizers whose ``zero_grad`` is their own.
 
     The lists of parameters follow an optimizer that is given another group of parameters, until `unlisted` is called.
-
-    Examples
-    --------
-    >>> weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    >>> optimizer = torch.optim.SGD(weights[:1])
-    >>> clipped, everything, _ = listed({"0": optimizer}, nn.Tanh())
-    >>> optimizer.add_param_group({"params": weights[1:]})
-    >>> len(clipped[0]), len(everything)
-    (2, 2)
     """
     clipped, everything = _lists(optimizers, model)
 
@@ -504,13 +387,7 @@ def unlisted(optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
-    """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is.
-
-    Raises
-    ------
-    ConfigError
-        None has that name, or there is none.
-    """
+    """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is."""
     if name.isdecimal() and list(optimizers) == [_SINGLE]:
         return optimizers[_SINGLE]
     if not optimizers:
@@ -525,26 +402,7 @@ def _call(factory: Callable[..., Any], argument: Any) -> Any:
 
 
 def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call) -> Any:
-    """Call the factories among one or several objects.
-
-    Parameters
-    ----------
-    value : object
-        What the user gave.
-    argument : callable
-        Gives what a factory of this name is called with.
-    kind : type
-        What a factory must return.
-    what : str
-        "optimizer" or "scheduler", for the error.
-    call : callable
-        Calls a factory with its argument.
-
-    Raises
-    ------
-    ConfigError
-        A factory returned something else.
-    """
+    """Call the factories among one or several objects."""
 
     def make(name: str, each: Any) -> Any:
         if isinstance(each, Optimizer):

@@ -23,22 +23,7 @@ _EXAMPLES = {"optimizer": "torch.optim.AdamW(parameters, lr=1e-3)", "scheduler":
 
 
 def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str) -> None:
-    """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer.
-
-    Parameters
-    ----------
-    optimizer, scheduler : object
-        What the user gave: one, several, or factories.
-    model : Module
-        The model.
-    mode : str
-        In "test" mode no optimizer is needed.
-
-    Raises
-    ------
-    ConfigError
-        With what was found, and the line to write.
-    """
+    """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer."""
     if not named(optimizer):
         if mode == "train":
             raise ConfigError(

@@ -47,13 +47,7 @@ NOTHING = cast("AbstractContextManager[None]", _NoContext())
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer evaluates with other weights than it trains with: it has ``train`` and ``eval``.
-
-    Examples
-    --------
-    >>> has_modes(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-    False
-    """
+    """Return whether an optimizer evaluates with other weights than it trains with: it has ``train`` and ``eval``."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 

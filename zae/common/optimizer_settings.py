@@ -36,28 +36,7 @@ class _Noted(NamedTuple):
 
 
 def describe(each: Any) -> dict[str, Any]:
-    """Return the class of an optimizer or a scheduler, and its settings as plain values.
-
-    Parameters
-    ----------
-    each : Optimizer or LRScheduler
-        As the script has made it, before its first step.
-
-    Returns
-    -------
-    dict
-        ``"class"``, ``"settings"`` and ``"parts"``: the same of the schedulers in a scheduler.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    >>> describe(scheduler)
-    {'class': 'StepLR', 'settings': {'step_size': 2, 'gamma': 0.1}, 'parts': []}
-    >>> describe(optimizer)["settings"]["lr"]
-    0.1
-    """
+    """Return the class of an optimizer or a scheduler, and its settings as plain values."""
     if isinstance(each, Optimizer):
         found, parts = dict(_of_groups(each)), []
     else:
@@ -94,16 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 class ScriptSettings:
-    """The settings of optimizers and schedulers as a script makes them, and as a checkpoint had them.
-
-    Examples
-    --------
-    >>> import torch
-    >>> settings = ScriptSettings()
-    >>> settings.note(optimizer={"0": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, scheduler={})
-    >>> settings.state_dict()["optimizer"]["0"]["settings"]["lr"]
-    0.1
-    """
+    """The settings of optimizers and schedulers as a script makes them, and as a checkpoint had them."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[str, str], _Noted] = {}

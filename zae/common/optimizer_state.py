@@ -35,22 +35,6 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
     Tensors are moved to the device of their parameter, as torch does it: ``step`` stays on the host unless the kernel
     reads it on the device. Nothing is copied that is there already, so the state must not be used elsewhere.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Any; hooks, overrides and optimizers that it contains take part.
-    state : mapping
-        What its ``state_dict`` returned.
-
-    Examples
-    --------
-    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
-    >>> state = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.ones(2), "phase": "warm"}}}
-    >>> load_optimizer_state(optimizer, state)
-    >>> optimizer.state[weight]["momentum_buffer"].dtype, optimizer.state[weight]["phase"]
-    (torch.float32, 'warm')
     """
     handles = []
     for each in _with_inner(optimizer):
@@ -136,23 +120,7 @@ def _on_device(
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
-    """Return a copy that shares nothing with an optimizer; Python's own leaves out the attributes of a subclass.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Any.
-    memo : dict of int to object, optional
-        Of ``copy.deepcopy``: what stands for an object, by its id.
-    **instead : object
-        Attributes that the copy has instead of copied ones.
-
-    Examples
-    --------
-    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    >>> copy_optimizer(optimizer).param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
-    False
-    """
+    """Return a copy that shares nothing with an optimizer; Python's own leaves out the attributes of a subclass."""
     memo = {} if memo is None else memo
     memo[id(optimizer)] = twin = object.__new__(type(optimizer))
     # Only the calls of its own hooks are of the copy. Steps are noted, and groups followed, on the optimizer alone.
@@ -173,23 +141,6 @@ def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[
     """Refuse to save the state of an optimizer that would be another one when it is loaded.
 
     An optimizer that overrides ``load_state_dict`` is tried once: a copy of it loads the state.
-
-    Parameters
-    ----------
-    optimizers : mapping of str to Optimizer
-        Those that are saved.
-    states : mapping
-        Their states, by the same names.
-
-    Raises
-    ------
-    CheckpointError
-        With the entry, and what it is.
-
-    Examples
-    --------
-    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    >>> check_optimizer_states({"0": optimizer}, {"0": optimizer.state_dict()})
     """
     for name, optimizer in optimizers.items():
         for path, value in _tensors_in(states[name], f"optimizer[{name!r}]"):
@@ -276,28 +227,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_rates(what: str, saved: Any, present: Any) -> None:
-    """Refuse text, NaN and the like where an optimizer or a scheduler has a number.
-
-    Parameters
-    ----------
-    what : str
-        What to call it in a message.
-    saved, present : object
-        What was saved, and what there is now: the values of a parameter group or of a scheduler's state by name.
-
-    Raises
-    ------
-    CheckpointMismatch
-        With the name and the value.
-
-    Examples
-    --------
-    >>> check_rates("optimizer", {"lr": "0.1"}, {"lr": 0.1})
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointMismatch: the state of the optimizer has lr='0.1', which is not a number; load another \
-checkpoint
-    """
+    """Refuse text, NaN and the like where an optimizer or a scheduler has a number."""
     for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
         value, is_rate = saved[name], name in _RATES
         several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))

@@ -51,27 +51,7 @@ class _Streams(NamedTuple):
 
 
 def seed_everything(seed: int) -> None:
-    """Seed ``random``, ``numpy.random`` and torch on every device.
-
-    Parameters
-    ----------
-    seed : int
-        From 0 to ``2**64 - 1``. numpy takes 32 bits: it gets ``seed % 2**32``.
-
-    Raises
-    ------
-    ConfigError
-        If the seed is not such an int.
-
-    Examples
-    --------
-    >>> import torch
-    >>> seed_everything(7)
-    >>> first = torch.rand(3)
-    >>> seed_everything(7)
-    >>> torch.equal(torch.rand(3), first)
-    True
-    """
+    """Seed ``random``, ``numpy.random`` and torch on every device."""
     if not _is_whole(seed) or not 0 <= seed < 2**64:
         raise ConfigError(
             f"seed_everything(seed=...) must be an int from 0 to 2**64 - 1, found {seed!r}; write seed_everything(0)"
@@ -83,29 +63,7 @@ def seed_everything(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of every random stream of the process, as tensors and JSON values only.
-
-    Returns
-    -------
-    dict[str, Any]
-        ``"torch"``: uint8 tensor, of the CPU. ``"numpy"``: dict of ``key`` (int64 tensor of shape (624,)), ``pos``,
-        ``has_gauss`` and ``cached_gaussian``. ``"python"``: ``random.getstate()`` in lists. ``"cuda"``, or another
-        kind of accelerator in use: list of uint8 tensors, one for each visible device. ``"mps"``: uint8 tensor.
-
-    Raises
-    ------
-    ConfigError
-        If ``numpy.random`` has another generator than MT19937.
-
-    Examples
-    --------
-    >>> import random
-    >>> state = capture()
-    >>> first = random.random()
-    >>> restore(state)
-    >>> random.random() == first
-    True
-    """
+    """Return the state of every random stream of the process, as tensors and JSON values only."""
     streams = _read()
     twister = streams.numpy["state"]
     version, words, gauss_next = streams.python
@@ -126,29 +84,6 @@ def restore(state: Mapping[str, Any]) -> None:
     """Restore every random stream.
 
     The states of devices that are not visible here are skipped, with a warning.
-
-    Parameters
-    ----------
-    state : Mapping[str, Any]
-        What :func:`capture` returned, also after a round trip through tensors and JSON on disk.
-
-    Raises
-    ------
-    CheckpointMismatch
-        If a part is absent, unknown or damaged. No stream has changed then.
-    ConfigError
-        If ``numpy.random`` has another generator than MT19937.
-
-    Examples
-    --------
-    >>> import torch
-    >>> state = capture()
-    >>> first = torch.rand(2)
-    >>> torch.manual_seed(123456) is torch.default_generator
-    True
-    >>> restore(state)
-    >>> torch.equal(torch.rand(2), first)
-    True
     """
     streams = _checked(state)
     _numpy_now()  # It refuses a generator that the state would not fit.
@@ -200,18 +135,7 @@ def isolated(*generators: torch.Generator) -> Iterator[None]:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators of a loader, its sampler, its batch sampler and the sampler in each, every one once.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.data import DataLoader
-    >>> generator = torch.Generator()
-    >>> generators_of(DataLoader([1, 2, 3], shuffle=True, generator=generator)) == [generator]
-    True
-    >>> generators_of([1, 2, 3])
-    []
-    """
+    """Return the generators of a loader, its sampler, its batch sampler and the sampler in each, every one once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
     # With batch_size=None the sampler may itself be a BatchSampler around another one.
@@ -226,40 +150,12 @@ def generators_of(loader: object) -> list[torch.Generator]:
 
 
 def capture_generators(loader: object) -> list[torch.Tensor]:
-    """Return the states of the generators of a loader, in the order of :func:`generators_of`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(1))
-    >>> states = capture_generators(loader)
-    >>> first = [int(x) for x in loader]
-    >>> restore_generators(loader, states)
-    >>> [int(x) for x in loader] == first
-    True
-    """
+    """Return the states of the generators of a loader, in the order of :func:`generators_of`."""
     return [generator.get_state() for generator in generators_of(loader)]
 
 
 def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
-    """Restore the generators of a loader to what :func:`capture_generators` returned.
-
-    Raises
-    ------
-    CheckpointMismatch
-        If the loader has another number of generators, or a state does not fit. No generator has changed then.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(1))
-    >>> resumed = DataLoader(range(8), shuffle=True, generator=torch.Generator())
-    >>> restore_generators(resumed, capture_generators(loader))
-    >>> [int(x) for x in resumed] == [int(x) for x in loader]
-    True
-    """
+    """Restore the generators of a loader to what :func:`capture_generators` returned."""
     generators = generators_of(loader)
     if len(states) != len(generators):
         raise CheckpointMismatch(
@@ -281,13 +177,7 @@ def _is_whole(value: object) -> bool:
 
 
 def of_devices() -> dict[str, list[torch.Tensor]]:
-    """Return the states of the accelerators that this process uses, by kind, one uint8 tensor for each device.
-
-    Examples
-    --------
-    >>> set(of_devices()) <= {"cuda", "mps", "xpu"}
-    True
-    """
+    """Return the states of the accelerators that this process uses, by kind, one uint8 tensor for each device."""
     return {kind: [_read_device(kind, index) for index in range(_devices(kind))] for kind in _kinds_in_use()}
 
 

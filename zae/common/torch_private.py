@@ -45,15 +45,7 @@ _calls = itertools.count()
 
 
 def find(module: str, name: str) -> Any:
-    """Return a name of a module of torch, dotted if need be, or None where this torch does not have it.
-
-    Examples
-    --------
-    >>> find("torch.utils.data", "default_collate") is torch.utils.data.default_collate
-    True
-    >>> find("torch._no_such_module", "name") is None
-    True
-    """
+    """Return a name of a module of torch, dotted if need be, or None where this torch does not have it."""
     try:
         return operator.attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
@@ -68,13 +60,6 @@ def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]
     """Let calls of a module go to a function, which may go on to `call_of` it; where torch cannot, they do not.
 
     Wrappers around the module, and its type, stay what they are.
-
-    Examples
-    --------
-    >>> layer = nn.Identity()
-    >>> with called_by(layer, lambda value: value + 1):
-    ...     layer(1)
-    2
     """
     state, name = vars(module), "_compiled_call_impl"
     if not (hasattr(nn.Module, name) and hasattr(nn.Module, "_call_impl")):
@@ -112,16 +97,7 @@ def has_own_shapes(module: nn.Module) -> bool:
 
 
 def unsaved_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of a module itself that its ``state_dict`` leaves out.
-
-    Examples
-    --------
-    >>> layer = nn.Identity()
-    >>> layer.register_buffer("kept", torch.ones(1))
-    >>> layer.register_buffer("cache", torch.ones(1), persistent=False)
-    >>> unsaved_buffers(layer)
-    ['cache']
-    """
+    """Return the names of the buffers of a module itself that its ``state_dict`` leaves out."""
     names = getattr(module, "_non_persistent_buffers_set", None)
     if names is not None:
         return list(names)
@@ -130,13 +106,7 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether something is called when the gradient of a parameter has been computed.
-
-    Examples
-    --------
-    >>> has_gradient_hooks(nn.Parameter(torch.ones(1)))
-    False
-    """
+    """Whether something is called when the gradient of a parameter has been computed."""
     try:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     except AttributeError:
@@ -153,15 +123,7 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
-    """Add a number to each of several tensors, in place.
-
-    Examples
-    --------
-    >>> counters = [torch.tensor(1.0), torch.tensor(2.0)]
-    >>> add_to_all(counters, 1)
-    >>> counters
-    [tensor(2.), tensor(3.)]
-    """
+    """Add a number to each of several tensors, in place."""
     together = getattr(torch, "_foreach_add_", None)
     if together is not None:
         together(tensors, number)
@@ -174,13 +136,7 @@ def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called around the step of an optimizer, hooks of all optimizers included.
-
-    Examples
-    --------
-    >>> has_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-    False
-    """
+    """Whether something is called around the step of an optimizer, hooks of all optimizers included."""
     module: Any = sys.modules[Optimizer.__module__]
     try:
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -228,13 +184,7 @@ def has_bf16_of_x86() -> bool:
 
 
 def compiler(name: str) -> Any:
-    """Return what has a name in torch's compiler, or None.
-
-    Examples
-    --------
-    >>> compiler("config.disable"), compiler("no.such.name") is None
-    (False, True)
-    """
+    """Return what has a name in torch's compiler, or None."""
     return find("torch._dynamo", name)
 
 

@@ -35,14 +35,7 @@ def children_of(value: Any) -> Iterable[Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value, at any depth; one that is contained twice is yielded twice.
-
-    Examples
-    --------
-    >>> import torch
-    >>> [each.item() for each in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2), "text")]})]
-    [1, 2]
-    """
+    """Yield the tensors in a value, at any depth; one that is contained twice is yielded twice."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -61,38 +54,7 @@ def search(
     limit: int = 1000,
     many: int = 64,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of some kinds in an object, in its attributes and containers, the nearest first.
-
-    Parameters
-    ----------
-    value : object
-        Where to begin.
-    place : str
-        What it is called.
-    kinds : tuple of type
-        The kinds to find; nothing is searched within them.
-    closed : tuple of type
-        Kinds that are not searched.
-    seen : set of int, optional
-        The ids of objects that were searched already, to which more are added.
-    apart : collection of int
-        The ids of objects that are not searched here.
-    limit : int
-        The number of objects to look at.
-    many : int
-        Longer containers are not searched: they contain data.
-
-    Yields
-    ------
-    (str, object)
-        The place and the object.
-
-    Examples
-    --------
-    >>> from types import SimpleNamespace
-    >>> list(search(SimpleNamespace(parts=[SimpleNamespace(rate=0.5)]), "model", (float,)))
-    [('model.parts.0.rate', 0.5)]
-    """
+    """Yield the objects of some kinds in an object, in its attributes and containers, the nearest first."""
     seen = set() if seen is None else seen
     left = deque([(place, value)])
     for _ in range(limit):

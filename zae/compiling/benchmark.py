@@ -17,16 +17,7 @@ _LEAST_GAIN = 0.02  # As a part of the eager step.
 
 
 class Benchmark:
-    """The times of steps that are made in several ways, in turn.
-
-    Examples
-    --------
-    >>> benchmark, report = Benchmark(["eager", "graph"]), {"compile_seconds": 6.0, "graphs": 1}
-    >>> while not benchmark.decide(report):
-    ...     benchmark.record(benchmark.next_way, 3.0 if benchmark.next_way == "eager" else 1.0)
-    >>> report["kept"], report["seconds"], report["pays_after"]
-    ('graph', {'eager': 3.0, 'graph': 1.0}, 4)
-    """
+    """The times of steps that are made in several ways, in turn."""
 
     def __init__(self, ways: Iterable[str]) -> None:
         self._times: dict[str, list[float]] = {way: [] for way in ways}

@@ -38,12 +38,7 @@ _in_use: dict[str, tuple[int, Any]] = {}  # How many trainers use a setting, and
 
 
 def check_compiler(mode: str, backend: Any) -> None:
-    """Refuse an unknown backend, and a torch that cannot trace ``torch.autograd.grad``, which "model" does not need.
-
-    Examples
-    --------
-    >>> check_compiler("graph", "inductor")
-    """
+    """Refuse an unknown backend, and a torch that cannot trace ``torch.autograd.grad``, which "model" does not need."""
     backends = torch.compiler.list_backends(())
     if not isinstance(backend, str) and not callable(backend):
         raise ConfigError(
@@ -62,13 +57,7 @@ def check_compiler(mode: str, backend: Any) -> None:
 
 
 def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
-    """Return the keyword arguments for ``torch.compile``; with ``fallback_random`` inductor draws as the eager step.
-
-    Examples
-    --------
-    >>> options_of("inductor", True)["options"]
-    {'fallback_random': True}
-    """
+    """Return the keyword arguments for ``torch.compile``; with ``fallback_random`` inductor draws as the eager step."""
     options: dict[str, Any] = {"backend": backend, "dynamic": False}
     if fallback_random and backend == "inductor":
         options["options"] = {"fallback_random": True}
@@ -79,39 +68,20 @@ def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
 
 
 def is_off() -> bool:
-    """Return whether torch.compile is switched off, so that it would run a function eagerly.
-
-    Examples
-    --------
-    >>> with torch.compiler.set_stance("force_eager"):
-    ...     is_off()
-    True
-    """
+    """Return whether torch.compile is switched off, so that it would run a function eagerly."""
     by_name = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     return by_name or bool(compiler("config.disable")) or compiler("eval_frame._stance.stance") == "force_eager"
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return the errors that the compiler raises before it computes anything.
-
-    Examples
-    --------
-    >>> issubclass(compiler("exc.Unsupported"), refusals())
-    True
-    """
+    """Return the errors that the compiler raises before it computes anything."""
     # The second is not derived from the first.
     kinds = (compiler("exc.TorchDynamoException"), compiler("exc.FailOnRecompileLimitHit"))
     return tuple(kind for kind in kinds if kind is not None)
 
 
 def reason_of(refusal: Exception) -> str:
-    """Say why the compiler refuses a step.
-
-    Examples
-    --------
-    >>> reason_of(compiler("exc.Unsupported")("cannot follow print"))
-    'torch.compile refuses it: cannot follow print'
-    """
+    """Say why the compiler refuses a step."""
     if type(refusal).__name__ == "FailOnRecompileLimitHit":
         return (
             "torch.compile had to recompile it again and again: it reads a Python value that changes from step to "
@@ -121,16 +91,7 @@ def reason_of(refusal: Exception) -> str:
 
 
 def acquire_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Set values in ``torch._dynamo``, by path, for as long as any trainer of the process uses them.
-
-    Examples
-    --------
-    >>> before = compiler("config.trace_autograd_ops")
-    >>> held = acquire_settings(TRACES)
-    >>> release_settings(held)
-    >>> compiler("config.trace_autograd_ops") == before
-    True
-    """
+    """Set values in ``torch._dynamo``, by path, for as long as any trainer of the process uses them."""
     _count_users(settings, 1)
     return settings
 
@@ -153,11 +114,6 @@ def _count_users(settings: Mapping[str, Any], change: int) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished, before the clock is read.
-
-    Examples
-    --------
-    >>> synchronize(torch.device("cpu"))
-    """
+    """Wait until an accelerator has finished, before the clock is read."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

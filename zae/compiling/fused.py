@@ -44,20 +44,7 @@ class Recipe(NamedTuple):
 
 
 def why_not(trainer: Trainer) -> str | None:
-    """Name what one graph of the whole step does not support in a trainer with one optimizer, or return None.
-
-    Examples
-    --------
-    >>> from zae import Trainer
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> trainer = Task(nn.BatchNorm1d(2), "cpu", optimizer=lambda parameters: SGD(parameters, lr=0.1))
-    >>> trainer.setup()
-    >>> why_not(trainer)
-    'running statistics of BatchNorm or the like (the model itself)'
-    """
+    """Name what one graph of the whole step does not support in a trainer with one optimizer, or return None."""
     name, optimizer = next(iter(trainer.optimizers.items()))
     kind = type(optimizer)
     layers = trainer._module.named_modules()
@@ -96,19 +83,7 @@ def _acting(trainer: Trainer) -> list[tuple[str, type]]:
 
 
 class Update:
-    """The inputs that a graph needs of SGD, Adam or AdamW in each step, and the bookkeeping after it.
-
-    Examples
-    --------
-    >>> weight = nn.Parameter(torch.ones(2))
-    >>> made = Update(SGD([weight], lr=0.5))
-    >>> settings, states = made.arguments([weight])
-    >>> with torch.no_grad():
-    ...     stepped = update(made.layout, [weight], [torch.ones(2)], settings, states, torch.tensor(True))
-    >>> made.advance(stepped)
-    >>> weight.tolist(), stepped
-    ([0.5, 0.5], [True])
-    """
+    """The inputs that a graph needs of SGD, Adam or AdamW in each step, and the bookkeeping after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -188,14 +163,7 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any], step: float) -> li
 
 
 def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Clip gradients to a norm as ``torch.nn.utils.clip_grad_norm_`` does, and return the norm that they had.
-
-    Examples
-    --------
-    >>> norm, (gradient, none) = clipped([torch.tensor([3.0, 4.0]), None], 0.5)
-    >>> norm, gradient, none
-    (tensor(5.), tensor([0.3000, 0.4000]), None)
-    """
+    """Clip gradients to a norm as ``torch.nn.utils.clip_grad_norm_`` does, and return the norm that they had."""
     if not limit:
         return None, list(gradients)
     norm = nn.utils.get_total_norm([each for each in gradients if each is not None])
@@ -204,13 +172,7 @@ def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | 
 
 
 def is_finite(*values: Any) -> Tensor:
-    """Return whether all values are finite, as a tensor, without a device synchronization.
-
-    Examples
-    --------
-    >>> is_finite(torch.ones(1), None), is_finite(torch.tensor(float("nan")))
-    (tensor(True), tensor(False))
-    """
+    """Return whether all values are finite, as a tensor, without a device synchronization."""
     return torch.stack([each.detach().isfinite().all() for each in values if each is not None]).all()
 
 

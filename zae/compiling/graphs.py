@@ -24,13 +24,7 @@ __all__ = ["add_gradients", "detach", "full_batch", "is_full", "shapes_of", "sha
 
 
 def shapes_of(batch: Any) -> Any:
-    """Return what a graph is specialized on: the shapes and types in a batch, and its plain values.
-
-    Examples
-    --------
-    >>> shapes_of([torch.ones(2, 3), "train"])
-    (((2, 3), torch.float32), 'train')
-    """
+    """Return what a graph is specialized on: the shapes and types in a batch, and its plain values."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return tuple(batch.shape), batch.dtype
     if isinstance(batch, Mapping):
@@ -46,13 +40,7 @@ def shapes_of(batch: Any) -> Any:
 
 
 def full_batch(loader: Any, world_size: int) -> tuple[int | None, int]:
-    """Return the samples of a full batch, and the batches of an epoch on this rank, 0 where that is unknown.
-
-    Examples
-    --------
-    >>> full_batch([torch.ones(4, 2), torch.ones(1, 2)], 1)
-    (4, 2)
-    """
+    """Return the samples of a full batch, and the batches of an epoch on this rank, 0 where that is unknown."""
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if isinstance(loader, (list, tuple)) and loader:
         size = leading_dimension(loader[0])
@@ -63,11 +51,6 @@ def is_full(batch: Any, size: int | None, length: int, before: int, count: int) 
     """Return whether a batch has the shape to compile: it has ``size`` samples, or is not the last of the epoch.
 
     ``size`` and ``length`` come from `full_batch`; ``before`` batches of the epoch precede this window of ``count``.
-
-    Examples
-    --------
-    >>> [is_full(torch.ones(3, 4, 2), 4, 5, before, 1) for before in (3, 4)]
-    [True, False]
     """
     if leading_dimension(batch) == size or before + count < length:
         return True
@@ -75,13 +58,7 @@ def is_full(batch: Any, size: int | None, length: int, before: int, count: int) 
 
 
 def detach(value: Any) -> Any:
-    """Detach all tensors in a step's output, so that the compiler does not prepare to differentiate them.
-
-    Examples
-    --------
-    >>> detach({"loss": torch.ones(1, requires_grad=True) * 2})["loss"].requires_grad
-    False
-    """
+    """Detach all tensors in a step's output, so that the compiler does not prepare to differentiate them."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
@@ -90,23 +67,7 @@ def detach(value: Any) -> Any:
 
 
 def why_not(trainer: Trainer, add_on: type) -> str | None:
-    """Name what a graph of forward and backward, made by this add-on, cannot do for a trainer; None if it can do all.
-
-    Examples
-    --------
-    >>> from zae import Trainer
-    >>> from zae.addons import CompileAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> _ = model.bias.register_hook(lambda gradient: 2 * gradient)
-    >>> trainer = Task.add_on(CompileAddon)(model, "cpu", optimizer=torch.optim.SGD, compile_mode="model")
-    >>> trainer.setup()
-    >>> why_not(trainer, CompileAddon)
-    'hooks of the gradient of bias'
-    """
+    """Return what a graph of forward and backward cannot do for a trainer; None if it can do everything."""
     cls = type(trainer)
     hooked = [name for name, p in trainer.unwrap().named_parameters() if has_gradient_hooks(p)]
     inside = cls.__mro__[cls.__mro__.index(add_on) + 1 :]
@@ -131,14 +92,6 @@ def shared_gradients(
 
     Autograd gives each ``.grad`` its own memory with the strides of the parameter; a graph does not. Clipping would
     change other tensors, or one twice, and a fused kernel reads weight and gradient in the order of memory.
-
-    Examples
-    --------
-    >>> weight, gradient = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3)
-    >>> shared_gradients([weight], [gradient], []), shared_gradients([weight], [gradient], [gradient])
-    (set(), {0})
-    >>> shared_gradients([weight], [torch.ones(3, 2).t()], [])
-    {0}
     """
     taken = {each.untyped_storage().data_ptr() for each in (*parameters, *others) if _has_memory(each)}
     shared = set()
@@ -159,15 +112,7 @@ def _strides(value: Tensor) -> list[int]:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], shared: set[int]) -> None:
-    """Add the gradients that a graph returned to each ``.grad``; those of `shared_gradients` are copied.
-
-    Examples
-    --------
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> add_gradients([weight], [torch.ones(2)], set())
-    >>> weight.grad
-    tensor([1., 1.])
-    """
+    """Add the gradients that a graph returned to each ``.grad``; those of `shared_gradients` are copied."""
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         if index in shared and gradient is not None:
             gradient = like_parameter_layout(gradient, parameter)

@@ -17,15 +17,7 @@ WITH_KERNEL = tuple(kind.__name__ for kind in _FUSED)
 
 
 def is_fusible(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer can use its fused kernel, on the CPU, and was made without choosing another one.
-
-    Examples
-    --------
-    >>> import torch
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> is_fusible(SGD([weight])), is_fusible(SGD([weight], foreach=True)), is_fusible(torch.optim.Rprop([weight]))
-    (True, False, False)
-    """
+    """Return whether an optimizer can use its fused kernel, on the CPU, and was made without choosing another one."""
     return type(optimizer) in _FUSED and all(
         leaves_kernel_open(group) and all(parameter.is_cpu for parameter in group["params"])
         for group in optimizer.param_groups
@@ -33,14 +25,7 @@ def is_fusible(optimizer: Optimizer) -> bool:
 
 
 def fits_kernel(optimizer: Optimizer) -> bool:
-    """Return whether the fused kernel accepts the current gradients: dense ones, and momentum of all or of none.
-
-    Examples
-    --------
-    >>> import torch
-    >>> fits_kernel(SGD([torch.nn.Parameter(torch.ones(1))]))
-    True
-    """
+    """Return whether the fused kernel accepts the current gradients: dense ones, and momentum of all or of none."""
     held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     if any(gradient.is_sparse for _, gradient in held):
         return False
@@ -52,16 +37,7 @@ def fits_kernel(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def fused_kernels(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Let optimizers step with their fused kernels within a context, where these accept the current gradients.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = SGD([torch.nn.Parameter(torch.ones(1))])
-    >>> with fused_kernels([optimizer]):
-    ...     print(optimizer.param_groups[0]["fused"])
-    True
-    """
+    """Let optimizers step with their fused kernels within a context, where these accept the current gradients."""
     groups = [group for each in optimizers if fits_kernel(each) for group in each.param_groups]
     before = [(group["fused"], group["foreach"]) for group in groups]
     for group in groups:

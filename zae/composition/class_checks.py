@@ -38,18 +38,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def check_class(cls: Any) -> None:
-    """Refuse a class with methods that would not be called, would not work, or would disable an add-on.
-
-    Parameters
-    ----------
-    cls : type
-        A new subclass of Trainer.
-
-    Raises
-    ------
-    AddOnError
-        With the line to write.
-    """
+    """Refuse a class with methods that would not be called, would not work, or would disable an add-on."""
     if is_base(cls):
         return
     if is_add_on(cls):

@@ -25,18 +25,7 @@ _OURS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositi
 
 
 def check_init_names(cls: Any) -> None:
-    """Refuse an ``__init__`` that drops its ``*args`` or ``**kwargs``, or that sets a private name of Trainer.
-
-    Parameters
-    ----------
-    cls : type
-        A subclass of Trainer, or one of its plain mixins, with its own ``__init__``.
-
-    Raises
-    ------
-    TaskError
-        With the name.
-    """
+    """Refuse an ``__init__`` that drops its ``*args`` or ``**kwargs``, or that sets a private name of Trainer."""
     init = cls.__dict__.get("__init__")
     if not isinstance(init, FunctionType):
         return
@@ -56,18 +45,7 @@ def check_init_names(cls: Any) -> None:
 
 
 def check_collisions(cls: Any) -> None:
-    """Refuse a name that two unrelated classes both define, and a seam that one class replaces over another.
-
-    Parameters
-    ----------
-    cls : type
-        A trainer class, wholly composed.
-
-    Raises
-    ------
-    AddOnConflict
-        With both classes and the name.
-    """
+    """Refuse a name that two unrelated classes both define, and a seam that one class replaces over another."""
     names = {c: _own_names(c) for c in cls.__mro__ if is_trainer(c) or c.__module__ != "builtins"}
     mro = [c for c in cls.__mro__[: cls.__mro__.index(_root(cls))] if "_partial" not in c.__dict__]
     core = {n for c in _root(cls).__mro__ for n in c.__dict__} | _allnames_set_in(_root(cls))

@@ -111,20 +111,7 @@ class TrainerMeta(ABCMeta):
 
 
 def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
-    """Return the class composed of ``base`` and a set of add-ons, whose order does not matter.
-
-    Parameters
-    ----------
-    base : type
-        A trainer class, composed or not; it is not changed.
-    add_ons : sequence of type or str
-        Add-on classes, or names of the entry-point group ``zae.addons``.
-
-    Raises
-    ------
-    AddOnConflict, AddOnRequirement, AddOnOrder, AddOnError
-        With the remedy.
-    """
+    """Return the class composed of ``base`` and a set of add-ons, whose order does not matter."""
     if base._is_addon:
         raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
     named = [_resolve(base, add_on) for add_on in add_ons]

@@ -31,16 +31,7 @@ _GIVEN = _Given()
 
 
 def options_of(cls: Any) -> _Options:
-    """Map each option that a class takes to its parameter and its owner, positional ones first.
-
-    Examples
-    --------
-    >>> from zae import Trainer
-    >>> from zae.addons import EMAAddon
-    >>> parameter, owner = options_of(Trainer.add_on(EMAAddon))["decay"]
-    >>> owner.__name__
-    'EMAAddon'
-    """
+    """Map each option that a class takes to its parameter and its owner, positional ones first."""
     # Cached on the class while its __init__ functions stay the same: each new trainer asks twice, and reading every
     # signature takes longer than a dozen steps of training.
     inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]

@@ -55,28 +55,7 @@ _IS_KNOWN = None not in (_STACK, *_METHODS.values())
 
 
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
-    """Iterate over a loader, on the exact data path where that is possible.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-    fast : bool
-        False always uses the loader itself.
-
-    Returns
-    -------
-    iterator
-        The batches. As with ``iter(loader)``, the first random numbers are drawn now.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
-    >>> [inputs.tolist() for (inputs,) in batches_of(loader)]
-    [[0, 1], [2, 3], [4]]
-    """
+    """Iterate over a loader, on the exact data path where that is possible."""
     if not fast or why_not(loader) is not None:
         return iter(loader)
     batches, dataset = loader.batch_sampler, loader.dataset
@@ -97,24 +76,7 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
 
 
 def why_not(loader: Any) -> str | None:
-    """Return why a loader does not take the exact data path.
-
-    Parameters
-    ----------
-    loader : object
-        Any loader.
-
-    Returns
-    -------
-    str or None
-        The first reason; None for a loader that takes the exact data path.
-
-    Examples
-    --------
-    >>> from torch.utils.data import DataLoader
-    >>> why_not(DataLoader([1, 2, 3], batch_size=2))
-    'its dataset, a list, is not a TensorDataset and has no __getitems__'
-    """
+    """Return why a loader does not take the exact data path."""
     if type(loader) is not DataLoader:
         return f"it is a {type(loader).__name__}, not a torch.utils.data.DataLoader itself"
     if not _IS_KNOWN:

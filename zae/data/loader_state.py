@@ -46,13 +46,7 @@ _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """Return what must be the same for a resumed epoch to have the same batches: names, with text or numbers.
-
-    Examples
-    --------
-    >>> facts_of([1, 2, 3])
-    {'loader': 'list', 'number of batches': 3}
-    """
+    """Return what must be the same for a resumed epoch to have the same batches: names, with text or numbers."""
     facts: dict[str, Any] = {"loader": type(loader).__name__, "number of batches": length_of(loader)}
     facts["dataset length"] = length_of(getattr(loader, "dataset", None))
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -65,13 +59,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe how two loaders differ, from what `facts_of` returned for them.
-
-    Examples
-    --------
-    >>> changes_of({"loader": "DataLoader", "batch_size": 4}, {"loader": "DataLoader", "batch_size": 8})
-    ['batch_size was 4 and is 8']
-    """
+    """Describe how two loaders differ, from what `facts_of` returned for them."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in names]
 
@@ -83,28 +71,6 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     other is searched for ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and
     ``torch.Generator``: its attributes, theirs (of transforms, for example), and short lists and dicts. What
     `zae.common.random_state` saves of a loader is left out. The copies of a dataset in workers cannot be read.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-
-    Returns
-    -------
-    dict
-        Plain values and tensors.
-
-    Examples
-    --------
-    >>> class Noisy:
-    ...     def __init__(self):
-    ...         self.rng = random.Random(1)
-    >>> sampler = Noisy()
-    >>> loader = type("Loader", (), {"sampler": sampler})()
-    >>> state, drawn = capture_parts(loader), sampler.rng.random()
-    >>> restore_parts(loader, state)
-    >>> sampler.rng.random() == drawn
-    True
     """
     return {place: read_stream(owner) for place, owner in _owners(loader)}
 
@@ -114,20 +80,6 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
     A part with a ``state_dict`` that has this state already is not changed: some samplers take a state that they load
     for the position at which their next epoch begins.
-
-    Parameters
-    ----------
-    loader : iterable
-        Built as it was.
-    states : mapping
-        What `capture_parts` returned.
-    only_streams : bool
-        Leave the parts with a ``state_dict`` as they are.
-
-    Raises
-    ------
-    CheckpointMismatch
-        A part with a state is missing, or of another kind.
     """
     found = dict(_owners(loader))
     for place, state in states.items():
@@ -150,39 +102,12 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states for an epoch that begins again: parts as at its beginning, with the present random streams.
-
-    Parameters
-    ----------
-    present, begin : mapping
-        What `capture_parts` returned now, and at the beginning of the epoch.
-
-    Returns
-    -------
-    dict
-        States for `restore_parts`.
-
-    Examples
-    --------
-    >>> as_begun({"sampler": {"at": 12}, "dataset.rng": 7}, {"sampler": {"at": 0}, "dataset.rng": 3})
-    {'sampler': {'at': 0}, 'dataset.rng': 7}
-    """
+    """Return the states for an epoch that begins again: parts as at its beginning, with the present random streams."""
     return {place: begin.get(place, state) if _is_part(place) else state for place, state in present.items()}
 
 
 def begins_again(loader: Any) -> bool | None:
-    """Return whether a sampler, or a stream, with a state is at its end, so that it begins again when it is used.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader; its parts have to be restored afterwards, because their first entry is drawn.
-
-    Returns
-    -------
-    bool or None
-        None for a loader without such a part.
-    """
+    """Return whether a sampler, or a stream, with a state is at its end, so that it begins again when it is used."""
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     walked: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
     parts = [_sampler_of(loader), bare(batch_sampler)]
@@ -249,15 +174,7 @@ def bare(sampler: Any) -> Any:
 
 
 def global_streams() -> tuple[Any, ...]:
-    """Return the present state of the global random streams, in a form that can be compared.
-
-    Examples
-    --------
-    >>> before = global_streams()
-    >>> _ = torch.rand(1)
-    >>> global_streams() == before
-    False
-    """
+    """Return the present state of the global random streams, in a form that can be compared."""
     twister = np.random.get_state(legacy=False)["state"]
     key = twister["key"].tobytes() if "key" in twister else repr(twister)
     return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
@@ -329,14 +246,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def read_stream(stream: Any) -> Any:
-    """Return the state of a random stream, or of a part with a ``state_dict``.
-
-    Examples
-    --------
-    >>> stream = random.Random(1)
-    >>> read_stream(stream) == random.Random(1).getstate()
-    True
-    """
+    """Return the state of a random stream, or of a part with a ``state_dict``."""
     if isinstance(stream, np.random.Generator):
         return stream.bit_generator.state
     if isinstance(stream, np.random.RandomState):

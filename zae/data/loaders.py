@@ -17,18 +17,7 @@ _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader, or None where it has no length.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-
-    Returns
-    -------
-    int or None
-        ``len(loader)``.
-    """
+    """Return the number of batches of a loader, or None where it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -36,24 +25,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def gives_pinned(loader: Any) -> bool:
-    """Return whether each batch of a loader has its own pinned memory, so that it can be copied without waiting.
-
-    Parameters
-    ----------
-    loader : object
-        Any loader.
-
-    Returns
-    -------
-    bool
-        True for a DataLoader with ``pin_memory=True`` and workers, which pins memory for each batch. Another loader
-        may reuse one buffer, and fill it while it is still being copied.
-
-    Examples
-    --------
-    >>> gives_pinned(DataLoader([1, 2]))
-    False
-    """
+    """Return whether each batch of a loader has its own pinned memory, so that it can be copied without waiting."""
     return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
 
 
@@ -72,20 +44,7 @@ def describe(loader: Any) -> str:
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:
-    """Refuse an object that is not a loader, or has no batches.
-
-    Parameters
-    ----------
-    loader : object
-        The user's loader.
-    name : str
-        The name of the argument.
-
-    Raises
-    ------
-    LoaderError
-        The error says what to write instead.
-    """
+    """Refuse an object that is not a loader, or has no batches."""
     is_dataset = isinstance(loader, torch.utils.data.Dataset)
     if is_dataset or not isinstance(loader, Iterable):
         example = f": torch.utils.data.DataLoader({name}, batch_size=32)" if is_dataset else " or a list of batches"
@@ -107,24 +66,6 @@ def copy_with(loader: _Loader, **changes: Any) -> _Loader:
     """Return a copy of a DataLoader with other attributes: samplers, or a number of workers.
 
     A DataLoader refuses to change these, because of the workers and the iterator that it has. The copy has none.
-
-    Parameters
-    ----------
-    loader : DataLoader
-        It stays as it is.
-    **changes : object
-        Attributes of the copy.
-
-    Returns
-    -------
-    DataLoader
-        Of the same class.
-
-    Examples
-    --------
-    >>> loader = DataLoader(range(4), batch_size=2)
-    >>> [batch.tolist() for batch in copy_with(loader, batch_sampler=[[3, 2]])]
-    [[3, 2]]
     """
     made = copy.copy(loader)
     if not hasattr(loader, "_iterator"):  # A copy with persistent workers would take over the iterator of the loader.

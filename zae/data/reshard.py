@@ -29,25 +29,7 @@ class _PaddedList(Sequence[Any]):
 
 
 def padded(loader: Any, count: int) -> Any:
-    """Return a loader whose order begins with additional entries, which are never loaded.
-
-    Parameters
-    ----------
-    loader : DataLoader or sequence of batches
-        The loader of the user.
-    count : int
-        A number of samples, if the loader has a batch sampler of torch; else of batches.
-
-    Returns
-    -------
-    object
-        A loader; the same one for a count of 0.
-
-    Examples
-    --------
-    >>> [batch.tolist() for batch in padded(DataLoader(range(5), batch_size=4), 2)]
-    [[0, 0, 0, 1], [2, 3, 4]]
-    """
+    """Return a loader whose order begins with additional entries, which are never loaded."""
     if not count:
         return loader
     if not isinstance(loader, DataLoader):
@@ -65,32 +47,7 @@ def padded(loader: Any, count: int) -> Any:
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
-    """Return where an epoch continues, in steps of the present layout.
-
-    Parameters
-    ----------
-    loader : DataLoader or sequence of batches
-        The loader of the user now.
-    before : mapping
-        The facts of the loader that was saved (`zae.data.loader_state.facts_of`).
-    used : int
-        The number of batches of the epoch that each rank had used.
-    ranks : (int, int)
-        The number of ranks before, and now.
-    pad : int
-        The number of entries before the order of that epoch.
-
-    Returns
-    -------
-    count, batch : tuple of int
-        The number of entries to put before the order, and the batch of each rank at which the epoch continues.
-
-    Examples
-    --------
-    >>> loader = DataLoader(range(22), batch_size=6)  # It was 4, and 2 batches of one process are used.
-    >>> place_of(loader, {"batch sampler": "BatchSampler", "batch_size": 4}, 2, (1, 2), 0)
-    (4, 1)
-    """
+    """Return where an epoch continues, in steps of the present layout."""
     gone, step = used * ranks[0] - pad, ranks[1]
     if _is_by_sample(before):
         gone = min(used * ranks[0] * before["batch_size"] - pad, len(loader.batch_sampler.sampler))
@@ -100,25 +57,7 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
 
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
-    """Return why the rest of an epoch cannot be resharded.
-
-    Parameters
-    ----------
-    loader, before, ranks, pad, used
-        As for `place_of`.
-
-    Returns
-    -------
-    list of str
-        Empty if it can be.
-
-    Examples
-    --------
-    >>> why_not_reshard([1, 2, 3], {"loader": "list", "number of batches": 3}, (1, 2), 0, 1)
-    []
-    >>> why_not_reshard(iter([1, 2, 3]), {"loader": "list_iterator"}, (1, 2), 0, 1)
-    ['a list_iterator has no order that can be resharded']
-    """
+    """Return why the rest of an epoch cannot be resharded."""
     now = facts_of(loader)
     if not used:
         names = ["dataset length"]
@@ -142,18 +81,7 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
 
 
 def own_batch_sampler(facts: Mapping[str, Any]) -> str:
-    """Return the class name of a batch sampler that is not one of torch's; else an empty string.
-
-    Parameters
-    ----------
-    facts : mapping
-        What `zae.data.loader_state.facts_of` returned.
-
-    Examples
-    --------
-    >>> own_batch_sampler({"batch sampler": "ByLength"}), own_batch_sampler({"batch sampler": "BatchSampler"})
-    ('ByLength', '')
-    """
+    """Return the class name of a batch sampler that is not one of torch's; else an empty string."""
     name = facts.get("batch sampler") or "BatchSampler"
     return "" if name in ("BatchSampler", "SampleShards") else str(name)
 

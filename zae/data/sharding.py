@@ -41,17 +41,7 @@ def is_empty(batch: Any) -> bool:
 
 
 class Ranks(NamedTuple):
-    """This rank, and how it communicates with the others.
-
-    Attributes
-    ----------
-    rank, size : int
-        The number of this rank, and of ranks.
-    from_main : callable
-        Returns the value of rank 0 on every rank; all ranks call it together.
-    all_agree : callable
-        Returns whether the value is True on every rank; all ranks call it together.
-    """
+    """This rank, and how it communicates with the others."""
 
     rank: int
     size: int
@@ -88,36 +78,6 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     with ``size`` times the batch size. The samples left at the end are shared in the same way, and a rank without any
     gets `EMPTY`. In evaluation, each rank gets whole batches, those of one process. Everything else of a DataLoader
     stays the same: its workers, collate function, pinning, generator and ``drop_last``.
-
-    Parameters
-    ----------
-    loader : DataLoader or sequence of batches
-        The loader of the user.
-    training : bool
-        Whether all ranks must have the same number of steps.
-    ranks : Ranks
-        This rank.
-
-    Returns
-    -------
-    object
-        A loader.
-
-    Raises
-    ------
-    LoaderError
-        Every rank would get the same samples.
-
-    Examples
-    --------
-    >>> from torch.utils.data import DataLoader
-    >>> loader = DataLoader(range(7), batch_size=2)
-    >>> for rank in range(2):
-    ...     ranks = Ranks(rank, 2, from_main=lambda value: value, all_agree=lambda value: value)
-    ...     print([batch.tolist() for batch in shard(loader, True, ranks)],
-    ...           [batch.tolist() for batch in shard(loader, False, ranks)])
-    [[0, 2], [4, 6]] [[0, 1], [4, 5]]
-    [[1, 3], [5]] [[2, 3], [6]]
     """
     if getattr(loader, "is_sharded", False):
         return _together(loader, training, ranks)

@@ -22,26 +22,6 @@ def skip_batches(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bo
     """Return an iterator over a loader without its first batches, and whether it iterates over a copy of the loader.
 
     The entries of a sampler are skipped before anything is loaded. Batches of any other loader are loaded and dropped.
-
-    Parameters
-    ----------
-    loader : iterable
-        Any loader.
-    count : int
-        The number of batches to skip.
-    fast : bool
-        Whether the exact data path may be taken (`zae.data.gather`).
-
-    Returns
-    -------
-    (iterator, bool)
-        The batches that are left.
-
-    Examples
-    --------
-    >>> batches, is_copy = skip_batches(DataLoader(range(5), batch_size=2), 1, fast=True)
-    >>> [batch.tolist() for batch in batches], is_copy
-    ([[2, 3], [4]], True)
     """
     if not count:
         return batches_of(loader, fast), False

@@ -25,11 +25,6 @@ def mute_workers(expected: bool = False) -> None:
 
     It is called while an error is handled that may come from that death: a second one would take its place. A loader
     that waits for a dead worker raises by itself within seconds.
-
-    Parameters
-    ----------
-    expected : bool
-        Whether all workers may be about to die, because a signal that ends the run may have gone to them too.
     """
     global _expected
     _expected = _expected or expected
@@ -60,13 +55,6 @@ def part_from_workers(iterator: Any, loader: Any = None) -> None:
 
     torch does so when the iterator is freed, and then waits for the lock of the event without a limit. A worker may be
     killed while it holds that lock.
-
-    Parameters
-    ----------
-    iterator : object
-        What ``iter(loader)`` returned; an object that is not a DataLoader iterator with workers is ignored.
-    loader : object, optional
-        The loader: with ``persistent_workers=True`` it would use the ended workers in the next epoch, and hang.
     """
     event = getattr(iterator, "_workers_done_event", None)
     lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)

@@ -92,14 +92,7 @@ class Replica(DistributedDataParallel):
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can be flattened into one.
-
-    Examples
-    --------
-    >>> one, two, other = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.int64)
-    >>> [len(group) for group in alike([one, other, two])]
-    [2, 1]
-    """
+    """Group tensors that can be flattened into one."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -118,13 +111,6 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def sparse_in(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients are sparse.
-
-    Examples
-    --------
-    >>> table = nn.Embedding(2, 1, sparse=True)
-    >>> sparse_in(nn.Sequential(table, nn.Linear(1, 1))) == {id(table.weight)}
-    True
-    """
+    """Return the ids of the parameters whose gradients are sparse."""
     tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
     return {id(each.weight) for each in tables if each.sparse}

@@ -170,15 +170,7 @@ def tell_failures_early() -> None:
 
 
 def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own.
-
-    Examples
-    --------
-    >>> state = random_state.capture()
-    >>> same = random_state_of(0, state)
-    >>> torch.equal(same["torch"], state["torch"]), torch.equal(random_state_of(1, state)["torch"], state["torch"])
-    (True, False)
-    """
+    """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own."""
     if rank == 0:
         return state
     with random_state.isolated():

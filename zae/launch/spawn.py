@@ -102,46 +102,7 @@ def spawn(
     timeout: float = 600.0,
     init_method: str | None = None,
 ) -> Any:
-    """Call a function in one new process for each device, as the ranks of one process group.
-
-    Parameters
-    ----------
-    function : callable
-        Found by name in its module; it is called with ``args``.
-    args : dict
-        What travels to each rank, by name.
-    devices : sequence of torch.device
-        One for each rank.
-    backend : str
-        Of the process group.
-    timeout : float
-        Seconds after which a collective gives a rank that does not answer up.
-    init_method : str, optional
-        ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR`` and ``MASTER_PORT``) or ``"file:///path"``. By
-        default a free port of the loopback interface.
-
-    Returns
-    -------
-    object
-        What the function returned on rank 0.
-
-    Raises
-    ------
-    ConfigError
-        Something cannot travel, or the port is in use; no process is started.
-    Exception
-        What a rank raised, of the same type where it can be rebuilt, with that rank's number and traceback.
-    DistributedError
-        A rank was killed, ended early or did not answer.
-
-    Examples
-    --------
-    >>> import math
-    >>> spawn(math.hypot, {"x": 3.0}, [torch.device("cpu")] * 0)
-    Traceback (most recent call last):
-        ...
-    zae.errors.ConfigError: there must be a device for at least one rank
-    """
+    """Call a function in one new process for each device, as the ranks of one process group."""
     if not devices:
         raise ConfigError("there must be a device for at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):

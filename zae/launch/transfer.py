@@ -24,19 +24,7 @@ _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It 
 
 
 def pack(value: Any, path: Path, name: str = "") -> None:
-    """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pack({"task": lambda batch: batch}, Path(folder, "value"))
-    Traceback (most recent call last):
-        ...
-    zae.errors.ConfigError: task cannot travel to another process: it is the function <lambda>, and that is found by \
-its name only; define it with def at the top level of a module, or begin the whole script with torchrun: nothing \
-travels then
-    """
+    """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared."""
     from_main: list[Any] = []
     module = ModuleType("zae_pickle")
     vars(module).update({**vars(pickle), "Pickler": _recording(from_main)})
@@ -54,16 +42,7 @@ travels then
 
 
 def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
-    """Read what `pack` wrote, in a process of the same run.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pack({"weight": torch.ones(2)}, Path(folder, "value"))
-    ...     unpack(Path(folder, "value"))
-    {'weight': tensor([1., 1.])}
-    """
+    """Read what `pack` wrote, in a process of the same run."""
     module = ModuleType("zae_pickle")
     vars(module).update({**vars(pickle), "Unpickler": _Unpickler})
     # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
@@ -127,15 +106,7 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
 
 
 def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:
-    """Find the innermost value that pickle refuses.
-
-    Examples
-    --------
-    >>> import threading
-    >>> from types import SimpleNamespace
-    >>> find_unpicklable(SimpleNamespace(parts=[1, {"lock": threading.Lock()}]), "trainer")[0]
-    "trainer.parts[1]['lock']"
-    """
+    """Find the innermost value that pickle refuses."""
     return _find(value, path, set(), _DEPTH)
 
 

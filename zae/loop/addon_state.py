@@ -280,23 +280,7 @@ def gather_entries(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]
 
 
 def digest(value: Any) -> str:
-    """Return a SHA-256 of a value with all that is in it: equal on two ranks where the value is.
-
-    Parameters
-    ----------
-    value : object
-        What a checkpoint can hold.
-
-    Returns
-    -------
-    str
-        In hexadecimal.
-
-    Examples
-    --------
-    >>> digest({"a": [1, torch.ones(2)]}) == digest({"a": [1, torch.ones(2)]}), digest((1, 2)) == digest((2, 1))
-    (True, False)
-    """
+    """Return a SHA-256 of a value with all that is in it: equal on two ranks where the value is."""
     try:
         structure, tensors = encode(value)
     except CheckpointError:  # Cannot be saved, and so not compared: it counts as another value on each rank.
@@ -348,17 +332,7 @@ def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
 
 
 def warn_of_other_ranks(trainer: Trainer, engine: Mapping[str, Any], world: int) -> None:
-    """Warn where add-ons get the state of another rank that may differ from what this rank held.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        That has loaded the state.
-    engine : mapping
-        The entry of the add-on that keeps what belongs to each rank.
-    world : int
-        The number of ranks of this run.
-    """
+    """Warn where add-ons get the state of another rank that may differ from what this rank held."""
     ranks, saved, compared = (
         engine.get("ranks") or [{}],
         engine.get("rank"),

@@ -416,13 +416,7 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
 
 
 def in_turn(parts: list[list[Any]]) -> list[Any]:
-    """List the first of each part, then the second of each, and so on; parts may end early.
-
-    Examples
-    --------
-    >>> in_turn([[0, 2, 4], [1, 3]])
-    [0, 1, 2, 3, 4]
-    """
+    """List the first of each part, then the second of each, and so on; parts may end early."""
     if len(parts) == 1:
         return parts[0]
     longest = max(map(len, parts), default=0)

@@ -40,20 +40,6 @@ class DistributedStopFlag:
 
     The ranks ask each other before the first batch, and then about every two seconds: before batches whose numbers
     follow from times that all of them know, and that every rank has. A rank with more batches waits for no other.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        One of the ranks.
-    signals : sequence of int
-        Those that have come to this rank, at any moment.
-    batches : int
-        The number of batches of this rank; 0 where it is unknown.
-
-    Attributes
-    ----------
-    signals : list of int
-        Empty until the ranks have agreed on the end.
     """
 
     def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
@@ -91,15 +77,7 @@ def restore_training(root: nn.Module, inner: nn.Module, modules: list[nn.Module]
 
 
 class Evaluation:
-    """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        It is set up.
-    signals : sequence of int, optional
-        Signals that ask for the end, looked up between batches; one of them aborts the evaluation.
-    """
+    """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams."""
 
     def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None) -> None:
         self.trainer, self.signals = trainer, signals

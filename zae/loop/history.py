@@ -25,30 +25,7 @@ _PREFIXES = ("train", "valid", "val", "eval", "test")
 
 
 def direction_of(monitor: str, mode: str = "auto") -> str:
-    """Tell whether a smaller or a larger value of a metric is better.
-
-    Parameters
-    ----------
-    monitor : str
-        The metric's name, for instance ``"loss"`` or ``"valid/accuracy"``.
-    mode : {"auto", "min", "max"}
-        The direction; "auto" infers it from the words of the name.
-
-    Returns
-    -------
-    str
-        "min" or "max".
-
-    Raises
-    ------
-    ConfigError
-        The mode is unknown, or the name does not tell.
-
-    Examples
-    --------
-    >>> direction_of("eval_loss"), direction_of("top1_accuracy"), direction_of("foo", "max")
-    ('min', 'max', 'max')
-    """
+    """Tell whether a smaller or a larger value of a metric is better."""
     if not isinstance(monitor, str) or not monitor:
         raise ConfigError(f"monitor={monitor!r}; it must be the name of a metric, for instance 'loss'")
     if mode not in ("auto", "min", "max"):

@@ -192,23 +192,7 @@ _CURE = (
 
 
 def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:
-    """Name the parameters that hold NaN or an infinity; a device is waited for once.
-
-    Parameters
-    ----------
-    named : mapping of str to Tensor
-        Weights; those that are not floating-point numbers are passed over.
-
-    Returns
-    -------
-    list of str
-        Their names.
-
-    Examples
-    --------
-    >>> bad_parameters({"a": torch.ones(2), "b": torch.tensor([1.0, float("inf")])})
-    ['b']
-    """
+    """Name the parameters that hold NaN or an infinity; a device is waited for once."""
     floats = {key: value.detach() for key, value in named.items() if value.is_floating_point() and value.numel()}
     if not floats:
         return []

@@ -214,29 +214,7 @@ def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callab
 
 
 def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
-    """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``.
-
-    Parameters
-    ----------
-    factory : callable
-        A function of the optimizer, or of the optimizer and ``total_steps``.
-    optimizer : Optimizer
-        What the scheduler is to drive.
-    total : callable
-        Returns the planned number of optimizer steps; only called where the factory asks for it.
-
-    Returns
-    -------
-    object
-        What the factory returned.
-
-    Examples
-    --------
-    >>> call_factory(lambda optimizer: optimizer, "adam", lambda: 30)
-    'adam'
-    >>> call_factory(lambda optimizer, total_steps: total_steps, "adam", lambda: 30)
-    30
-    """
+    """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
     return factory(optimizer, total_steps=total()) if _takes_total(factory) else factory(optimizer)
 
 
@@ -269,19 +247,7 @@ def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None,
 def check_schedules(
     schedulers: Mapping[str, Any], on_batch: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
 ) -> list[str]:
-    """Refuse an invalid schedule before the first batch, and return texts of warnings.
-
-    Parameters
-    ----------
-    schedulers : mapping
-        Schedulers by name.
-    on_batch, is_set : bool
-        Whether they are stepped after each optimizer step instead of each epoch, and whether the user wrote so.
-    epochs, steps : Span
-        What this call of ``run`` covers.
-    has_metric : bool
-        Whether the monitored metric is known at the end of an epoch.
-    """
+    """Refuse an invalid schedule before the first batch, and return texts of warnings."""
     found: list[str] = []
     if 0 in (epochs.left, steps.left):
         return found  # A finished script that is started again steps nothing.

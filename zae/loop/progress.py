@@ -127,22 +127,6 @@ class RunCalls:
 
     A script that is started again makes its calls of ``run`` again: those that are over train nothing, and the last
     one in the state continues where it was interrupted.
-
-    Attributes
-    ----------
-    starts : list of [int, int]
-        Epoch and step at which each call began; saved in checkpoints.
-    made : int
-        Calls made by this process, counted as each begins.
-    planned_steps : int, None or Ellipsis
-        Optimizer steps that the last call was planned to take, where a scheduler's factory asked for them: None for a
-        loader without a length, Ellipsis before the first such call.
-
-    Examples
-    --------
-    >>> calls = RunCalls(starts=[[0, 0], [2, 20]])
-    >>> calls.is_new, calls.is_over, calls.is_behind
-    (False, True, True)
     """
 
     starts: list[list[int]] = field(default_factory=list)
@@ -165,13 +149,7 @@ class RunCalls:
         return self.made + 1 < len(self.starts)
 
     def warn_of_early_end(self, n_epoch: int | None, max_steps: int | None) -> None:
-        """Warn that the next call, which is over, trains nothing although it asks for more epochs than it made.
-
-        Parameters
-        ----------
-        n_epoch, max_steps : int or None
-            The limits of the call.
-        """
+        """Warn that the next call, which is over, trains nothing although it asks for more epochs than it made."""
         epochs, steps = (end - start for start, end in zip(self.starts[self.made], self.starts[self.made + 1]))
         if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
             _log.warning(
@@ -298,25 +276,7 @@ class ProgressChecker:
 
 
 class Bar:
-    """A tqdm bar over the batches of an epoch, redrawn by time.
-
-    Parameters
-    ----------
-    enabled : bool
-        Whether it may be shown at all. It stays quiet when standard error is not a terminal (or a notebook).
-
-    Attributes
-    ----------
-    shown : bool
-        Whether it draws anything.
-
-    Examples
-    --------
-    >>> bar = Bar(enabled=False)
-    >>> bar.open("epoch 1", 10)
-    >>> bar.due()
-    False
-    """
+    """A tqdm bar over the batches of an epoch, redrawn by time."""
 
     def __init__(self, enabled: bool) -> None:
         self.shown = enabled and (_on_a_terminal() or _in_notebook())
@@ -325,17 +285,7 @@ class Bar:
         self._columns: list[str] = []
 
     def open(self, title: str, total: int | None, done: int = 0) -> None:
-        """Begin an epoch.
-
-        Parameters
-        ----------
-        title : str
-            What stands before the bar.
-        total : int or None
-            Batches of the epoch, when they are known.
-        done : int
-            Batches done already, after a resume.
-        """
+        """Begin an epoch."""
         if not self.shown:
             return
         self.close()
@@ -351,30 +301,14 @@ class Bar:
         return self._bar is not None and time.perf_counter() >= self._next
 
     def update(self, done: int, read: Callable[[], Mapping[str, float]]) -> None:
-        """Redraw.
-
-        Parameters
-        ----------
-        done : int
-            Batches of this epoch so far.
-        read : callable
-            Returns what to show; it is only called for a redraw.
-        """
+        """Redraw."""
         text = ", ".join(f"{key} {_short(value)}" for key, value in read().items())
         self._bar.set_postfix_str(printable(text, kept=""), refresh=False)
         self._bar.update(done - self._bar.n)
         self._next = time.perf_counter() + _INTERVAL
 
     def line(self, row: Mapping[str, Any], mark: str = "") -> None:
-        """Write the line of a finished epoch above the bar.
-
-        Parameters
-        ----------
-        row : mapping
-            Its numbers.
-        mark : str
-            What stands at its end.
-        """
+        """Write the line of a finished epoch above the bar."""
         if not self.shown:
             return
         self.close()
@@ -419,26 +353,7 @@ def _in_notebook() -> bool:
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
-    """Refuse counters that no run can have.
-
-    Parameters
-    ----------
-    counters : mapping
-        What ``ProgressChecker.state_dict`` returned.
-
-    Raises
-    ------
-    CheckpointMismatch
-        A counter is not a whole number from 0, or is ahead of one that it is a part of.
-
-    Examples
-    --------
-    >>> check_counters({"epoch": 9, "batch": 4})
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointMismatch: the progress in the state is not one that zae has saved (epoch=9 is more than \
-batch=4); nothing was loaded: take another checkpoint
-    """
+    """Refuse counters that no run can have."""
     fault = ""
     for name, value in counters.items():
         if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):

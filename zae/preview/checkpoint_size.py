@@ -26,14 +26,7 @@ _ROWS = 1024  # More rows than that are counted, not made.
 
 
 def checkpoint_bytes(trainer: Trainer, plan: RunPreview, optimizers: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the size of the last checkpoint of a planned run, from the state of each optimizer after a step.
-
-    Returns
-    -------
-    whole, within, for_step : int
-        Bytes of all files at the end of an epoch; how many more within one, for the random states of its beginning; and
-        for what each step of it recorded.
-    """
+    """Return the size of the last checkpoint of a planned run, from the state of each optimizer after a step."""
     state = dict(trainer.state_dict())
     model = state.pop("model")
     state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in optimizers.items()}
@@ -58,13 +51,7 @@ def _stored(state: Any) -> int:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor], reference: bool = False) -> int:
-    """Return the size of a file of tensors, with their names in state.json where ``reference`` is true.
-
-    Examples
-    --------
-    >>> tensor_bytes({"weight": torch.zeros(1000)}) - 4000 < 100
-    True
-    """
+    """Return the size of a file of tensors, with their names in state.json where ``reference`` is true."""
     entries, end = {}, 0
     for name, tensor in {id(each): (name, each) for name, each in tensors.items()}.values():
         begin, end = end, end + tensor.numel() * tensor.element_size()

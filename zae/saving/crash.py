@@ -21,24 +21,12 @@ _CRASH = re.compile(r"crash-\d{8,18}")
 
 
 def crash_name(step: int) -> str:
-    """Return the name of the folder of a failed run.
-
-    Examples
-    --------
-    >>> crash_name(12)
-    'crash-00000012'
-    """
+    """Return the name of the folder of a failed run."""
     return f"crash-{step:08d}"
 
 
 def crashes_in(folder: Path) -> list[Path]:
-    """List the states of failed runs in a folder, the highest step first; copies under other names are left out.
-
-    Examples
-    --------
-    >>> crashes_in(Path("runs/no-such-run"))
-    []
-    """
+    """List the states of failed runs in a folder, the highest step first; copies under other names are left out."""
     found = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
     return sorted((path for path in found if path.is_dir() and not path.is_symlink()), reverse=True)
 
@@ -48,11 +36,6 @@ class CrashSaver:
 
     Of several ranks the first one to fail saves, without the others: weights, optimizer and counters are the same on
     all of them, but the random streams of the others are lost, and the manifest says so.
-
-    Attributes
-    ----------
-    has_failed : bool
-        Whether the run has ended with an exception.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,22 +57,7 @@ class CrashSaver:
         self._began_at = self._rested_at = -1
 
     def was_in_step(self, progress: ProgressChecker, has_batch: bool) -> bool | None:
-        """Return whether the run failed within a step, from its first forward to its checkpoint; None before the first.
-
-        Parameters
-        ----------
-        progress : ProgressChecker
-            The counters of the run.
-        has_batch : bool
-            Whether ``run_batch`` has been entered and not left.
-
-        Examples
-        --------
-        >>> saver, progress = CrashSaver(Path("runs")), ProgressChecker()
-        >>> saver.begin(progress, "token")
-        >>> saver.was_in_step(progress, has_batch=False), saver.was_in_step(progress, has_batch=True)
-        (None, True)
-        """
+        """Return whether the run failed between a step's forward and its checkpoint; None before the first step."""
         last = self._began_at if self._rested_at < 0 else self._rested_at
         in_step = progress.batch != last or has_batch
         return None if last < 0 or (self._rested_at < 0 and not in_step) else in_step

@@ -24,20 +24,6 @@ class Resumption:
     A script that is started again makes all its calls of ``run``. Those that were over when its state was saved do
     nothing, but what stands between them is executed again, ``restore_best()`` or another learning rate for instance:
     on the state of a later call. Before that call continues, the state is loaded again.
-
-    Parameters
-    ----------
-    resume, mid_epoch, reshard, allow_partial : object
-        The options of `StateManagerAddon`.
-    start : Start
-        What a new run takes from another one.
-
-    Attributes
-    ----------
-    path : Path or None
-        The checkpoint.
-    unsaved : Unsaved
-        What it lacks.
     """
 
     def __init__(

@@ -6,29 +6,7 @@ __all__ = ["Retention"]
 
 
 class Retention:
-    """The scores of checkpoints by name, and the rule that keeps some of them.
-
-    Parameters
-    ----------
-    last : int or None
-        How many of the newest to keep; None keeps all.
-    best : int
-        How many of the best to keep beside them.
-    sign : int
-        1 if a smaller score is better, -1 if a larger one is.
-
-    Attributes
-    ----------
-    scores : dict of str to (float or None)
-        The existing checkpoints by name; None for one that was not validated.
-
-    Examples
-    --------
-    >>> kept = Retention(last=1, best=1, sign=1)
-    >>> kept.scores = {"step-00000001": 0.5, "step-00000002": 0.7, "step-00000003": 0.6}
-    >>> kept.ranked(), kept.to_delete()
-    (['step-00000001', 'step-00000003', 'step-00000002'], ['step-00000002'])
-    """
+    """The scores of checkpoints by name, and the rule that keeps some of them."""
 
     def __init__(self, last: int | None, best: int, sign: int) -> None:
         self.last, self.best, self.sign = last, best, sign

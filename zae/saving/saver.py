@@ -64,17 +64,7 @@ class Job(NamedTuple):
 
 
 def format_for(model: nn.Module, save_format: str) -> str:
-    """Return the name of a format that can hold the weights of a model; errors name the option.
-
-    Examples
-    --------
-    >>> import torch
-    >>> format_for(torch.nn.Linear(2, 1, dtype=torch.complex128), "safetensors")
-    Traceback (most recent call last):
-    ...
-    zae.errors.ConfigError: save_format='safetensors' cannot hold torch.complex128, the dtype of 'weight'; write \
-save_format='ckpt', or convert the model
-    """
+    """Return the name of a format that can hold the weights of a model; errors name the option."""
     try:
         kind = parse_format(save_format)
     except ConfigError as error:
@@ -103,19 +93,7 @@ def check_moment(target: Path, is_evaluating: bool, in_step: bool) -> None:
 
 
 class Saver:
-    """Writes checkpoints, one at a time.
-
-    Parameters
-    ----------
-    background : bool
-        Whether `save` returns once the state is copied; a thread then writes it. A failure is raised by the next
-        `save`, `wait` or `poll`.
-
-    Attributes
-    ----------
-    is_open : bool
-        Whether this rank does not know yet what has become of the last save.
-    """
+    """Writes checkpoints, one at a time."""
 
     def __init__(self, background: bool) -> None:
         self.background = background

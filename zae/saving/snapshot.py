@@ -24,14 +24,6 @@ class Snapshots:
     """Copies states to the host, into memory that is reused for the next one.
 
     New memory costs as much as the copy itself, so that the memory of the last snapshot is kept.
-
-    Examples
-    --------
-    >>> snapshots, weight = Snapshots(), torch.zeros(2)
-    >>> state = snapshots.take({"model": {"a": weight, "b": weight}})
-    >>> _ = weight.add_(1)
-    >>> state["model"]["a"].tolist(), state["model"]["a"] is state["model"]["b"]
-    ([0.0, 0.0], True)
     """
 
     def __init__(self) -> None:

@@ -31,28 +31,7 @@ _RATES = ("lr", "initial_lr")
 
 
 class Start:
-    """What a new run takes from a checkpoint, and from which one.
-
-    Parameters
-    ----------
-    start_from : str, Path or None
-        A checkpoint, or a folder of them, of which the newest whole one is taken.
-    start_with : sequence of str or None
-        The parts; None means ``("model",)``.
-    known : sequence of str
-        The parts that the trainer has.
-    save_path : Path
-        Where the new run saves.
-    resume, allow_partial : object
-        The other options of the state manager.
-
-    Raises
-    ------
-    ConfigError
-        The options contradict each other, or a part is unknown.
-    CheckpointNotFound, CheckpointDamaged
-        There is no checkpoint, and none to resume from that would make it superfluous.
-    """
+    """What a new run takes from a checkpoint, and from which one."""
 
     def __init__(
         self, start_from: Any, start_with: Any, known: Sequence[str], save_path: Path, resume: Any, allow_partial: Any

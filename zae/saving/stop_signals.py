@@ -26,22 +26,6 @@ class StopSignals:
     then, and what is saved is valid at every moment. Only SIGHUP may come twice, from a closed terminal and from its
     shell. Ignored signals stay ignored, as nohup needs. Python allows handlers in the main thread only; elsewhere none
     is installed, with a warning.
-
-    Attributes
-    ----------
-    noted : list of int
-        The first signal; empty before. It is always the same list, which a loop can look at.
-    received : int or None
-        The same as a value.
-
-    Examples
-    --------
-    >>> signals = StopSignals()
-    >>> noted = signals.install()
-    >>> signal.raise_signal(signal.SIGTERM)
-    >>> noted == [signals.received] == [signal.SIGTERM]
-    True
-    >>> signals.restore()
     """
 
     def __init__(self) -> None:

@@ -40,16 +40,6 @@ class Unsaved:
     Looked at are the attributes that the user's own classes set, unless these have a ``state_dict`` of their own, and
     in the model's modules numbers, random streams, and tensors that are no persistent buffers. Of something large, a
     part is looked at.
-
-    Attributes
-    ----------
-    names : list of str
-        What had changed when the state that was loaded was saved.
-
-    Examples
-    --------
-    >>> Unsaved().names
-    []
     """
 
     def __init__(self) -> None:
@@ -58,13 +48,7 @@ class Unsaved:
         self._begun: dict[str, Any] | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Note how everything is as a run begins; the first time after a resume, say what the checkpoint lacks.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            That is set up.
-        """
+        """Note how everything is as a run begins; the first time after a resume, say what the checkpoint lacks."""
         if self.names and self._begun is None and trainer.is_main:
             more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
             _log.warning(
@@ -77,18 +61,7 @@ class Unsaved:
             self._begun = self._marks(trainer)
 
     def state_dict(self, trainer: Trainer) -> dict[str, list[str]]:
-        """Name what has changed since the run, or one that this one goes on with, began.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The same.
-
-        Returns
-        -------
-        dict
-            ``{"unsaved": ["Task.hidden", "model.0.calls"]}``; empty where there is nothing.
-        """
+        """Name what has changed since the run, or one that this one goes on with, began."""
         names = self.names
         if self._begun is not None:
             now, begun = self._marks(trainer), self._begun

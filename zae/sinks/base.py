@@ -120,23 +120,6 @@ class JSONLSink(Sink):
 
     Every line is flushed. After a resume, lines of what the loaded state has not seen yet are cut off, and so is a line
     that was written in part: each record is there exactly once.
-
-    Parameters
-    ----------
-    path : Path
-        The file; its folder is made. One that another run has written is moved aside first, to ``name.1.jsonl`` or the
-        next number that is free: nothing is lost, and nobody has to be asked.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     sink = JSONLSink(Path(folder, "run.jsonl"))
-    ...     sink.open(RunInfo(id="a"))
-    ...     sink.write({"loss": float("inf")}, 3)
-    ...     sink.close(False)
-    ...     Path(folder, "run.jsonl").read_text()
-    '{"step": 3, "loss": "inf"}\\n'
     """
 
     name = "jsonl"

@@ -72,26 +72,13 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
     user and password of a URL, what has the form of a secret (``hf_...``, ``AKIA...``, ``eyJ...``, the address of a
     webhook, a private key), and the values of environment variables with such a name (``WANDB_API_KEY``,
     ``NEPTUNE_API_TOKEN``, ``HF_TOKEN``). Numbers stay as they are.
-
-    Examples
-    --------
-    >>> redact({"project": "mine", "api_key": "0123456789", "url": "https://me:pass@host/x"})
-    {'project': 'mine', 'api_key': '***', 'url': 'https://***@host/x'}
-    >>> redact("login with abcdefgh failed: api_token=12345678", secrets=["abcdefgh"])
-    'login with *** failed: api_token=***'
     """
     known = {text for text in (*secrets, *_of_environment()) if len(text) >= _SHORT}
     return _redact(value, sorted(known, key=len, reverse=True))
 
 
 def secrets_in(value: Any) -> list[str]:
-    """List the texts that stand under a key that looks like a secret.
-
-    Examples
-    --------
-    >>> secrets_in({"project": "mine", "settings": {"api_key": "0123456789"}})
-    ['0123456789']
-    """
+    """List the texts that stand under a key that looks like a secret."""
     if isinstance(value, Mapping):
         return [text for key, item in value.items() for text in (_texts(item) if _is_secret(key) else secrets_in(item))]
     if isinstance(value, (list, tuple)):

@@ -31,19 +31,6 @@ class SinkWorker:
 
     A call that raises, or that does not return before a deadline, causes one warning. From then on every record goes to
     the local file, starting with the first that the sink has not confirmed; the sink is not called again.
-
-    Examples
-    --------
-    >>> class ListSink(Sink):
-    ...     rows = []
-    ...     def write(self, metrics, step):
-    ...         self.rows.append((step, metrics["loss"]))
-    >>> worker = SinkWorker(ListSink(), RunInfo(id="a"), Path("zae-offline"))
-    >>> worker.start()
-    >>> worker.write({"loss": 0.5}, 1)
-    >>> worker.close(failed=False)
-    >>> ListSink.rows
-    [(1, 0.5)]
     """
 
     def __init__(

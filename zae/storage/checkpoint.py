@@ -67,44 +67,6 @@ def save_checkpoint(
 
     An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
     processes have left beside it is removed.
-
-    Parameters
-    ----------
-    directory : path-like
-        The checkpoint; missing directories above it are made.
-    model_state : mapping of str to Tensor
-        The state of the model.
-    state : mapping
-        Everything else, as `zae.storage.encoding.encode` takes it.
-    model_format : {"safetensors", "ckpt"}
-        The format of the model's file.
-    manifest_info : mapping
-        ``run_id``, ``step``, ``epoch``, ``composition`` (names of add-ons), ``world_size``, and optionally ``info``, a
-        dict of plain values.
-    check : callable
-        Called when the files are written, while they are hashed; if it raises, there is no checkpoint.
-
-    Returns
-    -------
-    Path
-        The directory.
-
-    Raises
-    ------
-    CheckpointError
-        The state contains what a checkpoint cannot hold, or the disk refuses; older checkpoints are unchanged.
-    ConfigError
-        The format is unknown, or an entry of `manifest_info` is invalid.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = save_checkpoint(Path(folder, "last"), {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
-    ...     manifest, model_state, state = load_checkpoint(path)
-    >>> manifest["step"], model_state, state
-    (12, {'w': tensor([1., 1.])}, {'lr': 0.1})
     """
     directory = Path(os.path.abspath(directory))
     manifest = draft(parse_format(model_format), separate(model_state)[1], manifest_info)
@@ -145,49 +107,7 @@ def load_checkpoint(
     map_location: str | torch.device = "cpu",
     allow_partial: Collection[str] = (),
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
-    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
-
-    Parameters
-    ----------
-    directory : path-like
-        The checkpoint.
-    map_location : str or torch.device
-        The device of the model's tensors. The others stay on the CPU: random states must, and an optimizer moves its
-        own.
-    allow_partial : collection of str
-        Names of files that may be missing or damaged. Without its file the model's state is empty; without one of its
-        two files the other state is.
-
-    Returns
-    -------
-    manifest : Manifest
-        The content of manifest.json.
-    model_state : dict of str to Tensor
-        The state of the model; tied names have the same tensor.
-    state : dict
-        Everything else.
-
-    Raises
-    ------
-    CheckpointNotFound
-        There is no such directory.
-    CheckpointDamaged
-        A file is missing, not a regular file, has another size or hash, or contains what zae does not write.
-    CheckpointMismatch
-        It was written by a newer zae.
-    ConfigError
-        `allow_partial` names a file that checkpoints do not have.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> about = {"run_id": "demo", "step": 12, "epoch": 1, "composition": [], "world_size": 1}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = save_checkpoint(Path(folder, "last"), {"w": torch.ones(2)}, {"lr": 0.1}, manifest_info=about)
-    ...     Path(path, "state.json").unlink()
-    ...     load_checkpoint(path, allow_partial=["state.json"])[1:]
-    ({'w': tensor([1., 1.])}, {})
-    """
+    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest."""
     if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
         raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
     directory = locate(Path(directory))
@@ -227,11 +147,6 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
 
     One that a killed save was about to replace comes right after the one that took its place. Raise ConfigError if
     `save_path` is a file.
-
-    Examples
-    --------
-    >>> list_checkpoints("runs/no-such-run")
-    []
     """
     found: list[tuple[int, bool, float, Path]] = []
     for entry in entries_of(Path(save_path)):
@@ -250,41 +165,7 @@ def newest_valid(
     save_path: str | os.PathLike[str],
     read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
 ) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
-    """Find the newest checkpoint that can be read.
-
-    Parameters
-    ----------
-    save_path : path-like
-        The directory of the checkpoints.
-    read : callable
-        How to read a checkpoint: `verify`, or `load_checkpoint` to have its content without reading it again.
-
-    Returns
-    -------
-    path, content, passed_over : tuple, or None
-        The checkpoint, what `read` returned for it, and the newer ones that are damaged, each with the reason. None
-        if there is no checkpoint at all: then, and only then, a run may start from scratch.
-
-    Raises
-    ------
-    CheckpointDamaged
-        There are checkpoints, and all of them are damaged.
-    CheckpointMismatch
-        The newest was written by a newer zae; to take an older one would lose its progress.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> about = {"run_id": "demo", "step": 3, "epoch": 1, "composition": [], "world_size": 1}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for step in 3, 6:
-    ...         path = Path(folder, f"step-{step:08d}")
-    ...         path = save_checkpoint(path, {}, {}, manifest_info=about | {"step": step})
-    ...     Path(path, "state.json").unlink()
-    ...     best, manifest, passed_over = newest_valid(folder)
-    >>> best.name, [path.name for path, reason in passed_over]
-    ('step-00000003', ['step-00000006'])
-    """
+    """Find the newest checkpoint that can be read."""
     passed_over: list[tuple[Path, str]] = []
     for path in list_checkpoints(save_path):
         try:

@@ -55,71 +55,13 @@ _Path: TypeAlias = "tuple[_Path, object] | None"
 
 
 def encode(state: object) -> tuple[Any, dict[str, Tensor]]:
-    """Split a nested state into a structure that JSON can hold and the tensors it refers to.
-
-    Parameters
-    ----------
-    state : object
-        Dicts, lists, tuples and sets of None, bool, int, float, complex, str, bytes, dense tensors, numpy arrays and
-        scalars, torch.dtype, torch.device and torch.Size. Keys are text, numbers, None or tuples of these. Parameters
-        come back as tensors.
-
-    Returns
-    -------
-    structure : Any
-        For ``json.dumps(structure, allow_nan=False)``.
-    tensors : dict of str to Tensor
-        Contiguous tensors on the CPU. They share memory with those of `state` where possible; identical views are kept
-        once, and are one tensor again after `decode`.
-
-    Raises
-    ------
-    CheckpointError
-        The state contains something else, named by its path, or is nested too deeply.
-
-    Examples
-    --------
-    >>> structure, tensors = encode({"step": 3, "betas": (0.9, float("inf")), "exp_avg": torch.zeros(2)})
-    >>> structure
-    {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}, 'exp_avg': {'$tensor': 'exp_avg'}}
-    >>> tensors
-    {'exp_avg': tensor([0., 0.])}
-    """
+    """Split a nested state into a structure that JSON can hold and the tensors it refers to."""
     encoder = _Encoder()
     return encoder.value(state, None, 1), encoder.tensors
 
 
 def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "state.json") -> Any:
-    """Return the state that `encode` has split.
-
-    Parameters
-    ----------
-    structure : object
-        What `encode` returned, perhaps written as JSON and read again.
-    tensors : mapping of str to Tensor
-        The tensors that the structure names.
-    where : str
-        The file of the structure, for messages.
-
-    Returns
-    -------
-    Any
-        The state. It shares memory with `tensors`.
-
-    Raises
-    ------
-    CheckpointDamaged
-        `encode` does not return such a structure, or it names a missing tensor.
-
-    Examples
-    --------
-    >>> decode(*encode({1: (True, b"\\x00"), "x": [None, 2**70]}))
-    {1: (True, b'\\x00'), 'x': [None, 1180591620717411303424]}
-    >>> decode({"exp_avg": {"$tensor": "lost"}}, {})
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointDamaged: state.json: names the tensor 'lost', which is missing. Load another checkpoint.
-    """
+    """Return the state that `encode` has split."""
     try:
         with without_collector():
             return _Decoder(tensors).value(structure, 1)

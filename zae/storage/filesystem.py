@@ -287,13 +287,7 @@ def _give_back(path: Path, foreign: list[Path]) -> bool:
 
 
 def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:
-    """Return the error for what the disk refused to write.
-
-    Examples
-    --------
-    >>> str(not_saved(Path("runs/model"), OSError(28, "No space left on device"), 400, 12))[:90]
-    'runs/model was not saved: No space left on device; 400 bytes are needed and 12 are free th'
-    """
+    """Return the error for what the disk refused to write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = _free_bytes(path.parent) if free is None else free
         cure = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"

@@ -33,16 +33,6 @@ class Output:
 
     Large pieces are hashed by a thread while they are written; leaving the context ends that thread. After a failed
     write, ``error`` is what it raised, and every later one raises it again.
-
-    Examples
-    --------
-    >>> pieces = []
-    >>> with Output(lambda data: pieces.append(bytes(data))) as output:
-    ...     output.write(b"ab")
-    ...     output.write(b"c")
-    ...     output.flush()
-    >>> pieces, output.size, output.hexdigest()[:12]
-    ([b'abc'], 3, 'ba7816bf8f01')
     """
 
     def __init__(self, write: Callable[[memoryview], object]) -> None:
@@ -127,23 +117,7 @@ class Output:
 
 
 class Input:
-    """Reads an open file of ``size`` bytes and hashes what it reads.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
-    ...     path = Path(folder, "note")
-    ...     path.write_bytes(b"abc")
-    ...     with opened(path) as source:
-    ...         buffer = bytearray(source.size)
-    ...         source.fill(memoryview(buffer))
-    ...         source.finish("0" * 64)
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointDamaged: ...note: changed since it was written, or of another checkpoint: \
-expected sha256 000000000000, got ba7816bf8f01. Restore the file...
-    """
+    """Reads an open file of ``size`` bytes and hashes what it reads."""
 
     def __init__(self, file: FileIO, path: Path, size: int) -> None:
         self.size = size
@@ -182,14 +156,6 @@ def opened(path: Path, *, size: int | None = None, limit: int | None = None) -> 
     """Open a regular file of this size, or of at most `limit` bytes; raise CheckpointDamaged if that fails.
 
     A symbolic link is not followed.
-
-    Examples
-    --------
-    >>> with opened(Path("runs/no-such-run/state.json")):  # doctest: +ELLIPSIS
-    ...     pass
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointDamaged: runs/no-such-run/state.json: is missing. Restore the file...
     """
     try:
         with FileIO(path, "rb", opener=_open_no_link) as file:
@@ -226,13 +192,7 @@ def read_whole(path: Path, *, size: int | None = None, limit: int | None = None,
 
 
 def reason(error: OSError) -> str:
-    """Return what the operating system reported, and for which file, in one line.
-
-    Examples
-    --------
-    >>> reason(OSError(28, "No space left on device", "runs/model"))
-    'No space left on device (runs/model)'
-    """
+    """Return what the operating system reported, and for which file, in one line."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 

@@ -31,20 +31,6 @@ class FolderLock:
 
     The lock of a killed process is replaced: at once if it ran on this host, after two minutes without a sign of life
     if it ran on another.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     lock = FolderLock(Path(folder))
-    ...     lock.acquire()
-    ...     try:
-    ...         FolderLock(Path(folder)).check()
-    ...     except ConfigError as error:
-    ...         refused = "in use" in str(error)
-    ...     lock.release()
-    >>> refused
-    True
     """
 
     def __init__(self, folder: Path) -> None:

@@ -53,27 +53,14 @@ def _inner_name(module: nn.Module) -> str:
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module inside one or several wrappers; a plain one itself.
-
-    Examples
-    --------
-    >>> layer = nn.Linear(1, 1)
-    >>> without_wrappers(DataParallel(layer)) is layer, without_wrappers(layer) is layer
-    (True, True)
-    """
+    """Return the module inside one or several wrappers; a plain one itself."""
     while (name := _inner_name(module)) and isinstance(inner := getattr(module, name), nn.Module):
         module = inner
     return module
 
 
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names.
-
-    Examples
-    --------
-    >>> plain_names(nn.Sequential(DataParallel(nn.Linear(1, 1))), ["0.module.weight"])
-    {'0.module.weight': '0.weight'}
-    """
+    """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names."""
     prefixes = []
     for path, each in module.named_modules(remove_duplicate=False):
         if inner := _inner_name(each):
@@ -95,13 +82,7 @@ def own_names(module: nn.Module) -> dict[str, str]:
 
 
 def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return the ``state_dict`` of a module under plain names.
-
-    Examples
-    --------
-    >>> list(plain_state(nn.Sequential(DataParallel(nn.Linear(1, 1)))))
-    ['0.weight', '0.bias']
-    """
+    """Return the ``state_dict`` of a module under plain names."""
     state = module.state_dict(keep_vars=keep_vars)
     plain = plain_names(module, state)
     if all(name == own for own, name in plain.items()):
@@ -117,13 +98,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fit_name(name: str, known: Mapping[str, Any]) -> str:
-    """Return the known plain name that a saved one stands for, without wrappers; the name itself if none fits.
-
-    Examples
-    --------
-    >>> fit_name("_orig_mod.0.module.weight", {"0.weight": None}), fit_name("bias", {"0.weight": None})
-    ('0.weight', 'bias')
-    """
+    """Return the known plain name that a saved one stands for, without wrappers; the name itself if none fits."""
     parts = name.split(".")
     while name not in known and parts[0] in _WRAPPERS and parts[1:]:
         parts = parts[1:]

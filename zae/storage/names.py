@@ -46,13 +46,7 @@ _OLD = 24 * 3600.0
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name for the checkpoint of a step; names sort as their steps do.
-
-    Examples
-    --------
-    >>> checkpoint_name(12)
-    'step-00000012'
-    """
+    """Return the directory name for the checkpoint of a step; names sort as their steps do."""
     if step < 0:
         raise ConfigError(f"step is {step}; a checkpoint belongs to a step from 0 on")
     return f"step-{step:08d}"
@@ -85,13 +79,7 @@ def aside_name(name: str, kind: str) -> str:
 
 
 def set_aside(name: str, kind: str) -> str | None:
-    """Return the name that a directory had before it was hidden; None if it is not hidden in this way.
-
-    Examples
-    --------
-    >>> set_aside(aside_name("best", "replaced"), "replaced"), set_aside("best", "replaced")
-    ('best', None)
-    """
+    """Return the name that a directory had before it was hidden; None if it is not hidden in this way."""
     match = _ASIDE.fullmatch(name)
     return match[2] if match is not None and match[1] == kind else None
 

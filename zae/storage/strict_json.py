@@ -29,15 +29,6 @@ def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
 
     Raise CheckpointDamaged if it is not JSON, nested deeper than `DEPTH_LIMIT`, has one key twice in an object, a NaN,
     an infinity or an integer beyond 64 bits, or more white space than `spaces` bytes beside one for each other byte.
-
-    Examples
-    --------
-    >>> strict_json(b'{"step": 12}', "manifest.json")
-    {'step': 12}
-    >>> strict_json(b'{"step": 12, "step": 16}', "manifest.json")
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointDamaged: manifest.json: not JSON as zae writes it (the key 'step' stands twice in one object).
     """
     try:
         if spaces is not None:
@@ -57,14 +48,7 @@ def strict_json(data: bytes, where: str, *, spaces: int | None = None) -> Any:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause the garbage collector, which would search half a million new lists again and again.
-
-    Examples
-    --------
-    >>> with without_collector():
-    ...     gc.isenabled()
-    False
-    """
+    """Pause the garbage collector, which would search half a million new lists again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -60,12 +60,6 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
     """Return a key that is equal for two tensors that are the same view of the same memory.
 
     None for an empty tensor, and for one without its own memory: they are not compared.
-
-    Examples
-    --------
-    >>> weight = torch.ones(2, 3)
-    >>> view_key(weight) == view_key(weight.detach()), view_key(weight) == view_key(weight.t())
-    (True, False)
     """
     try:
         pointer = tensor.untyped_storage().data_ptr()
@@ -81,16 +75,6 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     """Return a contiguous tensor on the CPU with the same values, sharing memory where possible.
 
     Raise CheckpointError for one without its own bytes: sparse, quantized, on the meta device, or distributed.
-
-    Examples
-    --------
-    >>> dense(torch.ones(2, 3).t(), "weight").is_contiguous()
-    True
-    >>> dense(torch.ones(2, device="meta"), "weight")
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointError: weight is a Tensor on meta (torch.strided), which has no bytes to store; \
-store the dense tensor that it stands for
     """
     try:
         host = tensor.detach()
@@ -109,13 +93,7 @@ store the dense tensor that it stands for
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor as `dense` returns it, without a copy; writing to the view writes to the tensor.
-
-    Examples
-    --------
-    >>> bytes(byte_view(torch.tensor([1, 2], dtype=torch.int16)))
-    b'\\x01\\x00\\x02\\x00'
-    """
+    """Return the bytes of a tensor as `dense` returns it, without a copy; writing to the view writes to the tensor."""
     size = tensor.element_size()
     count = tensor.numel() * size
     if not count:
@@ -129,11 +107,6 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
     """Return a tensor with this dtype and shape over the memory of a contiguous uint8 tensor.
 
     Raise ValueError unless the shape takes exactly these bytes.
-
-    Examples
-    --------
-    >>> from_bytes(torch.tensor([1, 0, 2, 0], dtype=torch.uint8), torch.int16, (2,))
-    tensor([1, 2], dtype=torch.int16)
     """
     made = torch.empty(0, dtype=dtype, device="cpu")
     size = made.element_size()
@@ -150,18 +123,6 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     """Split the state of a model into the tensors to write, and the names that are tied to one of them.
 
     Only identical views are tied; views that overlap are each written by themselves.
-
-    Raises
-    ------
-    CheckpointError
-        A value is not a tensor, or a file cannot hold a name.
-
-    Examples
-    --------
-    >>> shared = torch.ones(2)
-    >>> kept, tied = separate({"embed.weight": shared, "head.weight": shared, "row": shared[:1]})
-    >>> list(kept), tied
-    (['embed.weight', 'row'], {'head.weight': 'embed.weight'})
     """
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -184,25 +145,11 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def byte_count(*tensors: Tensor) -> int:
-    """Return how many bytes tensors take, each counted separately.
-
-    Examples
-    --------
-    >>> byte_count(torch.zeros(2, 3), torch.zeros(1, dtype=torch.bool))
-    25
-    """
+    """Return how many bytes tensors take, each counted separately."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def to_device(tensors: Mapping[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
-    """Return tensors on a device; tied ones stay tied.
-
-    Examples
-    --------
-    >>> shared = torch.ones(2)
-    >>> made = to_device({"a": shared, "b": shared}, "cpu")
-    >>> made["a"] is made["b"]
-    True
-    """
+    """Return tensors on a device; tied ones stay tied."""
     made = {id(tensor): tensor.to(device) for tensor in tensors.values()}
     return {name: made[id(tensor)] for name, tensor in tensors.items()}

@@ -64,36 +64,7 @@ _ORDERED = "collections OrderedDict"
 def save_weights(
     path: str | os.PathLike[str], model_state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write the state of a model as one file; an existing file is replaced atomically.
-
-    Parameters
-    ----------
-    path : path-like
-        The suffix chooses the format: .safetensors (or .safetensor), or .ckpt, .pt or .pth for that of ``torch.save``.
-    model_state : mapping of str to Tensor
-        The state of the model.
-    metadata : mapping of str to str, optional
-        Notes for the header of a safetensors file; the other format has no place for them.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ConfigError
-        The suffix is unknown.
-    CheckpointError
-        The state contains what the format cannot hold, or the disk refuses.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     load_weights(save_weights(Path(folder, "model.ckpt"), {"w": torch.ones(2)}))
-    {'w': tensor([1., 1.])}
-    """
+    """Write the state of a model as one file; an existing file is replaced atomically."""
     path = Path(os.path.abspath(os.path.expanduser(path)))
     writer = partial(write_ckpt, tensors=model_state)
     if _format_of(path) == "safetensors":
@@ -109,39 +80,7 @@ def save_weights(
 
 
 def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the state of a model from one file, or from a checkpoint.
-
-    Parameters
-    ----------
-    path : path-like
-        A file that `save_weights`, safetensors or ``torch.save`` has written; or the directory of a checkpoint, of
-        which only the model's file is read and verified.
-    trust_pickle : bool
-        Whether a file of ``torch.save`` may run the code that it contains, with a warning. Only for your own file that
-        an older program has written; a resume never does so.
-
-    Returns
-    -------
-    dict of str to Tensor
-        On the CPU; tied names have the same tensor.
-
-    Raises
-    ------
-    CheckpointNotFound
-        There is no such file.
-    ConfigError
-        The suffix is unknown.
-    CheckpointDamaged
-        The file is not whole, needs code to be read, or contains something else.
-
-    Examples
-    --------
-    >>> load_weights("runs/model.h5")
-    Traceback (most recent call last):
-    ...
-    zae.errors.ConfigError: runs/model.h5: unknown suffix '.h5' for weights; write .safetensors, .safetensor, \
-.ckpt, .pt or .pth
-    """
+    """Read the state of a model from one file, or from a checkpoint."""
     path = Path(path).expanduser()
     if path.is_dir():
         return read_model(path, read_manifest(path))
@@ -179,17 +118,7 @@ def load_safetensors(path: Path, entry: FileEntry | None = None) -> dict[str, Te
 
 
 def parse_format(name: str) -> str:
-    """Return "safetensors" or "ckpt" for the name of a format, with or without a leading dot.
-
-    Examples
-    --------
-    >>> parse_format(".safetensor")
-    'safetensors'
-    >>> parse_format("pickle")
-    Traceback (most recent call last):
-    ...
-    zae.errors.ConfigError: unknown model format 'pickle'; write 'safetensors' or 'ckpt'
-    """
+    """Return "safetensors" or "ckpt" for the name of a format, with or without a leading dot."""
     found = _FORMATS.get(str(name).removeprefix("."))
     if found is None:
         raise ConfigError(f"unknown model format {name!r}; write 'safetensors' or 'ckpt'")
@@ -219,18 +148,6 @@ def write_safetensors(
     The library's writers do not fit: ``serialize`` holds all tensors a second time; ``serialize_file`` needs all of
     them on the CPU at once, does not hash (the file would have to be read again), does not wait for the disk, reports a
     full disk without its error number, and orders notes differently each time.
-
-    Raises
-    ------
-    CheckpointError
-        A dtype is not in `DTYPES`, a tensor has no bytes to store, or the header is too large.
-
-    Examples
-    --------
-    >>> stream = io.BytesIO()
-    >>> write_safetensors(stream.write, {"bias": torch.zeros(2)})
-    >>> stream.getvalue()[8:]
-    b'{"__metadata__":{"format":"pt"},"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00'
     """
     kept, tied = separate(tensors)
     for name, tensor in kept.items():
@@ -259,31 +176,7 @@ def write_safetensors(
 
 
 def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read one safetensors file that may be hostile, and hash all that is read.
-
-    Returns
-    -------
-    tensors : dict of str to Tensor
-        On the CPU, each in its own memory; tied names have the same tensor.
-    metadata : dict of str to str
-        The notes of the header, without the ties.
-
-    Raises
-    ------
-    CheckpointDamaged
-        The header is missing or too large, or does not describe exactly the bytes that follow it.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "model.safetensors")
-    ...     with open(path, "wb") as file:
-    ...         write_safetensors(file.write, {"bias": torch.zeros(2)}, {"step": "3"})
-    ...     with opened(path) as source:
-    ...         read_safetensors(source)
-    ({'bias': tensor([0., 0.])}, {'format': 'pt', 'step': '3'})
-    """
+    """Read one safetensors file that may be hostile, and hash all that is read."""
     try:
         notes = _check_header(source)
         # By default the tensors would be views of the mapped file: cutting the file would then end the process, and a
@@ -346,15 +239,7 @@ def _ties(notes: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -
 
 
 def write_ckpt(write: Callable[[Any], object], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as ``torch.save`` does, as a dict on the CPU that ``weights_only=True`` loads; tied ones once.
-
-    Examples
-    --------
-    >>> stream = io.BytesIO()
-    >>> write_ckpt(stream.write, {"bias": torch.zeros(2)})
-    >>> torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
-    {'bias': tensor([0., 0.])}
-    """
+    """Write tensors as ``torch.save`` does, as a dict on the CPU that ``weights_only=True`` loads; tied ones once."""
     kept, tied = separate(tensors)
     made: dict[str, Tensor] = {}
     for name, tensor in kept.items():
@@ -370,14 +255,6 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
     """Read what ``torch.save`` wrote to the file `where`, without running any code in it.
 
     Raise CheckpointDamaged unless it is torch's zip file with a dict of tensors.
-
-    Examples
-    --------
-    >>> read_ckpt(b"cos\\nsystem\\n", "model.ckpt")
-    Traceback (most recent call last):
-    ...
-    zae.errors.CheckpointDamaged: model.ckpt: not loaded: contains code, or is cut short \
-(a bare pickle, or not a zip file of torch.save). Get the weights as .safetensors, or as .ckpt with a dict of tensors.
     """
     try:
         _refuse_odd_pickle(_refuse_odd_zip(data))

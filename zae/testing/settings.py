@@ -182,18 +182,7 @@ def _handlers() -> dict[str, Any]:
 
 
 class Settings:
-    """The settings of this process as they are now.
-
-    Examples
-    --------
-    >>> before = Settings()
-    >>> torch.set_default_dtype(torch.float64)
-    >>> before.changed()
-    {'default dtype': 'torch.float32 became torch.float64'}
-    >>> before.restore()
-    >>> torch.get_default_dtype()
-    torch.float32
-    """
+    """The settings of this process as they are now."""
 
     def __init__(self) -> None:
         self._values = {name: read() for name, (read, _) in SETTINGS.items()}

@@ -236,15 +236,7 @@ def graph_in(value: Any, where: str, depth: int = 4) -> str | None:
 
 
 class Calls:
-    """Count the calls of some functions, and call back when one of them returns.
-
-    Parameters
-    ----------
-    codes : mapping
-        Names of the functions of interest, by their code.
-    on_return : callable, optional
-        Called with the name of each function that returns.
-    """
+    """Count the calls of some functions, and call back when one of them returns."""
 
     def __init__(self, codes: Mapping[CodeType, str], on_return: Callable[[str], None] | None = None) -> None:
         self.codes = codes
@@ -275,13 +267,7 @@ _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", 
 
 
 class Transfers(TorchFunctionMode):
-    """Note where some functions read the value of a tensor, so that the host waits for the device.
-
-    Parameters
-    ----------
-    codes : set of CodeType
-        The functions to watch; reads by torch inside of them do not count.
-    """
+    """Note where some functions read the value of a tensor, so that the host waits for the device."""
 
     def __init__(self, codes: set[CodeType]) -> None:
         super().__init__()
