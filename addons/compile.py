@@ -166,7 +166,7 @@ class CompileAddon(AddOnBase):
     def plan_lines(self, plan: Any) -> list[str]:
         """Do not suggest a fused kernel where the step uses it anyway."""
         graphed = self.compile_mode != "model" and self.compile_report.get("kept") != "eager"
-        if graphed and [each.type for each in self.devices] == ["cpu"] and len(optim.named(self.optimizer)) == 1:
+        if graphed and [each.type for each in self.devices] == ["cpu"] and len(optim.as_dict(self.optimizer)) == 1:
             plan.kernels = {name: text for name, text in plan.kernels.items() if name not in kernels.WITH_KERNEL}
         return super().plan_lines(plan)
 

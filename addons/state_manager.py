@@ -224,14 +224,16 @@ class StateManagerAddon(AddOnBase):
         self._crash.rest(progress)
         if self.checkpointer.saver.is_open:
             self._sync_save()
-        name = self.checkpointer.path_at(progress.step).name
-        if progress.epoch_batch:  # After a step: most often nothing is due.
+        is_best = retention.best and self.best.get("step") == progress.step
+        if progress.epoch_batch and not is_best:  # After a step: most often nothing is due.
             is_due = self.save_every.due_at_step(progress.step)
         else:
+            name = self.checkpointer.path_at(progress.step).name
             is_scored = retention.is_unscored(name) and self._present_score() is not None
-            is_due = self.save_every.due_at_epoch(progress.epoch) or is_scored
-        is_best = retention.best and self.best.get("step") == progress.step
-        if is_due or (is_best and retention.ranked()[:1] != [name]):
+            at_step, at_epoch = self.save_every.due_at_step(progress.step), self.save_every.due_at_epoch(progress.epoch)
+            is_due = at_step if progress.epoch_batch else at_epoch or is_scored
+            is_due = is_due or (is_best and retention.ranked()[:1] != [name])
+        if is_due:
             self.save_state()
 
     def on_run_end(self) -> None:

@@ -397,7 +397,8 @@ class Trainer(metaclass=TrainerMeta):
         """
         micro_batches = self.micro_batches(batch)
         count = len(micro_batches)
-        run, outputs, num_targets = self.current_run, list[tuple[Mapping[str, Any], float]](), []
+        run, num_targets = self.current_run, []
+        outputs: list[tuple[Mapping[str, Any], float]] = []
         for index, micro_batch in enumerate(micro_batches, start=1):
             run.batch = micro_batch
             with self.sync_context(index == count):
@@ -533,7 +534,10 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        return not [each for each in self.optimization.optimizers.values() if not self.step_one(each)]
+        stepped = True
+        for optimizer in self.optimization.optimizers.values():
+            stepped = self.step_one(optimizer) and stepped
+        return stepped
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
@@ -594,12 +598,12 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_optimizer(self) -> Any:
         """Return the optimizers that were given, made of the model's parameters where they are factories."""
-        return optim.build(self.optimizer, lambda name: self._module.parameters(), Optimizer, "optimizer")
+        return optim.call_factories(self.optimizer, lambda name: self._module.parameters(), Optimizer, "optimizer")
 
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.build(self.scheduler, *for_build(self))
+        return optim.call_factories(self.scheduler, *for_build(self))
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:

@@ -19,10 +19,10 @@ from zae.common import optim
 
 
 def test_every_form_is_named() -> None:
-    assert optim.named((1, 2)) == {"0": 1, "1": 2}
-    assert optim.named({1: "x"}) == {"1": "x"}
-    assert optim.rebuild({"a": 1}, lambda name, each: (name, each)) == {"a": ("a", 1)}
-    assert optim.rebuild(None, lambda name, each: each) is None
+    assert optim.as_dict((1, 2)) == {"0": 1, "1": 2}
+    assert optim.as_dict({1: "x"}) == {"1": "x"}
+    assert optim.map_entries({"a": 1}, lambda name, each: (name, each)) == {"a": ("a", 1)}
+    assert optim.map_entries(None, lambda name, each: each) is None
 
 
 @pytest.mark.covers("F-E10")
@@ -158,7 +158,7 @@ def test_the_state_follows_the_parameters_to_their_device() -> None:
     weight = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = Adam([weight])
     optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-    optim.build(optimizer, lambda name: None, torch.optim.Optimizer, "optimizer")
+    optim.call_factories(optimizer, lambda name: None, torch.optim.Optimizer, "optimizer")
     devices = {key: value.device.type for key, value in optimizer.state[weight].items()}
     assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 

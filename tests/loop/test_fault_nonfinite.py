@@ -57,7 +57,9 @@ def test_raise_before_the_step(folder: Path, value: float, add_ons: Any) -> None
     with pytest.raises(NonFiniteError) as caught:
         made.run(None, loader, max_steps=20)
     text = str(caught.value)
-    assert all(word in text for word in ("step 5", "epoch 1", f"loss {value:g}", "part 0.25", "lr 0.01", "of step 4"))
+    assert all(
+        word in text for word in ("step 5", "epoch 1", f"loss {value:g}", "part 0.25", "lr 0.01", "after step 4")
+    )
     parameters = [{name: p.detach() for name, p in each.unwrap().named_parameters()} for each in (made, plain)]
     assert faults.fingerprint(parameters[0]) == faults.fingerprint(parameters[1])
     assert everything(made)["optimizer"] == everything(plain)["optimizer"]

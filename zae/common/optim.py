@@ -18,29 +18,29 @@ from zae.errors import CheckpointMismatch, ConfigError, StepError
 
 __all__ = [
     "are_lazy",
+    "as_dict",
     "backward_each",
-    "build",
+    "call_factories",
     "check_closures",
     "check_groups",
-    "driven_by",
     "fused_hints",
     "is_stepped_by_class",
     "label",
     "learning_rates",
     "leaves_kernel_open",
     "like_parameter_layout",
-    "listed",
     "mark_copied",
     "mark_stepped",
     "match_layout",
-    "named",
     "normalize",
+    "optimizer_for",
     "outside_of",
     "parameters_of",
     "parameters_to_clip",
     "step",
+    "track_parameters",
     "unheld",
-    "unlisted",
+    "untrack_parameters",
 ]
 
 _SINGLE = "0"  # The name of an only optimizer, in states and messages.
@@ -55,7 +55,7 @@ _KNOWN_NAMES = {
 _IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES
 
 
-def named(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
     """Bring None, one object, a list or a dict of them into a dict."""
     if value is None:
         return {}
@@ -78,7 +78,7 @@ def is_factory(each: Any) -> bool:
     return isinstance(each, type) or not hasattr(each, "state_dict")
 
 
-def rebuild(value: Any, make: Callable[[str, Any], Any]) -> Any:
+def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
     """Apply a function to one object, or to each of a list or a dict, keeping the form."""
     if value is None:
         return None
@@ -329,7 +329,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 def mark_copied(schedulers: Any) -> None:
     """Do so for the optimizers of all schedulers of a trainer that was copied or unpickled; a factory has none yet."""
-    for scheduler in named(schedulers).values():
+    for scheduler in as_dict(schedulers).values():
         if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
             mark_stepped(scheduler.optimizer)
 
@@ -356,12 +356,12 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
-def listed(
+def track_parameters(
     optimizers: Mapping[str, Optimizer], model: nn.Module
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
-    """List what is clipped together, all parameters once each, and the optimizers whose ``zero_grad`` is their own.
+    """List what is clipped together, all parameters, and the optimizers that override ``zero_grad``.
 
-    The lists of parameters follow an optimizer that is given another group of parameters, until `unlisted` is called.
+    The lists of parameters follow ``optimizer.add_param_group`` until `untrack_parameters` is called.
     """
     clipped, everything = _lists(optimizers, model)
 
@@ -380,13 +380,13 @@ def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[
     return parameters_to_clip(optimizers, model), list(everything.values())
 
 
-def unlisted(optimizers: Mapping[str, Optimizer]) -> None:
-    """Leave the optimizers as they were before `listed`."""
+def untrack_parameters(optimizers: Mapping[str, Optimizer]) -> None:
+    """Leave the optimizers as they were before `track_parameters`."""
     for optimizer in optimizers.values():
         vars(optimizer).pop("add_param_group", None)
 
 
-def driven_by(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
+def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
     """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is."""
     if name.isdecimal() and list(optimizers) == [_SINGLE]:
         return optimizers[_SINGLE]
@@ -401,7 +401,9 @@ def _call(factory: Callable[..., Any], argument: Any) -> Any:
     return factory(argument)
 
 
-def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call) -> Any:
+def call_factories(
+    value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call
+) -> Any:
     """Call the factories among one or several objects."""
 
     def make(name: str, each: Any) -> Any:
@@ -417,4 +419,4 @@ def build(value: Any, argument: Callable[[str], Any], kind: type, what: str, cal
             )
         return made
 
-    return rebuild(value, make)
+    return map_entries(value, make)

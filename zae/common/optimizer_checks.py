@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zae.common.optim import driven_by, label, named, parameters_of
+from zae.common.optim import as_dict, label, optimizer_for, parameters_of
 from zae.errors import ConfigError
 
 __all__ = ["check_optimizers"]
@@ -24,7 +24,7 @@ _EXAMPLES = {"optimizer": "torch.optim.AdamW(parameters, lr=1e-3)", "scheduler":
 
 def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str) -> None:
     """Refuse an optimizer that cannot train the model, and a scheduler of another optimizer."""
-    if not named(optimizer):
+    if not as_dict(optimizer):
         if mode == "train":
             raise ConfigError(
                 f"optimizer is {optimizer!r}, and mode='train' needs one; write "
@@ -33,13 +33,13 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
         return
     _check_kinds("optimizer", optimizer, (Optimizer,))
     _check_kinds("scheduler", scheduler, (LRScheduler, ReduceLROnPlateau))
-    known = [each for each in named(optimizer).values() if isinstance(each, Optimizer)]
-    for name, each in named(optimizer).items():
+    known = [each for each in as_dict(optimizer).values() if isinstance(each, Optimizer)]
+    for name, each in as_dict(optimizer).items():
         if isinstance(each, Optimizer):
             _check_parameters(label("optimizer", optimizer, name), each, model)
-    for name, each in named(scheduler).items():
+    for name, each in as_dict(scheduler).items():
         if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
-            driven_by(named(optimizer), name)
+            optimizer_for(as_dict(optimizer), name)
         elif known and not any(each.optimizer is optimizer for optimizer in known):
             raise ConfigError(
                 f"{label('scheduler', scheduler, name)} ({type(each).__name__}) was made for another optimizer than "
@@ -62,7 +62,7 @@ def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
     """Refuse what is neither an object of these kinds nor a factory that can be called."""
     if _is_pair(given):
         _refuse_pair(what, what, *given)
-    for name, each in named(given).items():
+    for name, each in as_dict(given).items():
         where = label(what, given, name)
         if isinstance(each, kinds):
             continue

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _calls = itertools.count()
+_OPTIMIZERS: Any = sys.modules[Optimizer.__module__]
 
 
 def find(module: str, name: str) -> Any:
@@ -137,10 +138,9 @@ def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether something is called around the step of an optimizer, hooks of all optimizers included."""
-    module: Any = sys.modules[Optimizer.__module__]
     try:
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return bool(own or module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
+        return bool(own or _OPTIMIZERS._global_optimizer_pre_hooks or _OPTIMIZERS._global_optimizer_post_hooks)
     except AttributeError:
         return True
 

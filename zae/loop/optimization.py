@@ -90,16 +90,16 @@ class Optimization:
 
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
-        self._clipped, self.parameters, self._clearing = optim.listed(self.optimizers, model)
+        self._clipped, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
 
     def release(self) -> None:
         """Stop to follow the groups of the optimizers."""
-        optim.unlisted(self.optimizers)
+        optim.untrack_parameters(self.optimizers)
 
     def check_unreplaced(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse optimizers or schedulers that were assigned to the trainer within a run."""
         for name, given, held in (("optimizer", optimizer, self.optimizers), ("scheduler", scheduler, self.schedulers)):
-            if [*optim.named(given).values()] != [*held.values()]:
+            if [*optim.as_dict(given).values()] != [*held.values()]:
                 raise ConfigError(
                     f"trainer.{name} was replaced within a run, which continues with the one it has; replace it "
                     "between two calls of run, or change what is in its param_groups"
@@ -186,7 +186,7 @@ class Optimization:
 
 
 def _made(given: Any) -> dict[str, Any]:
-    return {name: each for name, each in optim.named(given).items() if not optim.is_factory(each)}
+    return {name: each for name, each in optim.as_dict(given).items() if not optim.is_factory(each)}
 
 
 # ------------------------------------------------------------------------------------------------ schedules
@@ -208,9 +208,9 @@ class Span(NamedTuple):
 
 
 def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
-    """Return the arguments of `optim.build` for the schedulers of a trainer."""
+    """Return the arguments of `optim.call_factories` for the schedulers of a trainer."""
     call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
-    return partial(optim.driven_by, trainer.optimizers), LRScheduler, "scheduler", call
+    return partial(optim.optimizer_for, trainer.optimizers), LRScheduler, "scheduler", call
 
 
 def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
@@ -388,15 +388,15 @@ def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[st
         warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
         twins: dict[str, Optimizer] = {}
         memo: dict[int, Any] = {}
-        for name, optimizer in optim.named(trainer.optimizer).items():
+        for name, optimizer in optim.as_dict(trainer.optimizer).items():
             if not isinstance(optimizer, Optimizer):
                 optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
             twins[name] = _twin(optimizer)
             memo[id(optimizer)] = twins[name]
         schedulers = {}
-        for name, scheduler in optim.named(trainer.scheduler).items():
+        for name, scheduler in optim.as_dict(trainer.scheduler).items():
             if optim.is_factory(scheduler):
-                made = call_factory(scheduler, optim.driven_by(twins, name), lambda: total_steps)
+                made = call_factory(scheduler, optim.optimizer_for(twins, name), lambda: total_steps)
             else:
                 made = copy.deepcopy(scheduler, dict(memo))
             schedulers[name] = made

@@ -323,7 +323,7 @@ def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) ->
 
 
 def _has_factory(given: Any) -> bool:
-    return any(map(optim.is_factory, optim.named(given).values()))
+    return any(map(optim.is_factory, optim.as_dict(given).values()))
 
 
 def _optimization_of(trainer: Trainer) -> Optimization:

@@ -99,7 +99,7 @@ def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
     if prefix == "train" and (split == "valid" or bare in names):
         return
     if trainer.history.score_of(dict.fromkeys(names, 0.0)) is None and any(
-        is_plateau(each) for each in optim.named(trainer.scheduler).values()
+        is_plateau(each) for each in optim.as_dict(trainer.scheduler).values()
     ):
         raise MonitorError(f"no step returns {trainer.monitor!r}; available: {', '.join(names)}; give monitor=...")
 
@@ -275,7 +275,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
     """Return the state of each optimizer after a step; before the first one, of tensors without data."""
     states = {}
-    for name, optimizer in optim.named(trainer.optimizer).items():
+    for name, optimizer in optim.as_dict(trainer.optimizer).items():
         if not isinstance(optimizer, Optimizer):
             with random_state.isolated():
                 optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])

@@ -184,7 +184,7 @@ def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str,
 def _counters_of(optimizers: Any) -> dict[str, set[str]]:
     """Return the counters in the groups of each optimizer, as schedule-free ones have: not arguments of its class."""
     found = {}
-    for name, optimizer in optim.named(optimizers).items():
+    for name, optimizer in optim.as_dict(optimizers).items():
         parameters = inspect.signature(type(optimizer)).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
