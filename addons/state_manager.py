@@ -224,15 +224,13 @@ class StateManagerAddon(AddOnBase):
         self._crash.rest(progress)
         if self.checkpointer.saver.is_open:
             self._sync_save()
-        is_best = retention.best and self.best.get("step") == progress.step
-        if progress.epoch_batch and not is_best:  # After a step: most often nothing is due.
-            is_due = self.save_every.due_at_step(progress.step)
-        else:
+        is_best = bool(retention.best) and self.best.get("step") == progress.step
+        every, in_epoch = self.save_every, progress.epoch_batch > 0
+        is_due = every.due_at_step(progress.step) if in_epoch else every.due_at_epoch(progress.epoch)
+        if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             name = self.checkpointer.path_at(progress.step).name
-            is_scored = retention.is_unscored(name) and self._present_score() is not None
-            at_step, at_epoch = self.save_every.due_at_step(progress.step), self.save_every.due_at_epoch(progress.epoch)
-            is_due = at_step if progress.epoch_batch else at_epoch or is_scored
-            is_due = is_due or (is_best and retention.ranked()[:1] != [name])
+            is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
+            is_due = is_scored or (is_best and retention.ranked()[:1] != [name])
         if is_due:
             self.save_state()
 

@@ -534,10 +534,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        stepped = True
-        for optimizer in self.optimization.optimizers.values():
-            stepped = self.step_one(optimizer) and stepped
-        return stepped
+        return not [each for each in self.optimization.optimizers.values() if not self.step_one(each)]
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:
