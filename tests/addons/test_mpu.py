@@ -22,7 +22,6 @@ from kit.rank_tasks import (
     distance,
     loader,
     network,
-    outcomes_by_world,
     same,
     weights,
 )
@@ -364,11 +363,6 @@ CHECKS = (
     a_static_graph_resumes_bitwise,
     a_parameter_left_out_of_the_last_batch_is_refused,
 )
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return outcomes_by_world(CHECKS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("world", WORLDS)

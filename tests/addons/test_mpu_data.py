@@ -22,7 +22,6 @@ from kit.rank_tasks import (
     distance,
     loader,
     network,
-    outcomes_by_world,
     same,
     weights,
 )
@@ -252,11 +251,6 @@ CHECKS = (
     a_sampler_of_one_s_own_loses_nothing,
     a_loader_with_a_place_of_its_own_resumes,
 )
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return outcomes_by_world(CHECKS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -23,7 +23,6 @@ from kit.rank_tasks import (
     distance,
     loader,
     network,
-    outcomes_by_world,
     same,
     weights,
 )
@@ -261,11 +260,6 @@ CHECKS = (
     all_ranks_begin_and_judge_alike,
     a_disk_that_refuses_ends_no_run,
 )
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return outcomes_by_world(CHECKS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("world", WORLDS)
