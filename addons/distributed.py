@@ -101,10 +101,7 @@ class DistributedAddon(ShardingAddon):
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Restore the final state of rank 0 in the objects of the caller, and its random streams here."""
         self._take_attributes(rest)
-        self.optimizer = self.build_optimizer()
-        self.optimization.hold(self.optimizer, None)
-        self.scheduler = self.build_scheduler()
-        self.optimization.hold(self.optimizer, self.scheduler)
+        self.optimization.build(self.build_optimizer, self.build_scheduler)
         present = state["position"]["present"]
         random_state.restore({key: value for key, value in present["random"].items() if key in random_state.HOST})
         generators = random_state.generators_of(loader)

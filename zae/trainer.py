@@ -10,6 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -29,7 +30,7 @@ from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
-from zae.loop.optimization import Optimization, for_build
+from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
@@ -153,7 +154,6 @@ class Trainer(metaclass=TrainerMeta):
         self.model: Any = argument_checks.check_model(model, self.seed)
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
-        self.optimizer, self.scheduler = optimizer, scheduler
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
         self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
         (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
@@ -572,11 +572,7 @@ class Trainer(metaclass=TrainerMeta):
         self.is_seeded = True
         argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
         self.model = self._wrapped = self.wrap_model(self._module)
-        self.optimizer = self.build_optimizer()
-        self.optimization.hold(self.optimizer, None)
-        self.scheduler = self.build_scheduler()
-        self.optimization.hold(self.optimizer, self.scheduler)
-        self.optimization.note_settings()
+        self.optimization.build(self.build_optimizer, self.build_scheduler)
         self.optimization.track(self._module)
 
     @seam
@@ -600,7 +596,7 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return optim.call_factories(self.scheduler, *for_build(self))
+        return self.optimization.make_schedulers(partial(self.current_run.total_steps, self))
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
@@ -893,6 +889,8 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
+    optimizer: Any = _of("optimization", "optimizer", "What was given; once set up, with what the factories made.")
+    scheduler: Any = _of("optimization", "scheduler", "What was given; once set up, with what the factories made.")
     optimizers: dict[str, Optimizer] = _of("optimization", "optimizers", "The optimizers by name; an only one is '0'.")
     schedulers: dict[str, Any] = _of("optimization", "schedulers", "The schedulers by name; an only one is '0'.")
     parameters: list[Tensor] = _of("optimization", "parameters", "What is trained, of the model and the optimizers.")

@@ -6,10 +6,10 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,7 @@ from zae.common.optimizer_settings import ScriptSettings
 from zae.errors import ConfigError
 from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 
-if TYPE_CHECKING:
-    from zae.trainer import Trainer
-
-__all__ = ["Optimization", "Span", "call_factory", "check_run", "check_schedules", "for_build", "simulated"]
+__all__ = ["Optimization", "Span", "check_schedules"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
@@ -38,7 +35,7 @@ class Optimization:
     Parameters
     ----------
     optimizer, scheduler : object
-        As the trainer was given them. Factories are passed over until `hold` gets what they made.
+        As the trainer was given them: one, or a list or dict of them. Factories are called by `build`.
     gradient_clip : float
         The largest gradient norm; 0 does not clip.
     scheduler_step_on_batch : bool or None
@@ -46,8 +43,10 @@ class Optimization:
 
     Attributes
     ----------
+    optimizer, scheduler : object
+        As they were given; after `build`, with what the factories made.
     optimizers, schedulers : dict
-        By name; an only one is named "0".
+        By name; an only one is named "0". Factories are left out.
     parameters : list of Tensor
         Those of the model and of the optimizers, each once. It follows ``optimizer.add_param_group``.
     grad_norm : Tensor or None
@@ -81,12 +80,39 @@ class Optimization:
         self._clipped: list[list[Tensor]] = []
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
-        self.hold(optimizer, scheduler)
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.hold()
 
-    def hold(self, optimizer: Any, scheduler: Any) -> None:
-        """Take the optimizers and schedulers out of what a trainer has; factories are not made yet."""
-        self.optimizers: dict[str, Optimizer] = _made(optimizer)
-        self.schedulers: dict[str, Any] = _made(scheduler)
+    def hold(self) -> None:
+        """Name the optimizers and schedulers that were given or made."""
+        self.optimizers: dict[str, Optimizer] = _made(self.optimizer)
+        self.schedulers: dict[str, Any] = _made(self.scheduler)
+
+    @property
+    def has_factory(self) -> bool:
+        """Whether an optimizer or a scheduler is still to be made."""
+        given = [*optim.as_dict(self.optimizer).values(), *optim.as_dict(self.scheduler).values()]
+        return any(map(optim.is_factory, given))
+
+    def build(self, build_optimizer: Callable[[], Any], build_scheduler: Callable[[], Any]) -> None:
+        """Make the optimizers, and then the schedulers that change their learning rates."""
+        self.optimizer = build_optimizer()
+        self.hold()
+        self.scheduler = build_scheduler()
+        self.hold()
+        self.note_settings()
+
+    def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
+        """Return the schedulers that were given, with what their factories make of the optimizers."""
+        call = partial(_call_factory, total=total_steps)
+        return optim.call_factories(
+            self.scheduler, partial(optim.optimizer_for, self.optimizers), LRScheduler, "scheduler", call
+        )
+
+    def check_given(self) -> None:
+        """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
+        if self.optimizer is None:
+            raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
 
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
@@ -96,10 +122,10 @@ class Optimization:
         """Stop to follow the groups of the optimizers."""
         optim.untrack_parameters(self.optimizers)
 
-    def check_unreplaced(self, optimizer: Any, scheduler: Any) -> None:
+    def check_unreplaced(self) -> None:
         """Refuse optimizers or schedulers that were assigned to the trainer within a run."""
-        for name, given, held in (("optimizer", optimizer, self.optimizers), ("scheduler", scheduler, self.schedulers)):
-            if [*optim.as_dict(given).values()] != [*held.values()]:
+        for name in ("optimizer", "scheduler"):
+            if [*optim.as_dict(getattr(self, name)).values()] != [*getattr(self, f"{name}s").values()]:
                 raise ConfigError(
                     f"trainer.{name} was replaced within a run, which continues with the one it has; replace it "
                     "between two calls of run, or change what is in its param_groups"
@@ -154,6 +180,86 @@ class Optimization:
         for optimizer in self._clearing:
             optimizer.zero_grad()
 
+    # ------------------------------------------------------------------------------------- schedules and the run
+
+    def check_run(self, epochs: Span, steps: Span, in_epoch: int | None, has_metric: bool) -> list[str]:
+        """Refuse schedules that do not fit a run, and return warnings of those that probably do not."""
+        warned = check_schedules(
+            self.schedulers, self.scheduler_step_on_batch, self.is_step_explicit, epochs, steps, has_metric
+        )
+        return warned if steps.present else warned + self._low_rates(in_epoch)
+
+    def _low_rates(self, in_epoch: int | None) -> list[str]:
+        """Describe the schedules whose rate stays below a tenth of the base rate for the whole first epoch."""
+        on_batch = self.scheduler_step_on_batch
+        low = {
+            name: each
+            for name, each in self.schedulers.items()
+            if not is_plateau(each) and steps_taken(each) == 0 and _highest(each) < _LOW
+        }
+        if not low or (on_batch and not self._stay_low(low, in_epoch)):
+            return []
+        cure = (
+            "shorten its warm-up, or, if its steps are epochs, write scheduler_step_on_batch=False"
+            if on_batch
+            else "if its steps are optimizer steps, write scheduler_step_on_batch=True"
+        )
+        return [
+            f"scheduler {name} ({type(each).__name__}) keeps the learning rate under a tenth of its base rate through "
+            f"the whole first epoch (it begins at {optim.learning_rates({'0': each.optimizer}).get('lr', 0.0):g}); "
+            f"{cure}"
+            for name, each in low.items()
+        ]
+
+    def _stay_low(self, names: Iterable[str], in_epoch: int | None) -> bool:
+        """Step copies of the schedulers through the first epoch; return False where a rate rises or it is too long."""
+        if in_epoch is None or in_epoch > _LONGEST:
+            return False
+        try:
+            _, schedulers = self.simulated()
+        except Exception as error:  # What cannot be copied is not simulated.
+            _log.debug("the schedulers cannot be copied (%s): their first epoch is not simulated", error)
+            return False
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The copies see no optimizer step.
+            for _ in range(in_epoch - 1):
+                for scheduler in schedulers.values():
+                    if not is_plateau(scheduler):
+                        scheduler.step()
+                if all(_highest(schedulers[name]) >= _LOW for name in names):
+                    return False
+        return any(_highest(schedulers[name]) < _LOW for name in names)
+
+    def simulated(
+        self, parameters: Iterable[Tensor] = (), total_steps: int | None = None
+    ) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+        """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
+
+        Factories are called: with these parameters of the model, and with this number of steps.
+        """
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
+            twins: dict[str, Optimizer] = {}
+            memo: dict[int, Any] = {}
+            for name, optimizer in self.made_optimizers(parameters):
+                twins[name] = memo[id(optimizer)] = _twin(optimizer)
+            schedulers = {}
+            for name, scheduler in optim.as_dict(self.scheduler).items():
+                if optim.is_factory(scheduler):
+                    schedulers[name] = _call_factory(scheduler, optim.optimizer_for(twins, name), lambda: total_steps)
+                else:
+                    schedulers[name] = copy.deepcopy(scheduler, dict(memo))
+            return twins, schedulers
+
+    def made_optimizers(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Optimizer]]:
+        """Yield each optimizer by name; of a factory, one that trains these parameters without changing them."""
+        own = [*parameters]
+        for name, optimizer in optim.as_dict(self.optimizer).items():
+            if not isinstance(optimizer, Optimizer):
+                with random_state.isolated():
+                    optimizer = optimizer([nn.Parameter(each.detach()) for each in own])
+            yield name, optimizer
+
     # ------------------------------------------------------------------------------------------------ the state
 
     @property
@@ -189,31 +295,7 @@ def _made(given: Any) -> dict[str, Any]:
     return {name: each for name, each in optim.as_dict(given).items() if not optim.is_factory(each)}
 
 
-# ------------------------------------------------------------------------------------------------ schedules
-
-
-class Span(NamedTuple):
-    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
-
-    start: int  # At the beginning of the call.
-    present: int  # Now; after a resume it is larger.
-    left: int | None  # Remaining; None is unknown.
-
-    def totals(self) -> set[int]:
-        """Return the length of this call, and the total at its end."""
-        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
-
-
-# ------------------------------------------------------------------------------------------------ factories
-
-
-def for_build(trainer: Trainer) -> tuple[Callable[[str], Any], type, str, Callable[..., Any]]:
-    """Return the arguments of `optim.call_factories` for the schedulers of a trainer."""
-    call = partial(call_factory, total=partial(trainer.current_run.total_steps, trainer))
-    return partial(optim.optimizer_for, trainer.optimizers), LRScheduler, "scheduler", call
-
-
-def call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
+def _call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
     """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
     return factory(optimizer, total_steps=total()) if _takes_total(factory) else factory(optimizer)
 
@@ -231,17 +313,22 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
     return False
 
 
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+class Span(NamedTuple):
+    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
+
+    start: int  # At the beginning of the call.
+    present: int  # Now; after a resume it is larger.
+    left: int | None  # Remaining; None is unknown.
+
+    def totals(self) -> set[int]:
+        """Return the length of this call, and the total at its end."""
+        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
+
+
 # ------------------------------------------------------------------------------------------------ checks of a run
-
-
-def check_run(trainer: Trainer, epochs: Span, steps: Span, in_epoch: int | None, has_metric: bool) -> None:
-    """Refuse schedules that do not fit the run, and warn of those that probably do not."""
-    on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
-    found = check_schedules(trainer.schedulers, on_batch, is_set, epochs, steps, has_metric)
-    if not steps.present:
-        found += _low_rates(trainer, on_batch, in_epoch)
-    for text in found if trainer.is_main else ():
-        _log.warning("%s", text)
 
 
 def check_schedules(
@@ -332,27 +419,6 @@ def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs
     return [text.replace("would be", "is").replace("; write", "; if these are meant, write")]
 
 
-def _low_rates(trainer: Trainer, on_batch: bool, in_epoch: int | None) -> list[str]:
-    """Describe the schedules whose rate stays below a tenth of the base rate for the whole first epoch."""
-    low = {
-        name: each
-        for name, each in trainer.schedulers.items()
-        if not is_plateau(each) and steps_taken(each) == 0 and _highest(each) < _LOW
-    }
-    if not low or (on_batch and not _stays_low(trainer, low, in_epoch)):
-        return []
-    cure = (
-        "shorten its warm-up, or, if its steps are epochs, write scheduler_step_on_batch=False"
-        if on_batch
-        else "if its steps are optimizer steps, write scheduler_step_on_batch=True"
-    )
-    return [
-        f"scheduler {name} ({type(each).__name__}) keeps the learning rate under a tenth of its base rate through the "
-        f"whole first epoch (it begins at {optim.learning_rates({'0': each.optimizer}).get('lr', 0.0):g}); {cure}"
-        for name, each in low.items()
-    ]
-
-
 def _highest(scheduler: Any) -> float:
     """Return the highest learning rate of the groups of a scheduler, as a fraction of their base rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
@@ -360,47 +426,6 @@ def _highest(scheduler: Any) -> float:
         (float(g["lr"]), float(g["initial_lr"])) for g in groups if g.get("lr") is not None and g.get("initial_lr")
     ]
     return max((rate / base for rate, base in pairs), default=1.0)
-
-
-def _stays_low(trainer: Trainer, low: Mapping[str, Any], in_epoch: int | None) -> bool:
-    """Step copies of the schedulers through the first epoch; return False where a rate rises or it is too long."""
-    if in_epoch is None or in_epoch > _LONGEST:
-        return False
-    try:
-        _, schedulers = simulated(trainer)
-    except Exception as error:  # What cannot be copied is not simulated.
-        _log.debug("the schedulers cannot be copied (%s): their first epoch is not simulated", error)
-        return False
-    with random_state.isolated(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The copies see no optimizer step.
-        for _ in range(in_epoch - 1):
-            for scheduler in schedulers.values():
-                if not is_plateau(scheduler):
-                    scheduler.step()
-            if all(_highest(schedulers[name]) >= _LOW for name in low):
-                return False
-    return any(_highest(schedulers[name]) < _LOW for name in low)
-
-
-def simulated(trainer: Trainer, total_steps: int | None = None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
-    """Copy the optimizers without their parameters, and the schedulers to drive them; call factories with copies."""
-    with random_state.isolated(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
-        twins: dict[str, Optimizer] = {}
-        memo: dict[int, Any] = {}
-        for name, optimizer in optim.as_dict(trainer.optimizer).items():
-            if not isinstance(optimizer, Optimizer):
-                optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
-            twins[name] = _twin(optimizer)
-            memo[id(optimizer)] = twins[name]
-        schedulers = {}
-        for name, scheduler in optim.as_dict(trainer.scheduler).items():
-            if optim.is_factory(scheduler):
-                made = call_factory(scheduler, optim.optimizer_for(twins, name), lambda: total_steps)
-            else:
-                made = copy.deepcopy(scheduler, dict(memo))
-            schedulers[name] = made
-        return twins, schedulers
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

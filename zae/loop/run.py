@@ -17,17 +17,17 @@ from zae.composition import binding
 from zae.data.loaders import check_loader, describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
-from zae.loop import optimization
 from zae.loop.epoch_log import merge_sums
 from zae.loop.evaluation import Evaluation, EvaluationAborted
 from zae.loop.history import Metrics
+from zae.loop.optimization import Span
 from zae.loop.progress import Bar, Every
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Run", "RunLimits", "check_optimizer"]
+__all__ = ["Run", "RunLimits"]
 
 _log = logging.getLogger("zae")
 _NO_LIMIT = sys.maxsize
@@ -191,7 +191,7 @@ class Run:
         found: int | None = calls.planned_steps
         return found
 
-    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[optimization.Span, optimization.Span]:
+    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[Span, Span]:
         """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
         progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
         if leaves:
@@ -200,7 +200,7 @@ class Run:
         present, calls = (progress.epoch, progress.step), progress.run_calls
         start = present if calls.is_new else calls.starts[calls.made]
         left = _remaining(progress, last_epoch, last_step, in_epoch)
-        epochs, steps = map(optimization.Span, start, present, left)
+        epochs, steps = map(Span, start, present, left)
         return epochs, steps
 
     def leaves_epoch(self, wrapped: Any) -> bool:
@@ -219,7 +219,9 @@ class Run:
         has_metric = self.valid_loader is not None or trainer.history.watches_training
         in_epoch = self.steps_per_epoch(wrapped)
         if not calls.is_over:
-            optimization.check_run(trainer, *self.spans(in_epoch, leaves), in_epoch, has_metric)
+            warned = trainer.optimization.check_run(*self.spans(in_epoch, leaves), in_epoch, has_metric)
+            for text in warned if trainer.is_main else ():
+                _log.warning("%s", text)
         elif trainer.is_main:  # It was checked as it began.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
 
@@ -278,9 +280,9 @@ class Run:
     def open_epoch(self, wrapped: Any) -> None:
         """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
         trainer, progress = self.trainer, self.trainer.progress_checker
-        check_optimizer(trainer)
+        trainer.optimization.check_given()
         trainer.optimization.warn_of_unheld(trainer.unwrap(), trainer.is_main)
-        trainer.optimization.check_unreplaced(trainer.optimizer, trainer.scheduler)
+        trainer.optimization.check_unreplaced()
         self._leave_epoch(wrapped)
         if not progress.epoch_batch:
             trainer.log_train.begin_epoch()
@@ -522,12 +524,6 @@ def _remaining(progress: Any, last_epoch: int, last_step: int, in_epoch: int | N
         steps = min(max(0, in_epoch * epochs - progress.epoch_step), _NO_LIMIT if steps is None else steps)
     assert steps is not None  # `RunLimits.parse` refuses a run without an end.
     return (steps + progress.epoch_step) // in_epoch, steps
-
-
-def check_optimizer(trainer: Trainer) -> None:
-    """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
-    if trainer.optimizer is None:
-        raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")
 
 
 def _add_to_text(error: Exception, text: str) -> bool:

@@ -292,12 +292,10 @@ def _match_outside(
 
 def _build_factories(trainer: Trainer) -> Optimization:
     """Call the factories of optimizers and schedulers, whose state is loaded; a later setup uses the results."""
-    if not trainer.current_run.is_ready and _has_factory(trainer.optimizer):
-        trainer.optimizer = trainer.build_optimizer()
-    if not trainer.current_run.is_ready and _has_factory(trainer.scheduler):
-        trainer.optimization.hold(trainer.optimizer, None)
-        trainer.scheduler = trainer.build_scheduler()
-    return _optimization_of(trainer)
+    optimization = _optimization_of(trainer)
+    if not trainer.current_run.is_ready and optimization.has_factory:
+        optimization.build(trainer.build_optimizer, trainer.build_scheduler)
+    return optimization
 
 
 def _incomplete(missing: list[str], state: Mapping[str, Any]) -> CheckpointMismatch:
@@ -322,12 +320,8 @@ def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) ->
     return keys
 
 
-def _has_factory(given: Any) -> bool:
-    return any(map(optim.is_factory, optim.as_dict(given).values()))
-
-
 def _optimization_of(trainer: Trainer) -> Optimization:
     """Return the optimizers and schedulers of a trainer; before it is set up, those that it was given."""
     if not trainer.current_run.is_ready:
-        trainer.optimization.hold(trainer.optimizer, trainer.scheduler)
+        trainer.optimization.hold()
     return trainer.optimization

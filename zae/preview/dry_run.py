@@ -275,10 +275,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
     """Return the state of each optimizer after a step; before the first one, of tensors without data."""
     states = {}
-    for name, optimizer in optim.as_dict(trainer.optimizer).items():
-        if not isinstance(optimizer, Optimizer):
-            with random_state.isolated():
-                optimizer = optimizer([nn.Parameter(p.detach()) for p in trainer._module.parameters()])
+    for name, optimizer in trainer.optimization.made_optimizers(trainer.unwrap().parameters()):
         states[name] = optimizer.state or _state_of_a_step(optimizer)
     return states
 

@@ -23,9 +23,9 @@ from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop.history import split_prefix
-from zae.loop.optimization import check_schedules, simulated
+from zae.loop.optimization import check_schedules
 from zae.loop.progress import Every
-from zae.loop.run import Run, RunLimits, check_optimizer
+from zae.loop.run import Run, RunLimits
 from zae.preview import dry_run
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.schedulers import is_plateau
@@ -251,7 +251,7 @@ def plan(
     preview.world_size = max(self.world_size, len(self.devices))
     if self.mode == "test":
         return _of_evaluation(self, preview, loader)
-    check_optimizer(self)
+    self.optimization.check_given()
     _count_steps(self, preview, run)
     preview.batch_size = _batch_size(loader)
     has_metric = valid_loader is not None or split_prefix(self.monitor)[0] == "train"
@@ -346,7 +346,8 @@ def _batch_size(loader: Any) -> int | None:
 
 def _simulate(trainer: Trainer, preview: RunPreview, run: Run, has_metric: bool) -> None:
     """Step copies of the schedulers as the run will."""
-    optimizers, schedulers = simulated(trainer, run.limits.total_steps(preview.steps_per_epoch))
+    total_steps = run.limits.total_steps(preview.steps_per_epoch)
+    optimizers, schedulers = trainer.optimization.simulated(trainer.unwrap().parameters(), total_steps)
     steps, (in_epochs, in_steps) = preview.steps, run.spans(preview.steps_per_epoch)
     on_batch, is_set = trainer.scheduler_step_on_batch, trainer.optimization.is_step_explicit
     preview.notes += check_schedules(schedulers, on_batch, is_set, in_epochs, in_steps, has_metric)
