@@ -13,7 +13,6 @@ from torch import nn
 
 from kit.rank_tasks import (
     F64,
-    WORLDS,
     Counted,
     Seen,
     Task,
@@ -25,11 +24,13 @@ from kit.rank_tasks import (
     same,
     weights,
 )
+from kit.ranks import on_ranks
 from zae import ConfigError, DistributedError
 from zae.addons import CompileAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 
-def every_size_is_the_big_batch(world, folder):
+@on_ranks(2, 3)
+def test_every_size_is_the_big_batch(world):
     """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
     kinds = ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))
     for size, (batch_size, task, accumulate) in itertools.product(range(1, 10), kinds):
@@ -53,7 +54,8 @@ def every_size_is_the_big_batch(world, folder):
                 assert sorted(itertools.chain(*seen)) == list(range(size))
 
 
-def unused_parameters_are_named(world, folder):
+@on_ranks(2, 3)
+def test_unused_parameters_are_named(world):
     """P-45; and parts of the model may be called, which the wrapper does not see."""
 
     class Half(nn.Module):
@@ -83,7 +85,8 @@ def unused_parameters_are_named(world, folder):
     assert distance(trainer, single) < 1e-12
 
 
-def several_optimizers_and_parameters_outside(world, folder):
+@on_ranks(2, 3)
+def test_several_optimizers_and_parameters_outside(world):
     """P-03; a loss for each optimizer, and a learnt weight that the model does not hold."""
 
     class Two(Task):
@@ -110,7 +113,8 @@ def several_optimizers_and_parameters_outside(world, folder):
     assert float((factor - expected).detach().abs()) < 1e-12
 
 
-def rates_are_those_of_one_process(world, folder):
+@on_ranks(2, 3)
+def test_rates_are_those_of_one_process(world):
     """P-04: the learning rate as a function of the step, for accumulation over 1 and 4 batches."""
     for accumulate in (1, 4):
         rates = []
@@ -125,7 +129,8 @@ def rates_are_those_of_one_process(world, folder):
         assert rates[0] == rates[1]
 
 
-def a_compiled_model_is_averaged(world, folder):
+@on_ranks(2, 3)
+def test_a_compiled_model_is_averaged(world):
     """P-04: it is compiled inside of the wrapper; a graph of the whole step, which no wrapper sees, is refused."""
     options = {"compile_backend": "eager", "compile_mode": "model"}
     trainer = build(Task, (MultiGPUAddon, CompileAddon), model=network(dtype=F64), gradient_clip=0.05, **options)
@@ -140,7 +145,8 @@ def a_compiled_model_is_averaged(world, folder):
         build(Task, (MultiGPUAddon, CompileAddon), **options).run(1, loader(4 * world, 2))
 
 
-def a_schedule_free_optimizer_evaluates_with_its_own_weights(world, folder):
+@on_ranks(2, 3)
+def test_a_schedule_free_optimizer_evaluates_with_its_own_weights(world):
     """P-02, P-20: the score and the saved weights are those of one process, and training goes on as without them."""
     trainers = []
     for add_ons, ranks, valid in (((MultiGPUAddon,), 1, True), ((), world, True), ((MultiGPUAddon,), 1, False)):
@@ -172,7 +178,8 @@ def frozen(model, until):
     return Thaws, model
 
 
-def what_is_trained_may_change_meanwhile(world, folder):
+@on_ranks(2, 3)
+def test_what_is_trained_may_change_meanwhile(world):
     """P-37, P-45: layers frozen and thawed between epochs, all of the model frozen, optimizers that take turns."""
     for until in (1, -1):
         ends = []
@@ -208,7 +215,8 @@ def what_is_trained_may_change_meanwhile(world, folder):
     assert distance(turns, single) < 1e-12
 
 
-def a_step_sees_the_model_itself(world, folder):
+@on_ranks(2, 3)
+def test_a_step_sees_the_model_itself(world):
     """P-14: what a step sets on the model is set, names are those of the model, and so is what it has of its own."""
 
     class Scaled(nn.Sequential):
@@ -233,7 +241,8 @@ def a_step_sees_the_model_itself(world, folder):
     assert distance(trainer, single) < 1e-12
 
 
-def buffers_are_those_of_rank_0(world, folder):
+@on_ranks(2, 3)
+def test_buffers_are_those_of_rank_0(world):
     """P-14: a buffer that a forward replaces, and those of a step that was left out."""
 
     class Counts(nn.Linear):
@@ -263,7 +272,8 @@ def buffers_are_those_of_rank_0(world, folder):
     assert float(trainer.unwrap().mean) != 0
 
 
-def any_kind_of_gradient(world, folder):
+@on_ranks(2, 3)
+def test_any_kind_of_gradient(world):
     """P-37: sparse embeddings and complex weights; a rank without samples in the last step; a static graph."""
 
     class Net(nn.Module):
@@ -289,7 +299,8 @@ def any_kind_of_gradient(world, folder):
         assert distance(trainer, single) < 1e-5
 
 
-def a_gradient_lies_in_memory_as_its_weight(world, folder):
+@on_ranks(2, 3)
+def test_a_gradient_lies_in_memory_as_its_weight(world):
     """P-37: a fused kernel goes through both number by number, also where ranks have no samples in the last step."""
 
     def run(add_ons, batch_size, fused=False):
@@ -305,7 +316,8 @@ def a_gradient_lies_in_memory_as_its_weight(world, folder):
     assert distance(trainer, run((), 2 * world)) < 1e-12
 
 
-def a_static_graph_resumes_bitwise(world, folder):
+@on_ranks(2, 3)
+def test_a_static_graph_resumes_bitwise(world, tmp_path):
     """P-02, P-12, F-B3: the order of a sum over three ranks hangs on how gradients are put together; windows of two."""
 
     def run(resume):
@@ -313,12 +325,12 @@ def a_static_graph_resumes_bitwise(world, folder):
         model = nn.Sequential(nn.Linear(3, 33), nn.Tanh(), nn.Linear(33, 170), nn.Tanh(), nn.Linear(170, 1))
         trainer = build(
             Task, (MultiGPUAddon, StateManagerAddon), model=model, static_graph=True, seed=1, save_every=1,
-            keep_last=None, save_path=folder / str(bool(resume)), resume=resume,
+            keep_last=None, save_path=tmp_path / str(bool(resume)), resume=resume,
         )  # fmt: skip
         trainer.run(1, loader(4 * world, 2, 3))
         return trainer
 
-    first, again = run(False), run(str(folder / "False" / "step-00000001"))
+    first, again = run(False), run(str(tmp_path / "False" / "step-00000001"))
     assert first.world_size == world
     assert same(weights(first), weights(again))
     options = {"gradient_accumulation_steps": 2, "model": network(dtype=F64)}
@@ -329,7 +341,8 @@ def a_static_graph_resumes_bitwise(world, folder):
     assert distance(trainer, single) < 1e-12
 
 
-def a_parameter_left_out_of_the_last_batch_is_refused(world, folder):
+@on_ranks(2, 3)
+def test_a_parameter_left_out_of_the_last_batch_is_refused(world):
     """P-45: before the optimizer steps: what it had of the batches before is not averaged."""
 
     class Half(nn.Module):
@@ -346,28 +359,3 @@ def a_parameter_left_out_of_the_last_batch_is_refused(world, folder):
         trainer.run(1, loader(4 * world, 2))
     assert trainer.progress_checker.step == 0
     dist.barrier()
-
-
-CHECKS = (
-    every_size_is_the_big_batch,
-    several_optimizers_and_parameters_outside,
-    rates_are_those_of_one_process,
-    a_compiled_model_is_averaged,
-    a_schedule_free_optimizer_evaluates_with_its_own_weights,
-    unused_parameters_are_named,
-    what_is_trained_may_change_meanwhile,
-    a_step_sees_the_model_itself,
-    buffers_are_those_of_rank_0,
-    any_kind_of_gradient,
-    a_gradient_lies_in_memory_as_its_weight,
-    a_static_graph_resumes_bitwise,
-    a_parameter_left_out_of_the_last_batch_is_refused,
-)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_gradients_on_every_rank(outcomes, check, world):
-    """P-02 P-03 P-04 P-12 P-14 P-20 P-32 P-37 P-39 P-40 P-41 P-45 F-B3: each check says which."""
-    text = outcomes(world)[check.__name__]
-    assert not text, text

@@ -13,7 +13,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit.rank_tasks import (
     F64,
-    WORLDS,
     Seen,
     Task,
     agree,
@@ -25,11 +24,13 @@ from kit.rank_tasks import (
     same,
     weights,
 )
+from kit.ranks import on_ranks
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.errors import LoaderError
 
 
-def evaluation_is_bitwise_that_of_one_process(world, folder):
+@on_ranks(2, 3)
+def test_evaluation_is_bitwise_that_of_one_process(world):
     """P-39: the same batches, in the same order: metrics and kept outputs are the very same."""
     for size in (1, 4, 7, 9):
         trainer, single = build(Task, (MultiGPUAddon,)), build(Task)
@@ -40,7 +41,8 @@ def evaluation_is_bitwise_that_of_one_process(world, folder):
         assert same([out["output"] for out in here], [out["output"] for out in there])
 
 
-def orders_differ_and_are_repeated(world, folder):
+@on_ranks(2, 3)
+def test_orders_differ_and_are_repeated(world):
     """P-41: another order in each epoch, the same in the same run again; validation in the dataset's own."""
     seen = []
     for _ in range(2):
@@ -54,7 +56,8 @@ def orders_differ_and_are_repeated(world, folder):
     assert seen[0][0][0] != seen[0][0][1]
 
 
-def any_sampler_and_loader(world, folder):
+@on_ranks(2, 3)
+def test_any_sampler_and_loader(world):
     """The user's own sampler, batch sampler, loader without batches, list; workers, collate function, drop_last."""
     data = dataset(11, F64)
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
@@ -95,7 +98,8 @@ def flipped(samples):
     return -inputs, targets
 
 
-def streams_are_declared_or_refused(world, folder):
+@on_ranks(2, 3)
+def test_streams_are_declared_or_refused(world):
     """P-43, P-40: an IterableDataset without declared sharding is refused; a declared one ends together."""
 
     class Stream(IterableDataset):
@@ -172,7 +176,8 @@ class Given(Sampler):
         return self.length
 
 
-def a_sampler_of_one_s_own_loses_nothing(world, folder):
+@on_ranks(2, 3)
+def test_a_sampler_of_one_s_own_loses_nothing(world):
     """P-41, P-43, F-D11: another number of batches in each epoch; what would lose samples without a word is refused."""
     trainer = build(Seen, (MultiGPUAddon,))
     trainer.run(4, DataLoader(dataset(12), batch_sampler=Budget()))
@@ -218,7 +223,8 @@ class Endless:
         return dataset(99)[index : index + 1]
 
 
-def a_loader_with_a_place_of_its_own_resumes(world, folder):
+@on_ranks(2, 3)
+def test_a_loader_with_a_place_of_its_own_resumes(world, tmp_path):
     """P-12: an iterator, which does not begin again, and a StatefulDataLoader; many validations in between."""
     for name in ("iterator", "stateful"):
 
@@ -228,12 +234,12 @@ def a_loader_with_a_place_of_its_own_resumes(world, folder):
                 stateful = StatefulDataLoader(dataset(8 * world), 2, shuffle=True)
             trainer = build(
                 Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_every=5, keep_last=None, resume=resume,
-                save_path=folder / name / part,
+                save_path=tmp_path / name / part,
             )  # fmt: skip
             trainer.run(2, Endless() if name == "iterator" else stateful, steps_per_epoch=4)
             return trainer
 
-        first, again = run("first", False), run("again", str(folder / name / "first" / "step-00000005"))
+        first, again = run("first", False), run("again", str(tmp_path / name / "first" / "step-00000005"))
         assert first.world_size == world
         assert again.seen[1] == first.seen[1][-len(again.seen[1]) :]
         assert same(weights(first), weights(again)), name
@@ -241,21 +247,3 @@ def a_loader_with_a_place_of_its_own_resumes(world, folder):
     trainer.run(None, training, {str(index): loader(world, 1) for index in range(9)}, max_steps=1, valid_every=1)
     trainer.run(1, training)
     assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
-
-
-CHECKS = (
-    evaluation_is_bitwise_that_of_one_process,
-    orders_differ_and_are_repeated,
-    any_sampler_and_loader,
-    streams_are_declared_or_refused,
-    a_sampler_of_one_s_own_loses_nothing,
-    a_loader_with_a_place_of_its_own_resumes,
-)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_faults_of_data_on_every_rank(outcomes, check, world):
-    """P-12 P-39 P-40 P-41 P-43 F-D11: each check says which."""
-    text = outcomes(world)[check.__name__]
-    assert not text, text

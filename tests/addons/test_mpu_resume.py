@@ -15,7 +15,6 @@ from torch import nn
 from kit import faults
 from kit.rank_tasks import (
     F64,
-    WORLDS,
     Seen,
     Task,
     agree,
@@ -26,6 +25,7 @@ from kit.rank_tasks import (
     same,
     weights,
 )
+from kit.ranks import on_ranks
 from zae import DistributedError
 from zae.addons import (
     AMPAddon,
@@ -40,7 +40,8 @@ from zae.addons import (
 from zae.errors import CheckpointMismatch
 
 
-def every_add_on_resumes_bitwise(world, folder):
+@on_ranks(2, 3)
+def test_every_add_on_resumes_bitwise(world, tmp_path):
     """F-B3, P-12: AMP fp16, accumulation, EMA, early stopping, dropout, batch norm, clipping: from any checkpoint."""
     add_ons = (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon)
 
@@ -49,7 +50,7 @@ def every_add_on_resumes_bitwise(world, folder):
             Task, add_ons, model=network(batch_norm, 0.3), seed=4, gradient_clip=1.0, precision="fp16",
             loss_scale=(128.0, 1.0), gradient_accumulation_steps=2, patience=50, decay=0.9,
             scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-            save_path=folder / name, save_every=1, keep_last=None, resume=resume, timeout=20.0,
+            save_path=tmp_path / name, save_every=1, keep_last=None, resume=resume, timeout=20.0,
         )  # fmt: skip
         return trainer, trainer.run(3, loader(size, 3, 2), loader(7, 3))
 
@@ -58,10 +59,10 @@ def every_add_on_resumes_bitwise(world, folder):
         first, expected = run(f"first-{size}", False, size, batch_norm)
         assert first.world_size == world
         assert agree(first)
-        saved = sorted(path.name for path in (folder / f"first-{size}").glob("step-*"))
+        saved = sorted(path.name for path in (tmp_path / f"first-{size}").glob("step-*"))
         assert len(saved) == expected["step"]
         for name in (saved[0], saved[1], saved[2], saved[-1]):
-            again, metrics = run(f"again-{size}-{name}", str(folder / f"first-{size}" / name), size, batch_norm)
+            again, metrics = run(f"again-{size}-{name}", str(tmp_path / f"first-{size}" / name), size, batch_norm)
             assert same(weights(first), weights(again)), name
             assert metrics["train_metrics_history"] == expected["train_metrics_history"]
             assert metrics["valid_metrics_history"] == expected["valid_metrics_history"]
@@ -69,9 +70,10 @@ def every_add_on_resumes_bitwise(world, folder):
             assert first.optimizer.state_dict()["state"].keys() == again.optimizer.state_dict()["state"].keys()
 
 
-def a_ledger_changes_nothing(world, folder):
+@on_ranks(2, 3)
+def test_a_ledger_changes_nothing(world, tmp_path):
     """P-48, P-02: where ranks have unlike shares of the last batch, and where one has none; kept ones go on there."""
-    ledger = {"ledger_path": folder / "ledger.jsonl"}
+    ledger = {"ledger_path": tmp_path / "ledger.jsonl"}
     for size in (4 * world + 1, 6 * world - 1):
         plain, noted = build(Task, (MultiGPUAddon,)), build(Task, (MultiGPUAddon, LedgerAddon), **ledger)
         for trainer in (plain, noted):
@@ -79,20 +81,21 @@ def a_ledger_changes_nothing(world, folder):
             assert trainer.world_size == world
         assert same(weights(plain), weights(noted)), size
     add_ons = (MultiGPUAddon, StateManagerAddon)
-    first = build(Task, (*add_ons, LedgerAddon), save_path=folder / "noted", **ledger)
+    first = build(Task, (*add_ons, LedgerAddon), save_path=tmp_path / "noted", **ledger)
     first.run(2, loader(size, 2, 5), max_steps=2)
-    again = build(Task, add_ons, save_path=folder / "noted", resume=True)
+    again = build(Task, add_ons, save_path=tmp_path / "noted", resume=True)
     again.run(2, loader(size, 2, 5))
     assert same(weights(plain), weights(again))
 
 
-def another_number_of_ranks_is_refused(world, folder):
+@on_ranks(2, 3)
+def test_another_number_of_ranks_is_refused(world, tmp_path):
     """F-B5, P-24: the state of one process, and back; with reshard=True each sample that was left comes once."""
     size, batch_size = 24, 2
-    alone = build(Seen, (StateManagerAddon,), save_path=folder / f"alone-{dist.get_rank()}")
+    alone = build(Seen, (StateManagerAddon,), save_path=tmp_path / f"alone-{dist.get_rank()}")
     alone.run(2, loader(size, batch_size * world, 6), max_steps=2)
     dist.barrier()
-    options = {"save_path": folder / "together", "resume": str(folder / "alone-0")}
+    options = {"save_path": tmp_path / "together", "resume": str(tmp_path / "alone-0")}
     with pytest.raises(CheckpointMismatch, match=rf"was saved by 1 processes; this run has {world}.*reshard=True"):
         build(Seen, (MultiGPUAddon, StateManagerAddon), **options).run(2, loader(size, batch_size, 6))
     trainer = build(Seen, (MultiGPUAddon, StateManagerAddon), **options, reshard=True)
@@ -105,7 +108,8 @@ def another_number_of_ranks_is_refused(world, folder):
     assert sorted([*before, *after]) == list(range(size)), "each sample exactly once"
 
 
-def stopping_is_agreed(world, folder):
+@on_ranks(2, 3)
+def test_stopping_is_agreed(world):
     """P-36: only the last rank asks for the end; early stopping by a metric of all; both at the same step."""
 
     class LastRankStops(Task):
@@ -130,7 +134,8 @@ def stopping_is_agreed(world, folder):
     assert trainer.gather(metrics["epoch"]) == [3] * world
 
 
-def a_bad_step_of_one_rank_is_left_out_by_all(world, folder):
+@on_ranks(2, 3)
+def test_a_bad_step_of_one_rank_is_left_out_by_all(world):
     """F-D1, P-34: NaN on the last rank alone: no rank steps, schedules or averages; as in one process."""
 
     class OneIsBad(Task):
@@ -159,7 +164,8 @@ def a_bad_step_of_one_rank_is_left_out_by_all(world, folder):
     assert all(same(averages[0], each) for each in averages)
 
 
-def a_bad_step_of_one_rank_is_counted_by_all(world, folder):
+@on_ranks(2, 3)
+def test_a_bad_step_of_one_rank_is_counted_by_all(world):
     """F-D1: with "warn" only the last rank sees its loss: what is returned, logged and saved counts it all the same."""
 
     class OneIsBad(Task):
@@ -187,10 +193,11 @@ def a_bad_step_of_one_rank_is_counted_by_all(world, folder):
     assert trainer.gather(saved) == [[0, 1, 1, 1, 1, 2, 2, 2]] * world, "in the midst of an epoch too"
 
 
-def saved_keys_are_the_model_s(world, folder):
+@on_ranks(2, 3)
+def test_saved_keys_are_the_model_s(world, tmp_path):
     """P-14; buffers are those of rank 0 on every rank; one writer."""
     trainer = build(
-        Task, (MultiGPUAddon, StateManagerAddon), model=network(True), save_path=folder / "run", keep_last=None
+        Task, (MultiGPUAddon, StateManagerAddon), model=network(True), save_path=tmp_path / "run", keep_last=None
     )
     trainer.run(2, loader(6 * world, 3))
     assert trainer.world_size == world
@@ -198,46 +205,49 @@ def saved_keys_are_the_model_s(world, folder):
     assert list(trainer.state_dict()["model"]) == list(network(True).state_dict())
     assert isinstance(trainer.model, nn.Sequential)
     if trainer.is_main:
-        network(True).load_state_dict(torch.load(trainer.save_model(folder / "m.ckpt"), weights_only=True))
+        network(True).load_state_dict(torch.load(trainer.save_model(tmp_path / "m.ckpt"), weights_only=True))
     assert trainer.rank == dist.get_rank()
 
 
-def one_rank_logs(world, folder):
+@on_ranks(2, 3)
+def test_one_rank_logs(world, tmp_path):
     """P-29, F-C8: one run, one file, each record once, with the means over all ranks."""
-    trainer = build(Task, (MultiGPUAddon, JSONLLoggerAddon), jsonl_path=folder / "log.jsonl", log_every=1)
+    trainer = build(Task, (MultiGPUAddon, JSONLLoggerAddon), jsonl_path=tmp_path / "log.jsonl", log_every=1)
     trainer.run(2, loader(4 * world, 2), loader(5, 2))
     dist.barrier()
     assert trainer.world_size == world
-    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4]
     assert len(records) == len(trainer.log_history)
 
 
-def all_ranks_begin_and_judge_alike(world, folder):
+@on_ranks(2, 3)
+def test_all_ranks_begin_and_judge_alike(world, tmp_path):
     """P-36: a metric that one rank has, or that each draws for itself; a checkpoint that only rank 0 finds."""
 
     class Own(Task):
         def metric_on_epoch_end(self):
             return {"drawn": torch.rand(()).item() - self.progress_checker.epoch} if self.is_main else {}
 
-    options = {"monitor": "drawn", "monitor_mode": "min", "patience": 3, "save_path": folder / "0", "seed": 1}
+    options = {"monitor": "drawn", "monitor_mode": "min", "patience": 3, "save_path": tmp_path / "0", "seed": 1}
     trainer = build(Own, (MultiGPUAddon, StateManagerAddon, EarlyStoppingAddon), **options)
     metrics = trainer.run(2, loader(4 * world, 2), loader(4 * world, 2))
     assert trainer.world_size == world
     assert trainer.gather(metrics) == [metrics] * world
-    options = {"save_path": folder / str(dist.get_rank()), "resume": "auto"}
+    options = {"save_path": tmp_path / str(dist.get_rank()), "resume": "auto"}
     stand = ", ".join(f"rank {rank} at step {0 if rank else 4}" for rank in range(world))
     with pytest.raises(DistributedError, match=f"{stand}.*a folder that all machines share"):
         build(Task, (MultiGPUAddon, StateManagerAddon, EarlyStoppingAddon), **options).run(3, loader(4 * world, 2))
     dist.barrier()
 
 
-def a_disk_that_refuses_ends_no_run(world, folder):
+@on_ranks(2, 3)
+def test_a_disk_that_refuses_ends_no_run(world, tmp_path):
     """F-D2, P-36: only rank 0 sees that a save fails: all know by the next, and decide alike what is to be saved."""
     for save_async in (False, True):
         trainer = build(
-            Task, (MultiGPUAddon, StateManagerAddon), save_path=folder / str(save_async), save_every=1,
+            Task, (MultiGPUAddon, StateManagerAddon), save_path=tmp_path / str(save_async), save_every=1,
             on_save_error="warn", save_async=save_async,
         )  # fmt: skip
         with faults.installed(faults.RefusingDisk(20, errno.ENOSPC)) as disk:
@@ -246,25 +256,3 @@ def a_disk_that_refuses_ends_no_run(world, folder):
         assert trainer.is_main == (disk.now > 20)
         assert trainer.run(1, loader(4 * world, 2))["step"] == 4
         assert trainer.gather(trainer.last_path.name) == ["step-00000004"] * world
-
-
-CHECKS = (
-    one_rank_logs,
-    every_add_on_resumes_bitwise,
-    a_ledger_changes_nothing,
-    another_number_of_ranks_is_refused,
-    stopping_is_agreed,
-    a_bad_step_of_one_rank_is_left_out_by_all,
-    a_bad_step_of_one_rank_is_counted_by_all,
-    saved_keys_are_the_model_s,
-    all_ranks_begin_and_judge_alike,
-    a_disk_that_refuses_ends_no_run,
-)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_faults_and_resumes_on_every_rank(outcomes, check, world):
-    """P-02 P-12 P-14 P-24 P-29 P-34 P-36 P-48 F-B3 F-B5 F-C8 F-D1 F-D2: each check says which."""
-    text = outcomes(world)[check.__name__]
-    assert not text, text

@@ -223,12 +223,14 @@ class Child:
         warm()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._read, write = os.pipe()
+        read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._read)
+            os.close(read)
             self._be(write, function, args)
         os.close(write)
+        os.set_blocking(read, False)
+        self._pipe, self._data = os.fdopen(read, "rb"), b""
 
     @staticmethod
     def _be(write: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -257,27 +259,33 @@ class Child:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def poll(self) -> Outcome | None:
+        """Return how it ended, or None while it runs."""
+        self._data += self._pipe.read() or b""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return None
+        with self._pipe:
+            self._data += self._pipe.read() or b""
+        result, error = pickle.loads(self._data) if self._data else (None, "")
+        return Outcome(os.waitstatus_to_exitcode(status), result, error)
+
+    def kill(self) -> Outcome:
+        """Kill it with the processes that it has started."""
+        os.killpg(self.pid, signal.SIGKILL)
+        while (outcome := self.poll()) is None:
+            time.sleep(0.001)
+        return outcome
+
     def wait(self, seconds: float = 60.0) -> Outcome:
         """Wait for its end, which must come."""
         deadline = time.monotonic() + seconds
-        with os.fdopen(self._read, "rb") as pipe:
-            os.set_blocking(pipe.fileno(), False)
-            data = b""
-            while True:
-                part = pipe.read()
-                data += part or b""
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    data += pipe.read() or b""
-                    break
-                if time.monotonic() > deadline:
-                    os.killpg(self.pid, signal.SIGKILL)
-                    os.waitpid(self.pid, 0)
-                    raise TimeoutError(f"a child did not end within {seconds} s")
-                time.sleep(0.001)
-        code = os.waitstatus_to_exitcode(status)
-        result, error = pickle.loads(data) if data else (None, "")
-        return Outcome(code, result, error)
+        while (outcome := self.poll()) is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"a child did not end within {seconds} s")
+            time.sleep(0.001)
+        return outcome
 
 
 @functools.cache

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import multiprocessing
-import traceback
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
-from zae.launch.spawn import spawn
 
 F64 = torch.float64
-WORLDS = (2, 3)
-WARNINGS = (UserWarning, FutureWarning, DeprecationWarning)
 
 
 class Task(Trainer):
@@ -119,37 +112,3 @@ def forks():
             yield
     finally:
         multiprocessing.get_context = start
-
-
-def run_checks(checks, world, folder):
-    """Call each function on every rank, and list for each one what went wrong on which rank."""
-    assert dist.get_world_size() == world
-    outcome = {}
-    for check in checks:
-        own = Path(folder, check.__name__)
-        own.mkdir(exist_ok=True)
-        text = ""
-        try:
-            with warnings.catch_warnings():
-                for category in WARNINGS:
-                    warnings.simplefilter("error", category)
-                warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
-                check(world, own)
-        except Exception:
-            text = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        texts = [""] * world
-        dist.all_gather_object(texts, text)
-        outcome[check.__name__] = "\n".join(filter(None, texts))
-    return outcome
-
-
-def outcomes_by_world(checks, folders):
-    """Return a function that calls the checks on so many ranks, once, and gives what went wrong in each."""
-
-    @functools.cache
-    def outcome_of(world):
-        sent = {"checks": checks, "world": world, "folder": str(folders.mktemp(f"ranks{world}"))}
-        with forks():
-            return spawn(run_checks, sent, [torch.device("cpu")] * world, timeout=30)
-
-    return outcome_of

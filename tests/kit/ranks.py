@@ -1,0 +1,104 @@
+"""Run a test on several ranks: forks of this process that form one gloo group, which takes 0.05 s for two ranks.
+
+    @on_ranks(2, 4)                            # runs on 2 ranks, then on 4; `world` is one of its parameters
+    def test_sums_are_equal(world, tmp_path):  # fixtures are made before the fork: the ranks share tmp_path
+        assert dist.get_world_size() == world
+    each_rank(2, function, *arguments)         # the same inside of a test: a list of what each rank returned
+
+Arguments are not pickled, so that closures and classes of the test may be used; what is returned is pickled. The world
+size is asserted before and after, warnings are errors, and the tracebacks of all ranks that failed are shown.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from kit.faults import Child, Outcome, ambient
+
+TIMEOUT = 20.0
+"""Seconds for one call of the process group. All ranks must have ended after twice as long."""
+
+GRACE = 1.0
+"""Seconds for the other ranks to end after one has failed."""
+
+
+def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Any]:
+    """Run a test function on each of these numbers of ranks."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            each_rank(kwargs["world"], functools.partial(test, *args, **kwargs), timeout=timeout)
+
+        return pytest.mark.parametrize("world", worlds)(run)
+
+    return decorate
+
+
+def each_rank(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Call a function on every rank of a new process group, and return what each one returned."""
+    importlib.import_module("torch._dynamo")  # The first optimizer of a process imports it, which takes seconds.
+    with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
+        ranks = [
+            Child(_be_rank, rank, world, Path(folder), timeout, functools.partial(function, *args))
+            for rank in range(world)
+        ]
+        failed = _wait(ranks, outcomes := {}, 2 * timeout + 1, Path(folder))
+    assert not failed, "\n".join(failed)
+    return [outcomes[rank].result for rank in range(world)]
+
+
+def _wait(ranks: list[Child], outcomes: dict[int, Outcome], seconds: float, folder: Path) -> list[str]:
+    """Collect how each rank ended, and describe those that failed, the first one first."""
+    failed, late = [], []
+    deadline = time.monotonic() + seconds
+    while len(outcomes) < len(ranks) and time.monotonic() < deadline:
+        for rank, child in enumerate(ranks):
+            if rank in outcomes or (outcome := child.poll()) is None:
+                continue
+            outcomes[rank] = outcome
+            if outcome.status:
+                failed.append(f"rank {rank} of {len(ranks)}: {outcome.error or f'ended with {outcome.status}'}")
+                deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.001)
+    for rank in {*range(len(ranks))} - {*outcomes}:
+        ranks[rank].kill()
+        stack, _, _ = (folder / f"stack-{rank}").read_text().partition(f'  File "{__file__}"')
+        late.append(f"rank {rank} of {len(ranks)} did not end:\n{stack}")
+    return failed or late
+
+
+def _be_rank(rank: int, world: int, folder: Path, timeout: float, function: Callable[[], Any]) -> Any:
+    """Join the group, and call the function."""
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({key: str(value) for key, value in env.items()}, GLOO_SOCKET_IFNAME="lo")
+    ambient(rank)
+    waiting = timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=waiting
+    )
+    assert dist.get_world_size() == world
+    with warnings.catch_warnings(), open(folder / f"stack-{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(2 * timeout, file=stack)
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.simplefilter("error", category)
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
+        result = function()
+        faulthandler.cancel_dump_traceback_later()
+    assert dist.get_world_size() == world
+    dist.barrier()  # Who ends first would break the others' last exchange.
+    dist.destroy_process_group()
+    return result
