@@ -104,7 +104,10 @@ class Optimization:
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
-        call = partial(_call_factory, total=total_steps)
+        takes_total = any(
+            optim.is_factory(each) and _takes_total(each) for each in optim.as_dict(self.scheduler).values()
+        )
+        call = partial(_call_factory, total_steps=total_steps() if takes_total else None)
         return optim.call_factories(
             self.scheduler, partial(optim.optimizer_for, self.optimizers), LRScheduler, "scheduler", call
         )
@@ -246,7 +249,7 @@ class Optimization:
             schedulers = {}
             for name, scheduler in optim.as_dict(self.scheduler).items():
                 if optim.is_factory(scheduler):
-                    schedulers[name] = _call_factory(scheduler, optim.optimizer_for(twins, name), lambda: total_steps)
+                    schedulers[name] = _call_factory(scheduler, optim.optimizer_for(twins, name), total_steps)
                 else:
                     schedulers[name] = copy.deepcopy(scheduler, dict(memo))
             return twins, schedulers
@@ -295,9 +298,9 @@ def _made(given: Any) -> dict[str, Any]:
     return {name: each for name, each in optim.as_dict(given).items() if not optim.is_factory(each)}
 
 
-def _call_factory(factory: Callable[..., Any], optimizer: Any, total: Callable[[], int | None]) -> Any:
+def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:
     """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
-    return factory(optimizer, total_steps=total()) if _takes_total(factory) else factory(optimizer)
+    return factory(optimizer, total_steps=total_steps) if _takes_total(factory) else factory(optimizer)
 
 
 def _takes_total(factory: Callable[..., Any]) -> bool:
