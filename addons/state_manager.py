@@ -323,19 +323,18 @@ class StateManagerAddon(AddOnBase):
         return target
 
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
-        """Give the state to the checkpointer, on the rank that saves: after an exception, this one."""
+        """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
+        checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self._crash.has_failed
+        in_step = self.current_run.batch is not None and not has_failed
+        check_moment(target, self.loader_position.is_evaluating, in_step and self.is_main)
         state = addon_state.gather_entries(self, self.state_dict())
-        if not (self.is_main or self._crash.has_failed):
-            return
-        in_step = self.current_run.batch is not None and not self._crash.has_failed
-        check_moment(target, self.loader_position.is_evaluating, in_step)
-        check_optimizer_states(self.optimizers, state["optimizer"])
-        checkpointer, progress = self.checkpointer, self.progress_checker
+        if is_writer := self.is_main or has_failed:
+            check_optimizer_states(self.optimizers, state["optimizer"])
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
         about["info"] = {"monitor": self.monitor, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        checkpointer.write(Job(target, state, checkpointer.model_format, about, replaces, trained))
+        checkpointer.write(Job(target, state, checkpointer.model_format, about, replaces, trained), is_writer)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
 from zae.common.optimizer_modes import NOTHING
+from zae.common.optimizer_state import load_optimizer_state
 from zae.composition import binding
 from zae.composition.calls import user_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
@@ -36,7 +37,7 @@ from zae.loop.run import Run, RunLimits
 from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
-from zae.storage.model_weights import Weights, plain_state, without_wrappers
+from zae.storage.model_weights import Weights, load_fitted, plain_state, without_wrappers
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -814,6 +815,21 @@ class Trainer(metaclass=TrainerMeta):
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights under the keys of the plain module, whole on this rank."""
         return plain_state(self.unwrap())
+
+    @seam
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
+        load_fitted(self.unwrap(), weights, strict)
+
+    @seam
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
+        return self.optimizers[name].state_dict()
+
+    @seam
+    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
+        load_optimizer_state(self.optimizers[name], state)
 
     @seam
     def state_dict(self) -> dict[str, Any]:

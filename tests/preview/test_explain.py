@@ -22,7 +22,15 @@ from zae.composition import binding
 from zae.composition.introspect import function_of, seams_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
-NOT_IN_ORDER = {"load_state_dict", "load_evaluation_state", "model_state", "sinks"}
+STATE = {
+    "load_state_dict",
+    "load_evaluation_state",
+    "model_state",
+    "load_model_state",
+    "optimizer_state",
+    "load_optimizer_state",
+}
+NOT_IN_ORDER = STATE | {"sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""
 
 STEPS = {"train_step", "test_step"}
@@ -253,6 +261,6 @@ def test_explain_shows_no_secret_and_escapes_html() -> None:
 def test_explain_knows_every_seam_of_the_loop() -> None:
     """A seam that is added to the loop is added to the text, or said to be none of its sequence."""
     named = set(re.findall(r"(\w+)\(", LOOP))
-    elsewhere = QUERIES | {"load_state_dict", "load_evaluation_state", "model_state", "plan_lines"}
+    elsewhere = QUERIES | STATE | {"plan_lines"}
     unknown = {name for name, owner in seams_of(zae.Trainer).items() if name not in named | elsewhere}
     assert not unknown

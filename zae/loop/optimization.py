@@ -278,10 +278,10 @@ class Optimization:
         """Note the settings of optimizers and schedulers that are new: as the script has made them."""
         self.settings.note(optimizer=self.optimizers, scheduler=self.schedulers)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the optimizers and of the schedulers, by name."""
-        several: dict[str, Mapping[str, Any]] = {"optimizer": self.optimizers, "scheduler": self.schedulers}
-        return {what: {name: each.state_dict() for name, each in held.items()} for what, held in several.items()}
+    def state_dict(self, read: Callable[[str], Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the states of the optimizers, each as ``read(name)`` returns it, and of the schedulers."""
+        schedulers = {name: each.state_dict() for name, each in self.schedulers.items()}
+        return {"optimizer": {name: read(name) for name in self.optimizers}, "scheduler": schedulers}
 
     # ------------------------------------------------------------------ optimizers with train and evaluation modes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zae.common import optim, optimizer_modes
 from zae.common.optimizer_settings import REMEDY
-from zae.common.optimizer_state import check_rates, load_optimizer_state
+from zae.common.optimizer_state import check_rates
 from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state
@@ -28,7 +28,6 @@ from zae.storage.model_weights import (
     check_types,
     fit_name,
     fit_weights,
-    load_fitted,
     named_parameters,
 )
 from zae.storage.weights_file import save_weights
@@ -56,11 +55,14 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
     optimization = _optimization_of(trainer)
     optimization.note_settings()
     trainer.nonfinite.read_pending(trainer)
-    weights, training_weights = optimizer_modes.both_weights(trainer.optimizers, trainer.model_state)
+    # All that is not whole on each rank is brought together by these two seams, in one order on every rank.
+    is_part = addon_state.is_loading(trainer, addon_state.ENTRIES)
+    read_model, read_optimizer = (dict, _nothing) if is_part else (trainer.model_state, trainer.optimizer_state)
+    weights, training_weights = optimizer_modes.both_weights({} if is_part else trainer.optimizers, read_model)
     pending = trainer.progress_checker.pending_validation
     return {
         "model": weights,
-        **optimization.state_dict(),
+        **optimization.state_dict(read_optimizer),
         # Parameters that an optimizer trains outside of the model, a learnt loss weight for instance.
         "outside": {name: optim.outside_of(each, trainer.unwrap()) for name, each in trainer.optimizers.items()},
         "order": {name: _order_of(trainer, each) for name, each in trainer.optimizers.items()},
@@ -76,6 +78,11 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
         # Some optimizers train with other weights than they evaluate with.
         **({"training_weights": training_weights} if training_weights else {}),
     }
+
+
+def _nothing(name: str) -> dict[str, Any]:
+    """Stand in for ``optimizer_state`` where only the entries of add-ons are read: nothing is gathered."""
+    return {}
 
 
 def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
@@ -100,16 +107,16 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     with _restoring_on_error(trainer, optimizers, schedulers):
         with _explaining_misfits():
             _load_position(trainer, state["position"], progress)
-            for name, optimizer in optimizers.items():
+            for name in optimizers:
                 # It keeps the tensors: two trainers would share those of a state in memory.
-                load_optimizer_state(optimizer, _kept_or_copied(trainer, states[name]))
+                trainer.load_optimizer_state(name, _kept_or_copied(trainer, states[name]))
             for name, scheduler in schedulers.items():
                 scheduler.load_state_dict(_scheduler_state(trainer, name, scheduler, state))
             trainer.progress_checker, trainer.history, trainer.grad_norm = progress, history, grad_norm
             optimization.settings.load(state["records"].get("settings"))
             if not history.has_criterion_of(state["records"]):
                 _recompute_best(history, state["records"]["monitor"])
-        load_fitted(trainer.unwrap(), weights, strict)  # Last: most models are not copied, and cannot be restored.
+        trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
     with torch.no_grad():
         for parameter, value in outside:
             parameter.copy_(value)
@@ -315,7 +322,7 @@ def save_evaluation_weights(trainer: Trainer, path: Path) -> Path:
 
 def load_evaluation_weights(trainer: Trainer, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
     """Load weights as `apply_weights` does; an optimizer with modes uses them for evaluation."""
-    keys = apply_weights(trainer.unwrap(), weights, strict)
+    keys = apply_weights(trainer.unwrap(), weights, strict, trainer.load_model_state)
     optimizer_modes.take_for_evaluation(_optimization_of(trainer).optimizers)
     return keys
 

@@ -148,10 +148,15 @@ class Checkpointer:
         for name in names:
             del scores[name]
 
-    def write(self, job: Job) -> None:
-        """Write a checkpoint, or begin to, and then remove those that it replaces; one rank calls it."""
-        self._lock.keep(job.target)
-        self.saver.save(job)
+    def write(self, job: Job, is_writer: bool) -> None:
+        """Write a checkpoint, or begin to, and then remove those that it replaces.
+
+        Every rank calls it, and the one that has the whole state is the writer. A storage that each rank writes to
+        overrides it. After an exception the rank that failed calls it alone, as the writer.
+        """
+        if is_writer:
+            self._lock.keep(job.target)
+            self.saver.save(job)
 
     def settle(self, *, wait: bool = True) -> None:
         """Raise what a save in the background failed with, and forget that save; by default wait for it."""

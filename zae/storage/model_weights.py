@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,15 +123,18 @@ def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def apply_weights(module: nn.Module, weights: Weights, strict: bool) -> tuple[list[str], list[str]]:
-    """Load weights into a module; return the missing and the unexpected keys. On an error the module is unchanged."""
+def apply_weights(
+    module: nn.Module, weights: Weights, strict: bool, load: Callable[[dict[str, Tensor], bool], object]
+) -> tuple[list[str], list[str]]:
+    """Let ``load`` load the weights that fit a module; return the missing and the unexpected keys."""
     if not isinstance(weights, (str, os.PathLike, Mapping)):
         raise ConfigError(
             f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
         )
     found = weights if isinstance(weights, Mapping) else load_weights(Path(weights))
-    keys = load_fitted(module, fit_weights(module, found, strict), strict)
-    return list(keys.missing_keys), list(keys.unexpected_keys)
+    fitted, own = fit_weights(module, found, strict), module.state_dict()
+    load(fitted, strict)
+    return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
 
 
 def fit_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
