@@ -159,20 +159,12 @@ class Trainer(metaclass=TrainerMeta):
         self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
         (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
-        keeps = {
-            "keep_train_outputs": self.keep_train_outputs,
-            "keep_test_outputs": type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
-        }
+        has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
+        keeps = {"keep_train_outputs": self.keep_train_outputs, "keep_test_outputs": has_metric}
         self.history = History(monitor, monitor_mode, owner=type(self).__name__, **keeps)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
-        self.nonfinite = NonFiniteGuard(on_nonfinite)
-        self._begin_empty()
-
-    def _begin_empty(self) -> None:
-        """What a trainer keeps, before anything has happened."""
-        self.progress_checker = ProgressChecker()
-        self.loader_position, self.current_run = LoaderPosition(self.fast_data), Run()
-        self.is_seeded = False
+        self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite), ProgressChecker()
+        self.loader_position, self.current_run, self.is_seeded = LoaderPosition(self.fast_data), Run(), False
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -987,9 +979,9 @@ class Trainer(metaclass=TrainerMeta):
     explain, plan, plan_lines = explain.explain, plan.plan, plan.plan_lines
 
     def __repr__(self) -> str:
-        name, progress = type(self.unwrap()).__name__, self.progress_checker
-        place = f"mode={self.mode}, epoch={progress.epoch}, step={progress.step}"
-        return f"{type(self).__name__}(model={name}, device={self.device}, {place})"
+        place = f"epoch={self.progress_checker.epoch}, step={self.progress_checker.step}"
+        model = type(self.unwrap()).__name__
+        return f"{type(self).__name__}(model={model}, device={self.device}, mode={self.mode}, {place})"
 
     # ------------------------------------------------------------------------------------------------ the rest
 

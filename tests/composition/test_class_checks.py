@@ -660,7 +660,7 @@ def test_an_init_that_loses_what_it_was_given_is_refused():
                 super().__init__(**kwargs)
 
 
-@pytest.mark.parametrize("name", ["_in_training", "_begin_empty", "optimization", "optimizers"])
+@pytest.mark.parametrize("name", ["_in_training", "_run", "optimization", "optimizers"])
 @pytest.mark.parametrize("base", [Task, AddOnBase])
 def test_the_trainers_own_attributes_are_not_for_others(base, name):
     namespace = {}

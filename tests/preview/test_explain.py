@@ -22,14 +22,8 @@ from zae.composition import binding
 from zae.composition.introspect import function_of, seams_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
-STATE = {
-    "load_state_dict",
-    "load_evaluation_state",
-    "model_state",
-    "load_model_state",
-    "optimizer_state",
-    "load_optimizer_state",
-}
+STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
+STATE |= {"load_state_dict", "load_evaluation_state"}
 NOT_IN_ORDER = STATE | {"sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""
 
