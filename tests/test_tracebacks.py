@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import zae
-from kit.error_catalogue import Task, dataset, loader, meet, trainer_of, with_step
+from kit.error_catalogue import Task, dataset, loader, meet, trainer_of
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.errors import shorten_traceback
 
@@ -81,8 +81,8 @@ MISTAKES = {
 }
 
 
-def with_class(step):
-    return type(with_step(step))
+def with_class(step, name="train_step"):
+    return type("Task", (Task,), {name: step, "__module__": __name__})
 
 
 def loader_of(**options):
@@ -108,6 +108,54 @@ def test_the_frames_of_a_mistake(name, add_ons, tmp_path, monkeypatch):
     assert len(ours) <= 1, "the call of the user's code, and nothing else"
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+class MisspeltSetup(Task):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, device="gpu", **kwargs)
+
+
+def make_class_with_misspelt_hook():
+    class Misspelt(Task):
+        def on_epoch_ends(self):
+            pass
+
+
+# What fails outside of `run`, and the last of the user's frames.
+CALLS = {
+    "evaluate": (lambda cls: trainer_of(with_class(missing_key, "test_step")).evaluate(loader()), "missing_key"),
+    "evaluate without batches": (lambda cls: trainer_of(cls).evaluate(loader(0)), "<lambda>"),
+    "inference": (lambda cls: trainer_of(with_class(missing_key, "test_step")).inference(loader()), "missing_key"),
+    "run_epoch": (lambda cls: trainer_of(with_class(missing_key)).run_epoch(loader()), "missing_key"),
+    "run_epoch without a return": (
+        lambda cls: trainer_of(with_class(lambda self, batch: None)).run_epoch(loader()),
+        "<lambda>",
+    ),
+    "plan": (lambda cls: trainer_of(cls).plan(None, loader()), "<lambda>"),
+    "save_model": (lambda cls: trainer_of(cls).save_model("weights.h5"), "<lambda>"),
+    "apply_weights": (lambda cls: trainer_of(cls).apply_weights("absent.ckpt"), "<lambda>"),
+    "construction": (lambda cls: trainer_of(cls, gradient_clip="1"), "trainer_of"),
+    "construction by super()": (lambda cls: MisspeltSetup(torch.nn.Linear(4, 2)), "__init__"),
+    "add_on": (lambda cls: cls.add_on("AMPAdon"), "<lambda>"),
+    "class": (lambda cls: make_class_with_misspelt_hook(), "make_class_with_misspelt_hook"),
+    "load_state": (
+        lambda cls: trainer_of(cls.add_on(StateManagerAddon), save_path="runs").load_state("absent"),
+        "<lambda>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_frames_outside_of_run(name, tmp_path, monkeypatch):
+    """Every method that a user calls ends in the user's frame."""
+    monkeypatch.chdir(tmp_path)
+    mistake, last = CALLS[name]
+    with pytest.raises(Exception) as caught:
+        mistake(Task)
+    frames = traceback.extract_tb(caught.value.__traceback__)[1:]
+    assert len(frames) <= 12
+    assert frames[-1].name == last
+    assert sum(Path(frame.filename).is_relative_to(ZAE) for frame in frames) <= 1
 
 
 def raised(kind):

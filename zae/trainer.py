@@ -23,7 +23,7 @@ from zae.common.device import copies_by_itself, leading_dimension, parse_device,
 from zae.common.optimizer_modes import NOTHING
 from zae.common.optimizer_state import load_optimizer_state
 from zae.composition import binding
-from zae.composition.calls import user_call
+from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
@@ -220,7 +220,7 @@ class Trainer(metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    @user_call
+    @run_call
     def run(
         self,
         n_epoch: int | None,

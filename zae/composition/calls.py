@@ -1,4 +1,4 @@
-"""Wrap ``run``: refuse wrong arguments with the line to write, and shorten the tracebacks of errors."""
+"""Wrap the methods that users call: shorten the tracebacks of errors, and explain wrong arguments of ``run``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,41 @@ from zae.composition.foreign_names import foreign_argument, foreign_option
 from zae.composition.options import join, options_of
 from zae.errors import OptionError, did_you_mean, shorten_traceback
 
-__all__ = ["user_call"]
+__all__ = ["USER_CALLS", "run_call", "user_call"]
+
+USER_CALLS = {"apply_weights", "evaluate", "inference", "load_state", "plan", "restore_best", "run_epoch", "save_model",
+              "save_state"}  # fmt: skip
+"""The methods of zae's classes that the metaclass wraps in `user_call`; ``run`` is wrapped where it is defined."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def user_call(run: Callable[P, R]) -> Callable[P, R]:
-    """Make ``run`` refuse arguments that do not fit its signature, and raise errors with short tracebacks."""
-    signature = inspect.signature(run)
+def user_call(method: Callable[P, R], check: Callable[P, None] | None = None) -> Callable[P, R]:
+    """Make a method that users call raise errors with short tracebacks, and check its arguments first."""
 
-    @wraps(run)
+    @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            if not _fits(signature, args, kwargs):
-                raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
-            return run(*args, **kwargs)
+            if check is not None:
+                check(*args, **kwargs)
+            return method(*args, **kwargs)
         except Exception as error:
             shorten_traceback(error)
             raise
 
     return call
+
+
+def run_call(run: Callable[P, R]) -> Callable[P, R]:
+    """Make ``run`` refuse arguments that do not fit its signature, and raise errors with short tracebacks."""
+    signature = inspect.signature(run)
+
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not _fits(signature, args, kwargs):
+            raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
+
+    return user_call(run, check)
 
 
 def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -49,7 +63,7 @@ def _is_loader(value: Any) -> bool:
 
 
 def _explain(names: list[str], trainer: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Say what is wrong with the arguments, and how the call is written."""
+    """Return what is wrong with the arguments, and the line to write."""
     meant = {name: name if name in names else _meant(name, names) for name in kwargs}
     unknown = [name for name in kwargs if name not in names]
     given = {meant[name]: value for name, value in kwargs.items()}
@@ -81,7 +95,7 @@ def _meant(name: str, names: list[str]) -> str:
 
 
 def _cure(cls: Any, name: str) -> str:
-    """Say where an argument belongs that is not one of ``run``."""
+    """Return where an argument belongs that ``run`` does not take."""
     if name in options_of(cls):
         return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
     foreign = foreign_option(name)
@@ -89,7 +103,7 @@ def _cure(cls: Any, name: str) -> str:
 
 
 def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
-    """Write the call as it is meant."""
+    """Return the call that was meant."""
     values = {**given, **dict(zip(names, args, strict=False))}
     n_epoch = values.get("n_epoch")
     if not isinstance(n_epoch, int):

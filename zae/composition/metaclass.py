@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
+from zae.composition.calls import USER_CALLS, user_call
 from zae.composition.class_checks import check_class, check_complete, check_instance
 from zae.composition.collisions import check_collisions
 from zae.composition.introspect import (
@@ -64,12 +65,15 @@ class TrainerMeta(ABCMeta):
     requires: tuple[str | type, ...]
     apply: Callable[[Any], Any]
 
+    @user_call
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
         parents = [base for base in bases if isinstance(base, TrainerMeta)]
         namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
+        if str(namespace.get("__module__")).startswith("zae."):
+            namespace |= {call: user_call(namespace[call]) for call in USER_CALLS & namespace.keys()}
         if not parents:
             namespace.setdefault("__getattr__", missing_attribute)  # Asked only for what is not there.
-            namespace["add_on"] = _OfClass(namespace["add_on"].__func__)
+            namespace["add_on"] = _OfClass(user_call(namespace["add_on"].__func__))
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:
@@ -81,6 +85,7 @@ class TrainerMeta(ABCMeta):
                 _check_composition(cls)
         return cls
 
+    @user_call
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls._is_addon:
             raise AddOnError(
