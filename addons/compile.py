@@ -310,7 +310,7 @@ class CompileAddon(AddOnBase):
         if not isinstance(out, Mapping):
             raise TypeError  # The compiler refuses the step, and the eager step raises a better error.
         with torch.autocast(self.device.type, enabled=False):  # As in a manual loop: backward is outside of autocast.
-            loss = self.weigh(out["loss"], out.get("num_targets"), count)
+            loss = self.scale_loss(out["loss"], out.get("num_targets"), count)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return {key: graphs.detach(value) for key, value in out.items()}, gradients
 

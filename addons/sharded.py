@@ -80,9 +80,9 @@ class ShardingAddon(AddOnBase):
         self._micro += 1
         return super().sync_context(last)
 
-    def weigh(self, loss: Any, num_targets: Any, count: int) -> Any:
+    def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss by this rank's share of the samples, so that each sample has the same weight."""
-        loss = super().weigh(loss, num_targets, count)
+        loss = super().scale_loss(loss, num_targets, count)
         if self._shares is None or num_targets is not None:
             return loss
         own, together = self._shares.share(self.progress_checker.epoch_batch + self._micro)

@@ -132,10 +132,10 @@ def clip_before_unscale(patch: pytest.MonkeyPatch) -> None:
 
 
 def divide_by_the_configured_window(patch: pytest.MonkeyPatch) -> None:
-    def weigh(self, loss, num_targets, count):
-        return super(GradientAccumulationAddon, self).weigh(loss, num_targets, self.gradient_accumulation_steps)
+    def scale_loss(self, loss, num_targets, count):
+        return super(GradientAccumulationAddon, self).scale_loss(loss, num_targets, self.gradient_accumulation_steps)
 
-    patch.setattr(GradientAccumulationAddon, "weigh", weigh, raising=False)
+    patch.setattr(GradientAccumulationAddon, "scale_loss", scale_loss, raising=False)
 
 
 def average_after_skipped_steps(patch: pytest.MonkeyPatch) -> None:

@@ -443,7 +443,7 @@ class Trainer(metaclass=TrainerMeta):
             out = self.train_step(batch)
         try:
             values, _ = output = StepOutput.read(self, out, batch)
-            self.backward(self.weigh(values["loss"], values.get("num_targets"), count))
+            self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(self, out, batch, error)
             raise
@@ -456,15 +456,15 @@ class Trainer(metaclass=TrainerMeta):
         return NOTHING
 
     @seam
-    def weigh(self, loss: Any, num_targets: Any, count: int) -> Any:
-        """Give a loss its share of the window: its number of targets (``normalize`` divides), else one part of all.
+    def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
+        """Scale the loss of one micro-batch of a window: by ``num_targets`` where it is given, else by ``1 / count``.
 
-        It is divided by the true number of micro-batches, as one does by hand; a single one stays as it is.
+        ``normalize`` divides the gradients by the sum of the targets. A single micro-batch is not scaled.
         """
         if count == 1 and (num_targets is None or self.world_size == 1):
             return loss
         if isinstance(loss, Mapping):
-            return {key: self.weigh(each, num_targets, count) for key, each in loss.items()}
+            return {key: self.scale_loss(each, num_targets, count) for key, each in loss.items()}
         return loss / count if num_targets is None else loss * num_targets
 
     @seam
@@ -482,10 +482,10 @@ class Trainer(metaclass=TrainerMeta):
         self.optimization.backward(loss, **kwargs)
 
     @seam
-    def weight_of(self, batch: Any, num_targets: Any) -> float:
-        """Tell what a batch weighs in the epoch's means: its targets, else its samples, else 1.
+    def sample_weight(self, batch: Any, num_targets: Any) -> float:
+        """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
 
-        Targets that were counted on an accelerator stay there as a tensor, which is read with the log.
+        A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
         """
         if num_targets is not None:
             return count_of(self, num_targets)

@@ -117,7 +117,7 @@ class CountedTask(Task):
     """Notes which seams are the core's own while a step is made."""
 
     def train_step(self, batch):
-        names = ("gradients", "sync_context", "weigh", "normalize", "optimizer_step")
+        names = ("gradients", "sync_context", "scale_loss", "normalize", "optimizer_step")
         self.seen = {name: getattr(self, name).__func__ is getattr(Trainer, name) for name in names}
         return super().train_step(batch)
 
@@ -135,7 +135,7 @@ class WindowedTask(Task):
         return super().sync_context(last)
 
 
-@pytest.mark.parametrize("name", ["micro_step", "sync_context", "weigh"])
+@pytest.mark.parametrize("name", ["micro_step", "sync_context", "scale_loss"])
 def test_an_override_of_what_a_micro_batch_is_made_of_is_called(name):
     seen = []
 

@@ -31,7 +31,7 @@ STEPS = {"train_step", "test_step"}
 OPTIONAL = {name for line in LOOP.splitlines() if "?" in line for name in re.findall(r"(\w+)\(", line)}
 """What is shown only where somebody overrides it, since it does nothing by itself."""
 
-QUERIES = {"rank", "world_size", "should_stop", "reduce", "gather", "barrier", "weight_of", "stop", "state_dict"}
+QUERIES = {"rank", "world_size", "should_stop", "reduce", "gather", "barrier", "sample_weight", "stop", "state_dict"}
 """What is asked from many places, and is no part of the sequence; explain() lists those that are overridden."""
 
 
@@ -156,7 +156,7 @@ def test_explain_is_what_a_real_run_does(
     windows = [min(window, batches - start) for start in range(0, batches, window)]
     validates = {step for step in range(1, len(windows) + 1) if step % options.validate == 0}
     shown = {name for line in lines for name in line.calls}
-    quiet = {name for name in OPTIONAL if not owners_of(cls, name)} - ({"weigh", "normalize"} & shown)
+    quiet = {name for name in OPTIONAL if not owners_of(cls, name)} - ({"scale_loss", "normalize"} & shown)
     said = [call for call in Unrolled(lines, windows, len(valid), validates).calls() if call[0] not in quiet]
     took_place = [call for call in trace.calls if call[0] in shown - quiet]
     assert [name for name, _ in took_place] == [name for name, _ in said]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "LAYERS",
+    "RENAMED_SEAMS",
     "add_ons_of",
     "calls_super",
     "function_of",
@@ -33,6 +34,9 @@ __all__ = [
 
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
 """Where an add-on sits, innermost first."""
+
+RENAMED_SEAMS = {"scale_loss": "weigh", "sample_weight": "weight_of"}
+"""The former names of seams, which `zae.composition.renamed` keeps for one version."""
 
 _STORE = dis.opmap["STORE_ATTR"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -156,7 +160,9 @@ def _mentions_super(function: Any, name: str, depth: int) -> bool:
     if not isinstance(function, FunctionType):
         return False
     names = set(names_in(function.__code__))
-    if name in names and ("super" in names or "__class__" in function.__code__.co_freevars):
+    if not names.isdisjoint((name, RENAMED_SEAMS.get(name))) and (
+        "super" in names or "__class__" in function.__code__.co_freevars
+    ):
         return True
     # A decorator that does not use functools.wraps keeps the method in a cell.
     return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _held(function))

@@ -31,6 +31,7 @@ from zae.composition.introspect import (
     slots_of,
 )
 from zae.composition.options import check_call, check_owners, missing_attribute, options_of
+from zae.composition.renamed import keep_old_names
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
 __all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
@@ -79,6 +80,7 @@ class TrainerMeta(ABCMeta):
         except TypeError as error:
             _explain_bases(name, parents, error)
             raise
+        keep_old_names(cls)
         if parents:
             check_class(cls)
             if not cls._is_addon and not getattr(cls, "_partial", False):

@@ -60,7 +60,7 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
             if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
                 raise _not_a_mapping(trainer, out, batch)
             out = {"loss": out}
-        return cls((out, trainer.weight_of(batch, out.get("num_targets"))))
+        return cls((out, trainer.sample_weight(batch, out.get("num_targets"))))
 
 
 def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> StepOutput:

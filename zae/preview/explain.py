@@ -42,7 +42,7 @@ LOOP = """
     ?                            out = micro_step(batch):
     ?                                with forward_context():
                                         out = train_step(batch)
-    ?                                loss = weigh(out["loss"])  # its share of the window
+    ?                                loss = scale_loss(out["loss"])  # its share of the window
                                     backward(loss)
     ?                    normalize(num_targets)  # by those of the window, where steps count them
     ?                unscale()
@@ -91,7 +91,7 @@ validate():  # in evaluation mode, without gradients, on its own random streams
 """
 """The loop; a line with a question mark is shown only if its seam is overridden."""
 
-_WINDOW = ("weigh", "normalize")  # They act only with several micro-batches or ranks.
+_WINDOW = ("scale_loss", "normalize")  # They act only with several micro-batches or ranks.
 _BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
 _COLUMN = 46
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
@@ -166,7 +166,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
         if not windowed:
             text = text.replace("for window in batches", "for batch in batches").replace("(window)", "(batch)")
             text = text.replace("for out in outputs: ", "")
-            text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "weigh") else text
+            text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "scale_loss") else text
         shown_comment = _switch(text, comment, instance)
         notes = [f"{owner.__name__}{_described(owner, name)}" for name, owner in mine] or shown_comment
         replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
