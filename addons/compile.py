@@ -175,7 +175,7 @@ class CompileAddon(AddOnBase):
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note the size of a full batch."""
         if training:
-            self._full = graphs.full_batch(loader, self.world_size)
+            self._full = graphs.full_batch(loader, self.data_size)
             self._looked = False  # Other add-ons may be idle than in the last epoch.
         return super().wrap_loader(loader, training)
 

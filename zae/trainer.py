@@ -25,6 +25,7 @@ from zae.common.optimizer_state import load_optimizer_state
 from zae.composition import binding
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
+from zae.data.gather import batches_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.loop.epoch_log import EpochLog, plain
@@ -32,6 +33,7 @@ from zae.loop.evaluation import Evaluation, modules_in_training, restore_trainin
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
+from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
 from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
@@ -56,7 +58,7 @@ def _of(part: str, name: str, doc: str) -> Any:
     return property(read, lambda trainer, value: setattr(getattr(trainer, part), name, value), doc=doc)
 
 
-class Trainer(metaclass=TrainerMeta):
+class Trainer(Processes, metaclass=TrainerMeta):
     """The training loop of PyTorch, with its seams open: subclass it with ``train_step`` and ``test_step``.
 
     Parameters
@@ -461,7 +463,7 @@ class Trainer(metaclass=TrainerMeta):
 
         ``normalize`` divides the gradients by the sum of the targets. A single micro-batch is not scaled.
         """
-        if count == 1 and (num_targets is None or self.world_size == 1):
+        if count == 1 and (num_targets is None or self.data_size == 1):
             return loss
         if isinstance(loss, Mapping):
             return {key: self.scale_loss(each, num_targets, count) for key, each in loss.items()}
@@ -504,7 +506,12 @@ class Trainer(metaclass=TrainerMeta):
     @seam
     def clip(self) -> None:
         """Clip the gradients to the norm ``gradient_clip``, which leaves ``grad_norm`` behind."""
-        self.optimization.clip()
+        self.optimization.clip(self.gradient_norm)
+
+    @seam
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the gradients of these parameters, equal on all ranks; ``clip`` calls it."""
+        return optim.gradient_norm(parameters)
 
     @seam
     def may_step(self, outputs: Sequence[StepOutput]) -> bool:
@@ -563,9 +570,9 @@ class Trainer(metaclass=TrainerMeta):
         if self.seed is not None and not self.is_seeded:
             random_state.seed_everything(self.seed)
         self.is_seeded = True
-        argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module).to(self.device)
+        self.materialize(argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module))
         self.model = self._wrapped = self.wrap_model(self._module)
-        self.optimization.build(self.build_optimizer, self.build_scheduler)
+        self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
 
     @seam
@@ -600,6 +607,11 @@ class Trainer(metaclass=TrainerMeta):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield what ``run_batch`` takes, from where the epoch stands."""
         return self.loader_position.batches(loader, self.progress_checker.epoch_batch, self.progress_checker.batch)
+
+    @seam
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of an evaluation, of a loader after ``wrap_loader``."""
+        return batches_of(loader, self.fast_data)
 
     @seam
     def steps_in(self, loader: Any) -> int | None:
@@ -672,37 +684,6 @@ class Trainer(metaclass=TrainerMeta):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
-
-    @seam
-    def reduce(self, value: Tensor) -> Tensor:
-        """Sum a tensor over the ranks."""
-        return value
-
-    @seam
-    def gather(self, value: Any) -> list[Any]:
-        """List a value of every rank."""
-        return [value]
-
-    @seam
-    def barrier(self) -> None:
-        """Wait for every rank."""
-
-    @property
-    @seam
-    def rank(self) -> int:
-        """The number of this process among those that train."""
-        return 0
-
-    @property
-    @seam
-    def world_size(self) -> int:
-        """How many processes train."""
-        return 1
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is the one that logs and saves."""
-        return self.rank == 0
 
     @property
     @seam

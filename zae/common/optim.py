@@ -24,6 +24,7 @@ __all__ = [
     "check_closures",
     "check_groups",
     "fused_hints",
+    "gradient_norm",
     "is_stepped_by_class",
     "label",
     "learning_rates",
@@ -141,6 +142,11 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
         mine = {id(p) for p in held}
         lists.append([p for p in ordered if id(p) in mine] + [p for p in held if id(p) not in seen])
     return lists
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of the gradients of parameters, as ``clip_grad_norm_`` computes it."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer], **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ _SEAMS = (
 
 _EMPTY = ("on_step_begin", "on_step_end", "unscale")
 _FORWARDED = ("backward", "clip", "scheduler_step", "step_one", "zero_grad")
+_CALLED = {"clip": "gradient_norm"}  # A seam that a default calls in turn: with an override of it nothing is forwarded.
 
 
 def idle_add_ons(trainer: Trainer) -> frozenset[Any]:
@@ -81,11 +82,15 @@ def _bindings(trainer: Trainer, idle: frozenset[Any]) -> dict[str, Any]:
         owner = next(c for c in owners if c not in idle)
         if owner is owners[-1] and name in _EMPTY:
             bound[name] = "".format  # It takes any arguments and does nothing, at the least cost.
-        elif owner is owners[-1] and name in _FORWARDED:
+        elif owner is owners[-1] and name in _FORWARDED and not _is_overridden(cls, _CALLED.get(name, "")):
             bound[name] = getattr(trainer.optimization, name)
         elif owner is not owners[0]:
             bound[name] = owner.__dict__[name].__get__(trainer, cls)
     return bound
+
+
+def _is_overridden(cls: type, name: str) -> bool:
+    return sum(name in c.__dict__ for c in cls.__mro__) > 1
 
 
 def _bound_names(trainer: Trainer) -> set[str]:

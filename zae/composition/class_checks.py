@@ -129,6 +129,11 @@ def _check_init(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------ where a class stands
 
 
+def _is_ours(cls: Any) -> bool:
+    """Whether a class is a trainer, or the base of Trainer."""
+    return is_trainer(cls) or cls.__module__ == "zae.loop.processes"
+
+
 def _root_index(cls: Any) -> int:
     """Return the index of Trainer in the MRO; the ``__init__`` of classes after it never runs."""
     return max(index for index, klass in enumerate(cls.__mro__) if is_trainer(klass))
@@ -181,7 +186,7 @@ def _check_methods(cls: Any, klass: Any) -> None:
             )
         if name.startswith("_"):
             continue
-        ours = next((c.__dict__[name] for c in behind if is_trainer(c) and name in c.__dict__), None)
+        ours = next((c.__dict__[name] for c in behind if _is_ours(c) and name in c.__dict__), None)
         if isinstance(function_of(ours), FunctionType):
             _check_kind(klass, name, value, ours)
             _check_signature(klass, name, value, ours)
@@ -256,7 +261,7 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
 
 def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> None:
     """Refuse an override that calls ``super()`` and does not return the value: a step would count as skipped, say."""
-    first = next(c.__dict__[name] for c in reversed(behind) if is_trainer(c) and name in c.__dict__)
+    first = next(c.__dict__[name] for c in reversed(behind) if _is_ours(c) and name in c.__dict__)
     needed = getattr(function_of(first), "__annotations__", {}).get("return")
     if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
         return

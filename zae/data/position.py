@@ -117,7 +117,7 @@ class LoaderPosition:
         CheckpointMismatch
             The dataset or the sampler is another one, or the loader is a stream.
         """
-        resume, progress, world = self._resume, trainer.progress_checker, trainer.world_size
+        resume, progress, world = self._resume, trainer.progress_checker, trainer.data_size
         if resume is None or not resume.get("may_reshard") or not resume["facts"]:
             return
         before, ranks = resume["facts"], (resume.get("ranks", world), world)

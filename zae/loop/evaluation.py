@@ -13,7 +13,6 @@ from torch import nn
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
 from zae.composition import binding
-from zae.data.gather import batches_of
 from zae.data.loader_state import undrawn
 from zae.data.loaders import check_loader, describe, gives_pinned
 from zae.data.sharding import shares_of
@@ -101,7 +100,7 @@ class Evaluation:
         trainer = self.trainer
         with self._fresh_log(), self._testing(loader):
             wrapped = trainer.wrap_loader(loader, False)
-            batches = batches_of(wrapped, trainer.fast_data)
+            batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
                 count = self._record_all(loader, batches, self.signals)
             else:
@@ -110,7 +109,7 @@ class Evaluation:
                 count = None if flag.signals else count
             if count is not None:
                 further = trainer.metric_on_epoch_end
-                metrics = trainer.history.summarize("test", trainer.gather, trainer.world_size, further)
+                metrics = trainer.history.summarize("test", trainer.gather_data, trainer.data_size, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
             part_from_workers(batches, wrapped)
@@ -135,13 +134,13 @@ class Evaluation:
         trainer, run, outputs = self.trainer, self.trainer.current_run, []
         with self._testing(loader):
             with run.evaluating(loader):
-                for batch in batches_of(trainer.wrap_loader(loader, False), trainer.fast_data):
+                for batch in trainer.evaluation_batches(trainer.wrap_loader(loader, False)):
                     if batch is None:
                         continue
                     run.batch = batch
                     outputs.append(to_host(call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]))
                     run.batch = None
-            return in_turn(trainer.gather(outputs))
+            return in_turn(trainer.gather_data(outputs))
 
     def _record_all(self, loader: Any, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
         """Test and record each batch; return how many there were, or None where a signal ended it early."""

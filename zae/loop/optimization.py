@@ -94,10 +94,17 @@ class Optimization:
         given = [*optim.as_dict(self.optimizer).values(), *optim.as_dict(self.scheduler).values()]
         return any(map(optim.is_factory, given))
 
-    def build(self, build_optimizer: Callable[[], Any], build_scheduler: Callable[[], Any]) -> None:
+    def build(
+        self,
+        build_optimizer: Callable[[], Any],
+        build_scheduler: Callable[[], Any],
+        wrap_optimizers: Callable[[Mapping[str, Optimizer]], None] | None = None,
+    ) -> None:
         """Make the optimizers, and then the schedulers that change their learning rates."""
         self.optimizer = build_optimizer()
         self.hold()
+        if wrap_optimizers is not None:
+            wrap_optimizers(self.optimizers)
         self.scheduler = build_scheduler()
         self.hold()
         self.note_settings()
@@ -161,10 +168,13 @@ class Optimization:
             return
         optim.normalize(num_targets, self.parameters, reduce, world_size)
 
-    def clip(self) -> None:
+    def clip(self, norm_of: Callable[[list[Tensor]], Tensor] = optim.gradient_norm) -> None:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
         if self.gradient_clip:
-            norms = [nn.utils.clip_grad_norm_(parameters, self.gradient_clip) for parameters in self._clipped]
+            norms = []
+            for parameters in self._clipped:  # In turn: two optimizers may share a parameter.
+                norms.append(norm_of(parameters))
+                nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, norms[-1])
             self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
     step_one = staticmethod(optim.step)

@@ -344,10 +344,10 @@ class Run:
             )
         trainer.nonfinite.sync_counts(trainer)
         if not is_complete:
-            sums = merge_sums(trainer.gather(trainer.log_train.sums()))
+            sums = merge_sums(trainer.gather_data(trainer.log_train.sums()))
             return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
         trainer.log_test.clear()
-        metrics = history.summarize("train", trainer.gather, trainer.world_size, trainer.metric_on_epoch_end)
+        metrics = history.summarize("train", trainer.gather_data, trainer.data_size, trainer.metric_on_epoch_end)
         history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
         if trainer.log_every.due_at_epoch(progress.epoch + 1):
             self.log_training(trainer.train_metrics)
@@ -460,7 +460,7 @@ class Run:
         trainer, progress = self.trainer, self.trainer.progress_checker
         if means is None:
             trainer.nonfinite.sync_counts(trainer)
-        sums = merge_sums(trainer.gather(trainer.log_train.take_sums()))
+        sums = merge_sums(trainer.gather_data(trainer.log_train.take_sums()))
         since = means or {key: total / weight for key, (total, weight) in sums.items()}
         record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()
         if trainer.grad_norm is not None:

@@ -22,8 +22,10 @@ __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of"]
 LOOP = """
 ?launch(run, ...)
     setup()  # seed, move the model, build optimizers and schedulers
+    ?    materialize(model)
     ?    model = wrap_model(model)
     ?    optimizer = build_optimizer()
+    ?    wrap_optimizers(optimizers)
     ?    scheduler = build_scheduler()
     ?steps_in(wrap_loader(loader))  # to check that the schedules last
     ?on_run_begin()
@@ -47,6 +49,7 @@ LOOP = """
     ?                    normalize(num_targets)  # by those of the window, where steps count them
     ?                unscale()
                     clip()  # when gradient_clip > 0
+    ?                    norm = gradient_norm(parameters)
     ?                may_step(outputs)  # else the step is left out: on_nonfinite="skip"
                     stepped = optimizer_step():
     ?                    step_one(optimizer)
@@ -80,6 +83,7 @@ LOOP = """
 validate():  # in evaluation mode, without gradients, on its own random streams
 ?    with evaluation_context():
 ?        valid_loader = wrap_loader(valid_loader)
+?        valid_loader = evaluation_batches(valid_loader)
         for batch in valid_loader:
             batch = to_device(batch)
 ?            with forward_context():

@@ -74,7 +74,7 @@ class Start:
         found, (model, rest) = self._newest(self._load, self._load_whole)
         saved = addon_state.state_of_rank(trainer, rest)
         present = trainer.state_dict()
-        streams = _streams_of(saved, trainer.world_size, trainer.rank) if "random" in self.parts else None
+        streams = _streams_of(saved, trainer.data_size, trainer.data_rank) if "random" in self.parts else None
         state = {**present, **_merged(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "model" in self.parts:
             state["model"] = model

@@ -1,0 +1,97 @@
+"""The seams of a trainer that concern several processes, as they are for one; engines override them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.composition.introspect import seam
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Processes"]
+
+
+class Processes:
+    """What a trainer knows of the other processes, and how they hold its model: here it is alone.
+
+    docs/engines.md is the contract for add-ons that fill a slot ``parallel``.
+
+    Attributes
+    ----------
+    pads : bool
+        Whether a rank without a batch takes part in the forward of the others, with a batch of weight 0.
+    can_save_alone : bool
+        Whether a rank can save the state without the others, after an error.
+    """
+
+    pads = False
+    can_save_alone = True
+
+    if TYPE_CHECKING:
+        device: torch.device
+
+    # ------------------------------------------------------------------------------------- the processes
+
+    @seam
+    def reduce(self, value: Tensor) -> Tensor:
+        """Sum a tensor over the ranks."""
+        return value
+
+    @seam
+    def gather(self, value: Any) -> list[Any]:
+        """List a value of every rank."""
+        return [value]
+
+    @seam
+    def gather_data(self, value: Any) -> list[Any]:
+        """List a value of one rank of each share of the data, on every rank."""
+        return self.gather(value)
+
+    @seam
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    @property
+    @seam
+    def rank(self) -> int:
+        """The number of this process among those that train."""
+        return 0
+
+    @property
+    @seam
+    def world_size(self) -> int:
+        """How many processes train."""
+        return 1
+
+    @property
+    @seam
+    def data_rank(self) -> int:
+        """The number of this process among the shares of the data; processes with the same number get equal batches."""
+        return self.rank
+
+    @property
+    @seam
+    def data_size(self) -> int:
+        """The number of shares of the data; at most ``world_size``."""
+        return self.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that logs and saves."""
+        return self.rank == 0
+
+    # ------------------------------------------------------------------------------------- the model in them
+
+    @seam
+    def materialize(self, module: nn.Module) -> None:
+        """Move the parameters and buffers of the module to the trainer's device, before ``wrap_model``."""
+        module.to(self.device)
+
+    @seam
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Prepare the optimizers for the wrapped model: all of their parameters must be the present ones."""
