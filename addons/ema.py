@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zae.addon import AddOnBase
 from zae.common.optim import are_lazy
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.loop.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.preview.checkpoint_size import tensor_bytes
-from zae.storage.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.storage.weights_file import save_weights
 
 __all__ = ["EMAAddon"]

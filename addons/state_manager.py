@@ -21,6 +21,7 @@ from zae.errors import (
     NonFiniteError,
 )
 from zae.loop import addon_state
+from zae.loop.model_weights import named_parameters
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver, warn_of_lost_ranks
@@ -31,7 +32,6 @@ from zae.saving.start_from import Start, parts_of
 from zae.saving.stop_signals import StopSignals
 from zae.storage.checkpoint import newest_valid
 from zae.storage.manifest import check_progress
-from zae.storage.model_weights import named_parameters
 
 __all__ = ["StateManagerAddon"]
 

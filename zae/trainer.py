@@ -31,15 +31,16 @@ from zae.data.position import LoaderPosition
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
 from zae.loop.history import History, Metrics, MetricsDict
+from zae.loop.model_weights import load_fitted, plain_state, without_wrappers
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
 from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run, RunLimits
-from zae.loop.state import load_core, load_evaluation_weights, read_core, save_evaluation_weights
+from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
-from zae.storage.model_weights import Weights, load_fitted, plain_state, without_wrappers
+from zae.storage.weights_file import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -852,7 +853,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         Path
             The file.
         """
-        return save_evaluation_weights(self, Path(path))
+        return save_weights(Path(path), evaluation_weights(self), {"step": str(self.progress_checker.step)})
 
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
@@ -874,7 +875,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch, CheckpointNotFound
             The model is unchanged.
         """
-        return load_evaluation_weights(self, weights, strict)
+        return load_evaluation_weights(self, read_weights(weights), strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 

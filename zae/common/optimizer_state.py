@@ -8,6 +8,7 @@ put in place as they are.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections import defaultdict
@@ -22,10 +23,18 @@ from torch.optim import Optimizer
 
 from zae.errors import CheckpointError, CheckpointMismatch
 
-__all__ = ["check_optimizer_states", "check_rates", "copy_optimizer", "load_optimizer_state"]
+__all__ = [
+    "check_optimizer_states",
+    "check_rates",
+    "copy_optimizer",
+    "load_optimizer_state",
+    "match_order",
+    "parameter_order",
+]
 
 _LOAD = Optimizer.load_state_dict
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
+_SHOWN = 10
 _reloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers whose own ``load_state_dict`` has been tried."""
 
@@ -236,6 +245,37 @@ def check_rates(what: str, saved: Any, present: Any) -> None:
                 raise _refusal(what, name, value, "a number")
             if is_rate and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
                 raise _refusal(what, name, value, "a rate")
+
+
+def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names, by id, of an optimizer's parameters by group; its own state has only their numbers."""
+    outside = itertools.count()
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[names.get(id(each)) or f"outside {next(outside)}" for each in group] for group in groups]
+
+
+def match_order(
+    name: str, optimizer: Optimizer, state: Any, saved: list[list[str]], present: list[list[str]], strict: bool
+) -> Any:
+    """Return a state in the present order of the parameters: those that were given as a set differ each time."""
+    if saved == present:
+        return state
+    places = {
+        key: place for keys, group in zip(saved, state["param_groups"]) for key, place in zip(keys, group["params"])
+    }
+    differ = sorted(places.keys() ^ set(itertools.chain(*present)))
+    if not differ and (len(state["state"]) != 1 or len(places) == 1):
+        groups = zip(state["param_groups"], present)
+        made = [{**group, "params": [places[key] for key in keys]} for group, keys in groups]
+        # torch's own list of names would be in the old order.
+        return {**state, "param_groups": [{k: v for k, v in group.items() if k != "param_names"} for group in made]}
+    if not strict:
+        return state
+    how = f"with other parameters ({', '.join(differ[:_SHOWN])})" if differ else "with its parameters in another order"
+    raise CheckpointMismatch(
+        f"optimizer {name} ({type(optimizer).__name__}) was saved {how}; build it as it was, or load only the weights: "
+        "apply_weights(path)"
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -442,6 +442,10 @@ class History:
         made.train = [Metrics(row) for row in records["train_history"]]
         made.valid = [Metrics(row) for row in records["valid_history"]]
         made.log = [dict(row) for row in records["log_history"]]
+        if not self.has_criterion_of(records):
+            made.recompute_best()
+            said = "the state was saved with monitor=%s, and here it is %s: the best epoch so far is determined again"
+            _log.warning(f"{said} by it", printable(str(records["monitor"])), self.criterion)
         return made
 
 

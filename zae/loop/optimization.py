@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +18,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
-from zae.common.optimizer_settings import ScriptSettings
-from zae.errors import ConfigError
+from zae.common.optimizer_settings import REMEDY, ScriptSettings
+from zae.common.optimizer_state import check_rates, match_order, parameter_order
+from zae.errors import CheckpointMismatch, ConfigError
+from zae.loop.model_weights import fit_name, named_parameters
 from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 
 __all__ = ["Optimization", "Span", "check_schedules"]
@@ -288,10 +291,106 @@ class Optimization:
         """Note the settings of optimizers and schedulers that are new: as the script has made them."""
         self.settings.note(optimizer=self.optimizers, scheduler=self.schedulers)
 
-    def state_dict(self, read: Callable[[str], Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the states of the optimizers, each as ``read(name)`` returns it, and of the schedulers."""
-        schedulers = {name: each.state_dict() for name, each in self.schedulers.items()}
-        return {"optimizer": {name: read(name) for name in self.optimizers}, "scheduler": schedulers}
+    def state_dict(self, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """Return the entries of a state beside "optimizer", which `Trainer.optimizer_state` returns."""
+        names = {id(each): name for name, each in named_parameters(module).items()}
+        return {
+            "scheduler": {name: each.state_dict() for name, each in self.schedulers.items()},
+            # Parameters that an optimizer trains outside of the model, a learnt loss weight for instance.
+            "outside": {name: optim.outside_of(each, module) for name, each in self.optimizers.items()},
+            "order": {name: parameter_order(each, names) for name, each in self.optimizers.items()},
+        }
+
+    def records(self) -> dict[str, Any]:
+        """Return its part of the entry "records"."""
+        return {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm}
+
+    def prepare(
+        self,
+        state: Mapping[str, Any],
+        module: nn.Module,
+        strict: bool,
+        load_optimizer: Callable[[str, Any], None],
+        *,
+        keeps_best: bool,
+    ) -> Callable[[], None]:
+        """Check its entries of a state, and return a function that loads them.
+
+        Parameters
+        ----------
+        state : mapping
+            A whole state.
+        module : Module
+            The model, which gives the names of the parameters.
+        strict : bool
+            Whether parameters in another order are refused where their names do not tell it.
+        load_optimizer : callable
+            `Trainer.load_optimizer_state`.
+        keeps_best : bool
+            Whether the monitor is the one of the state; else a scheduler that waits for a metric begins again.
+        """
+        self._check_names(state)
+        self.settings.check_classes(state)
+        names = {id(each): name for name, each in named_parameters(module).items()}
+        optimizers = {name: self._in_present_order(name, state, names, strict) for name in self.optimizers}
+        schedulers = {name: copy.deepcopy(state["scheduler"][name]) for name in self.schedulers}
+        for name, each in self.schedulers.items():
+            check_rates("scheduler", schedulers[name], each.state_dict())
+            if is_plateau(each) and not keeps_best:
+                best = {"mode": each.mode, "best": each.mode_worse, "num_bad_epochs": 0}
+                schedulers[name] = {**schedulers[name], **best}
+        records, is_begun = state["records"], bool(state["progress"]["step"])
+        grad_norm = records["grad_norm"]
+
+        def load() -> None:
+            for name, each in self.optimizers.items():
+                load_optimizer(name, optimizers[name])
+                optim.match_layout(each)
+                if is_begun:  # Else a scheduler that is stepped before it warns.
+                    each._opt_called = True  # type: ignore[attr-defined]
+            for name, each in self.schedulers.items():
+                each.load_state_dict(schedulers[name])
+            self.grad_norm = grad_norm
+            self.settings.load(records.get("settings"))
+
+        return load
+
+    def _check_names(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state with other names of optimizers or schedulers."""
+        for what, own in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
+            if set(state[what]) != set(own):
+                raise CheckpointMismatch(
+                    f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; build the "
+                    f"trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
+                )
+
+    def _in_present_order(self, name: str, state: Mapping[str, Any], names: Mapping[int, str], strict: bool) -> Any:
+        """Return the saved state of an optimizer with its parameters in the present order."""
+        optimizer, own = self.optimizers[name], state["optimizer"][name]
+        optim.check_groups(name, optimizer, own)
+        for there, here in zip(own["param_groups"], optimizer.param_groups):
+            check_rates("optimizer", there, here)
+        present = parameter_order(optimizer, names)
+        known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
+        order = state.get("order", {}).get(name, ())  # An older zae did not save it, or with the names of wrappers.
+        saved = [[fit_name(key, known) for key in keys] for keys in order]
+        if not saved or not known.keys() >= set(itertools.chain(*saved)):
+            return own  # The names have changed: only the numbers are left.
+        return match_order(name, optimizer, own, saved, present, strict)
+
+    def pair_outside(self, saved: Mapping[str, Any], module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Pair the optimizers' parameters outside of the model with their saved values."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, optimizer in self.optimizers.items():
+            present, values = optim.outside_of(optimizer, module), saved.get(name, [])
+            shapes = [[tuple(each.shape) for each in several] for several in (present, values)]
+            if shapes[0] != shapes[1]:
+                raise CheckpointMismatch(
+                    f"optimizer {name} trains parameters outside of the model of shapes {shapes[0]}, and the state has "
+                    f"{shapes[1]}; build the trainer as it was"
+                )
+            pairs += zip(present, values, strict=True)
+        return pairs
 
     # ------------------------------------------------------------------ optimizers with train and evaluation modes
 

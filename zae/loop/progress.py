@@ -246,6 +246,23 @@ class ProgressChecker:
         self.epoch += 1
         self.epoch_step = self.epoch_batch = 0
 
+    def entries(self) -> dict[str, Any]:
+        """Return the entries of a state; the second only where it is needed, since an older zae refuses it."""
+        pending = {"validation": self.pending_validation} if self.pending_validation else {}
+        return {"progress": self.state_dict(), **pending}
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any]) -> ProgressChecker:
+        """Return the progress in a whole state."""
+        made, pending = cls(), state.get("validation", "")
+        made.load_state_dict(state["progress"])
+        if pending not in ("", "step", "epoch"):
+            raise CheckpointMismatch(
+                f"the state says of its validation {pending!r:.80}, which is not 'step' or 'epoch'"
+            )
+        made.pending_validation = pending
+        return made
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the beginnings of the calls of ``run`` as plain values."""
         starts = [list(start) for start in self.run_starts]

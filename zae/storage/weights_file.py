@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -33,18 +33,21 @@ from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_count, byte_view, dense, separate
 
 __all__ = [
+    "Weights",
     "load_safetensors",
     "load_weights",
     "parse_format",
     "read_ckpt",
     "read_model",
     "read_safetensors",
+    "read_weights",
     "save_weights",
     "write_ckpt",
     "write_safetensors",
 ]
 
 _log = logging.getLogger("zae")
+Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
 HEADER_LIMIT = 64 << 20
 """The largest safetensors header that is written or read, in bytes: some 400,000 tensors."""
@@ -77,6 +80,15 @@ def save_weights(
         filesystem.disk.fsync_directory(path.parent)
     sweep(path.parent)
     return path
+
+
+def read_weights(weights: Weights) -> Mapping[str, Tensor]:
+    """Return weights that are given as a file, or as they are."""
+    if not isinstance(weights, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
+        )
+    return weights if isinstance(weights, Mapping) else load_weights(weights)
 
 
 def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:

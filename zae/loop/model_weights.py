@@ -9,22 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zae.common.torch_private import has_own_loading, has_own_shapes
-from zae.errors import CheckpointMismatch, ConfigError
-from zae.storage.weights_file import load_weights
+from zae.errors import CheckpointMismatch
 
 __all__ = [
-    "Weights",
-    "apply_weights",
     "check_types",
     "fit_name",
     "fit_state",
@@ -38,7 +33,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zae")
-Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 _SHOWN = 10
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "module")
@@ -121,20 +115,6 @@ def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 # ------------------------------------------------------------------------------------------------------- loading
-
-
-def apply_weights(
-    module: nn.Module, weights: Weights, strict: bool, load: Callable[[dict[str, Tensor], bool], object]
-) -> tuple[list[str], list[str]]:
-    """Let ``load`` load the weights that fit a module; return the missing and the unexpected keys."""
-    if not isinstance(weights, (str, os.PathLike, Mapping)):
-        raise ConfigError(
-            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
-        )
-    found = weights if isinstance(weights, Mapping) else load_weights(Path(weights))
-    fitted, own = fit_weights(module, found, strict), module.state_dict()
-    load(fitted, strict)
-    return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
 
 
 def fit_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
