@@ -23,6 +23,7 @@ from zae.data.sharding import Ranks, shard
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 from zae.launch import spawn as launching
 from zae.launch.rank_process import note_failure, random_state_of, tell_failures_early
+from zae.launch.stop_flag import StopFlag
 from zae.loop import addon_state
 from zae.loop.epoch_log import EpochLog, merge_logs
 
@@ -73,7 +74,7 @@ class DistributedAddon(ShardingAddon):
         self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
-        self._stop_reason: str | None = None
+        self._stop_flag = StopFlag()
         self._outer_error: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------- beginning and end
@@ -244,24 +245,39 @@ class DistributedAddon(ShardingAddon):
 
     @replaces
     def stop(self, reason: str) -> None:
-        """End the run on all ranks after this step, whichever rank calls it."""
+        """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
         if self._world == 1:
             return super().stop(reason)
-        self._stop_reason = reason
+        self._stop_flag.reason = reason
 
     def on_run_begin(self) -> None:
         """Reset the request to stop, and check that all ranks begin at the same place."""
-        self._stop_reason, progress = None, self.progress_checker
+        self._stop_flag.reason, progress = None, self.progress_checker
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         super().on_run_begin()
 
+    def on_validation_begin(self) -> None:
+        """Note that the ranks meet at this step."""
+        super().on_validation_begin()
+        self._stop_flag.is_meeting = True
+
     def checkpoint(self) -> None:
-        """Agree on whether to stop, after each step and each epoch."""
-        if self._world > 1 and float(self.reduce(torch.tensor(float(self._stop_reason is not None)))):
-            reason = next(each for each in self.gather(self._stop_reason) if each is not None)
-            self._stop_reason = None
-            super().stop(reason)
+        """Agree on whether to stop: after a step on what was asked at the step before, so that no step waits for it.
+
+        After a validation, an epoch and the last step of the run, where the ranks meet in any case, they agree on what
+        is asked now.
+        """
+        if self._world > 1:
+            progress = self.progress_checker
+            waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
+            if (reason := self._stop_flag.agree(waits, self.gather)) is not None:
+                super().stop(reason)
         super().checkpoint()
+
+    def teardown(self) -> None:
+        """Leave nothing under way on the process group."""
+        self._stop_flag.drop(is_failing=self._is_failing())
+        super().teardown()
 
     # ----------------------------------------------------------------------------------------------------- state
 

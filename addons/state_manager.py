@@ -243,7 +243,8 @@ class StateManagerAddon(AddOnBase):
             self.save_state()
         if signal is not None:
             self._settle_save()
-            _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
+            if self.is_main:
+                _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
             self._stop_signals.end(signal)
 
     def on_exception(self, error: BaseException) -> None:

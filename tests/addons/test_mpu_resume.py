@@ -110,17 +110,31 @@ def test_another_number_of_ranks_is_refused(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_stopping_is_agreed(world):
-    """P-36: only the last rank asks for the end; early stopping by a metric of all; both at the same step."""
+    """P-36: only the last rank asks for the end; early stopping by a metric of all; all ranks at the same step.
+
+    That is the step after the request, for no step waits for it; at once where the ranks meet in any case: at the end
+    of an epoch and of the run, and after a validation.
+    """
 
     class LastRankStops(Task):
+        at = 0
+
         def train_step(self, batch):
-            if self.rank == world - 1 and self.progress_checker.step == 2:
+            if self.rank == world - 1 and self.progress_checker.step + 1 == self.at:
                 self.stop("enough")
             return super().train_step(batch)
 
-    trainer = build(LastRankStops, (MultiGPUAddon,))
-    metrics = trainer.run(9, loader(12, 2))
-    assert trainer.gather((metrics["step"], metrics["stop_reason"])) == [(3, "enough")] * world
+    cases = (  # The step of the request, further arguments of run, and the last step.
+        (2, {}, 3), (5, {}, 5), (4, {"max_steps": 4}, 4), (6, {"valid_loader": loader(6, 2), "valid_every": 2}, 6),
+        (1, {"valid_loader": loader(6, 2), "valid_every": 2}, 2), (3, {"steps_per_epoch": 3}, 3),
+    )  # fmt: skip
+    for at, options, last in cases:
+        trainer = build(LastRankStops, (MultiGPUAddon,))
+        trainer.at = at
+        metrics = trainer.run(9, loader(10 * world, 2), **options)
+        assert trainer.gather((metrics["step"], metrics["stop_reason"])) == [(last, "enough")] * world, at
+        assert agree(trainer)
+        assert trainer.run(9, loader(10 * world, 2), max_steps=7)["step"] == last + 7, "and the next run goes on"
 
     class OneRankIsBad(Task):
         def test_step(self, batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -337,10 +338,14 @@ def test_ctrl_c_ends_a_script_and_every_rank():
     [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, None)],
     ids=["TERM", "HUP", "KILL"],
 )
-def test_what_ends_the_parent_ends_every_rank(number, status):
-    """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left."""
+def test_what_ends_the_parent_ends_every_rank(number, status, capfd):
+    """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left.
+
+    One rank says that it is saved.
+    """
 
     def run():
+        logging.basicConfig(force=True)  # To standard error, and not to the handlers of pytest.
         with forks():
             slow(StateManagerAddon, save_path="run", save_every=10**6) if status else slow()
 
@@ -351,6 +356,7 @@ def test_what_ends_the_parent_ends_every_rank(number, status):
     assert parent.wait(30).status == (status or -number)
     wait_for(lambda: still_there() == [], 15)
     assert len(list(Path().glob("run/step-*"))) == bool(status)
+    assert capfd.readouterr().err.count(f"signal {number}: saved at step") == bool(status)
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun

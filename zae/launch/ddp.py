@@ -47,7 +47,7 @@ class Replica(DistributedDataParallel):
         return parameters[:: self._step], expect_sparse[:: self._step]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._used = True
+        vars(self)["_used"] = True  # Not through __setattr__, which takes longer.
         return super().forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

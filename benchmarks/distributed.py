@@ -1,0 +1,143 @@
+"""What a step on several ranks costs, against the wrapper of torch by hand: python benchmarks/distributed.py.
+
+Two processes over gloo train the same model on the same batches, by hand and with zae, in turns within one run. The
+batches lie in a list, both sides read the loss of each step, and the weights of both must be bitwise the same in the
+end. A step lasts from one call of the loss function to the next, on the slower rank. Shown are the ratios of the median
+steps, of the fastest tenth, which other processes on the machine disturb less, and of the CPU time of both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zae import Trainer
+from zae.addons import MultiGPUAddon
+from zae.launch.spawn import spawn
+
+WIDTHS = {64: 1.05, 512: 1.01}
+"""Widths of the MLP, and the most that the median may be."""
+BATCH = 32
+
+
+class Task(Trainer):
+    """A classifier."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": loss_of(self.model, batch)}
+
+    test_step = train_step
+
+
+clock: list[tuple[float, float]] = []
+"""Elapsed and CPU time at each call of the loss function."""
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    clock.append((time.perf_counter(), time.process_time()))
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def mlp(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    hidden = [nn.Linear(width, width), nn.ReLU()] if width > 64 else []
+    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), *hidden, nn.Linear(width, 5))
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, 20, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class ByHand:
+    """The loop as one writes it without a library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.module = self.wrap(model), model
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def epoch(self, own: list[Any]) -> float:
+        total = 0.0
+        for batch in own:
+            loss = loss_of(self.model, batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total += loss.item()
+        return total
+
+
+# An engine is compared with what one writes by hand for it. FSDPAddon goes here, with `fully_shard` in `wrap`.
+ENGINES: dict[str, tuple[type[ByHand], type[Any]]] = {"DDP": (ByHand, MultiGPUAddon)}
+
+
+def turns(engine: str, width: int, steps: int, count: int) -> Tensor:
+    """Return the durations of steps, by side (by hand, zae), step, and kind of time (elapsed, CPU)."""
+    torch.set_num_threads(1)
+    kind, add_on = ENGINES[engine]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert world == 2
+    model = mlp(width)
+    hand = kind(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = Task.add_on(add_on)(model, "cpu", optimizer=optimizer, log_bar=False)
+    every = batches(steps * world)
+    own = every[rank::world]
+    with trainer.ready():
+        assert trainer.world_size == world
+        sides = lambda: hand.epoch(own), lambda: trainer.run_epoch(every)
+        found = [[durations(side) for side in sides] for _ in range(count + 1)][1:]  # The first turn warms up.
+    pairs = zip(hand.module.parameters(), trainer.unwrap().parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs), "the weights differ"
+    ranks = [torch.empty(0)] * world
+    dist.all_gather_object(ranks, torch.cat([torch.stack(pair) for pair in found], dim=1))
+    together = torch.stack(ranks)
+    return torch.stack([together[..., 0].amax(0), together[..., 1].sum(0)], dim=-1)
+
+
+def durations(epoch: Callable[[], Any]) -> Tensor:
+    """Return the duration of each step of an epoch on this rank."""
+    dist.barrier()
+    clock.clear()
+    epoch()
+    return torch.tensor(clock, dtype=torch.float64).diff(dim=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="steps of an epoch")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=[*ENGINES])
+    parser.add_argument("--widths", nargs="*", type=int, default=[*WIDTHS])
+    arguments = parser.parse_args()
+    sys.stdout.write("| engine | width | by hand, us a step | median | fastest tenth | CPU | at most |\n")
+    sys.stdout.write("|---" * 7 + "|\n")
+    for engine in arguments.engines:
+        for width in arguments.widths:
+            sent = {"engine": engine, "width": width, "steps": arguments.steps, "count": arguments.turns}
+            found = spawn(turns, sent, [torch.device("cpu")] * 2, timeout=120) * 1e6
+            elapsed, busy = found.unbind(-1)
+            columns = [elapsed.quantile(0.5, dim=1), elapsed.quantile(0.1, dim=1), busy.mean(1)]
+            row = [engine, str(width), f"{columns[0][0]:.0f}", *(f"{theirs / hand:.3f}" for hand, theirs in columns)]
+            sys.stdout.write(f"| {' | '.join([*row, str(WIDTHS.get(width, '-'))])} |\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
