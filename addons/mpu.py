@@ -14,7 +14,7 @@ from zae.common.argument_checks import check_flags
 from zae.common.optim import are_lazy, like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
-from zae.launch.ddp import Replica, alike, broadcast, sparse_in
+from zae.launch.ddp import CommunicationHook, Replica, alike, broadcast, sparse_in
 
 __all__ = ["MultiGPUAddon"]
 
@@ -49,6 +49,11 @@ class MultiGPUAddon(DistributedAddon):
         Whether steps may leave parameters without gradients; searching for them takes time in every step.
     static_graph : bool
         Whether every step uses the same parameters in the same way; DistributedDataParallel is then faster.
+    comm_hook : callable, or tuple of an object and a callable, optional
+        The communication hook that brings the gradients of a bucket together instead of an all_reduce, with its state
+        before it: ``default_hooks.fp16_compress_hook``, or ``(PowerSGDState(None), powerSGD_hook)``. A step in which a
+        rank has no samples averages without it, and so do parameters outside of the model. What the state holds is
+        not in checkpoints, unless you save it yourself.
 
     Raises
     ------
@@ -77,11 +82,17 @@ class MultiGPUAddon(DistributedAddon):
     """
 
     def __init__(
-        self, *args: Any, find_unused_parameters: bool = False, static_graph: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        comm_hook: Any = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
+        self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
         self._inner: Any = None  # The model inside of the wrapper.
         self._engine: Replica | None = None
         self._sparse: set[int] = set()  # The parameters with sparse gradients.
@@ -109,8 +120,9 @@ class MultiGPUAddon(DistributedAddon):
         return [id(parameter) for parameter in self.parameters if parameter.requires_grad]
 
     def _send_buffers(self) -> None:
-        found = {id(each): each for owner in self._owners for each in owner.values() if each is not None}
-        broadcast(each for each in found.values() if each.numel())
+        found = {id(each): each for owner in self._owners if owner for each in owner.values() if each is not None}
+        if found:
+            broadcast(each for each in found.values() if each.numel())
         self._has_unsent = False
 
     def teardown(self) -> None:
@@ -137,7 +149,21 @@ class MultiGPUAddon(DistributedAddon):
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=self.static_graph,
             )
+        if self.comm_hook is not None:
+            self._check_hook(
+                "no parameter of the model is trained; let one require a gradient" if self._engine is None else ""
+            )
+            self.comm_hook.register(self._engine)
         return self._engine or self._inner
+
+    def _check_hook(self, why: str = "") -> None:
+        """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
+        if self._sparse:
+            why = "gradients of the model are sparse; write sparse=False on its embeddings"
+        elif self._takes_turns():
+            why = "find_unused_parameters=True lets several optimizers take turns; write find_unused_parameters=False"
+        if why and self.comm_hook is not None:
+            raise ConfigError(f"comm_hook={self.comm_hook} would not be called: {why}. Or leave comm_hook out")
 
     def is_idle(self) -> bool:
         """Return whether there is one process."""
@@ -170,7 +196,7 @@ class MultiGPUAddon(DistributedAddon):
             self._begin_alike()
         self._has_unsent = True
         if self._engine is not None:
-            self._engine._used = False
+            vars(self._engine)["_used"] = False
         try:
             return super().gradients(batch)
         except RuntimeError as error:
@@ -184,7 +210,8 @@ class MultiGPUAddon(DistributedAddon):
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
         if self._world > 1 and self.static_graph and max(len(found), len(self.optimizers)) > 1:
-            self._engine = None  # A static graph has one forward and one backward.
+            self._check_hook("a step has several backwards, and static_graph=True allows one; write static_graph=False")
+            self._engine = None
         if self._leaves_out or self._engine is None:
             self.model = self._inner or self.model
         return found
@@ -196,6 +223,7 @@ class MultiGPUAddon(DistributedAddon):
             if self._leaves_out:
                 num_targets = self._finish_short(num_targets)
             elif engine is None or not engine._used or self._takes_turns():  # It misses calls of submodules.
+                self._check_hook("train_step called parts of the model; call all of it, self.model(...)")
                 self._average(self.parameters, True)
             else:
                 self._check_used(engine)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 
 import pytest
 import schedulefree
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from kit.rank_tasks import (
     F64,
@@ -359,3 +363,66 @@ def test_a_parameter_left_out_of_the_last_batch_is_refused(world):
         trainer.run(1, loader(4 * world, 2))
     assert trainer.progress_checker.step == 0
     dist.barrier()
+
+
+def by_hand(model, batches, hook):
+    """Train with the wrapper of torch and a hook, as one writes it."""
+    wrapper, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapper.register_comm_hook(*hook)
+    for batch in batches:
+        Task.train_step(types.SimpleNamespace(model=wrapper), batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def power(rank=1):
+    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+@on_ranks(2)
+def test_a_communication_hook_is_called_as_by_hand(world):
+    """P-37: bitwise the loop by hand with the same hook, with and without a state; a second run uses it again."""
+    batches = [*loader(16 * world, 2, dtype=torch.float32)]
+    for hook in (lambda: (None, fp16_compress_hook), lambda: (power(), powerSGD_hook)):
+        model, (state, function) = network(), hook()
+        by_hand(model, batches[dist.get_rank() :: world], hook())
+        given = function if state is None else (state, function)
+        trainer = build(Task, (MultiGPUAddon,), comm_hook=given)
+        plain = build(Task, (MultiGPUAddon,))
+        for each in (trainer, plain):
+            each.run(1, batches)
+        assert trainer.world_size == world
+        assert same(weights(trainer), list(model.state_dict().values()))
+        assert not same(weights(trainer), weights(plain))
+        trainer.run(1, batches)
+        assert agree(trainer)
+
+
+def parts(self, batch):
+    return {"loss": self.model[3](self.model[1](self.model[0](batch[0]))).mean()}
+
+
+@on_ranks(2)
+def test_a_communication_hook_that_would_not_be_called_is_refused(world):
+    """P-37: before the first step, or in it before the optimizer steps, with the remedy."""
+    hook, windows = {"comm_hook": fp16_compress_hook}, (MultiGPUAddon, GradientAccumulationAddon)
+    sparse = nn.Embedding(8, 1, sparse=True)
+    cases = (
+        (Task, windows, {"static_graph": True, "gradient_accumulation_steps": 2}, "write static_graph=False"),
+        (type("Parts", (Task,), {"train_step": parts}), (MultiGPUAddon,), {}, r"call all of it, self.model\(...\)"),
+        (Task, (MultiGPUAddon,), {"comm_hook": bf16_compress_hook}, "refused by torch: .*write fp16_compress_hook"),
+        (Task, (MultiGPUAddon,), {"comm_hook": lambda state, other: None}, "the parameters state and bucket"),
+        (Task, (MultiGPUAddon,), {"model": sparse}, "write sparse=False on its embeddings"),
+    )
+    for cls, add_ons, options, message in cases:
+        trainer = build(cls, add_ons, **{**hook, **options})
+        with pytest.raises(ConfigError, match=message):
+            trainer.run(1, loader(8 * world, 2))
+        assert trainer.progress_checker.step == 0
+    model = network()
+    both = {"optimizer": [torch.optim.SGD(model[at].parameters(), 0.1) for at in (0, 3)], "log_bar": False}
+    with pytest.raises(ConfigError, match="write find_unused_parameters=False"):
+        Task.add_on(MultiGPUAddon)(model, "cpu", find_unused_parameters=True, **both, **hook).run(1, loader(8, 2))
+    for wrong in (3, PowerSGDState, (fp16_compress_hook,), (None, None)):
+        with pytest.raises(ConfigError, match="it must be a function"):
+            build(Task, (MultiGPUAddon,), comm_hook=wrong)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets
+from zae.errors import ConfigError
 
-__all__ = ["Replica", "alike", "broadcast", "sparse_in"]
+__all__ = ["CommunicationHook", "Replica", "alike", "broadcast", "sparse_in"]
 
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
@@ -89,6 +90,38 @@ class Replica(DistributedDataParallel):
 
     def __bool__(self) -> bool:
         return True
+
+
+class CommunicationHook(NamedTuple):
+    """A function that brings the gradients of a bucket together, and its state."""
+
+    state: Any
+    hook: Callable[..., Any]
+
+    @classmethod
+    def parse(cls, given: Any) -> CommunicationHook:
+        """Accept a hook, or a tuple of a state and a hook."""
+        found = cls(*given) if isinstance(given, tuple) and len(given) == 2 else cls(None, given)
+        if not callable(found.hook) or isinstance(found.hook, type):
+            raise ConfigError(
+                f"comm_hook={given!r}; it must be a function (state, bucket) such as "
+                "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook, or a tuple of a state "
+                "and such a function"
+            )
+        return found
+
+    def register(self, replica: Any) -> None:
+        """Let a wrapper call the hook."""
+        try:
+            replica.register_comm_hook(self.state, self.hook)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"comm_hook={self} was refused by torch: {error}. It takes a function with the parameters state and "
+                "bucket and without annotations; bf16_compress_hook needs NCCL: write fp16_compress_hook on a CPU"
+            ) from error
+
+    def __str__(self) -> str:
+        return getattr(self.hook, "__name__", repr(self.hook))
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
