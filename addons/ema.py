@@ -16,7 +16,7 @@ from zae.common.optim import are_lazy
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.preview.checkpoint_size import tensor_bytes
-from zae.storage.weights_file import save_weights
+from zae.storage.checkpoint import save_weights
 
 __all__ = ["EMAAddon"]
 

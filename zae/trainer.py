@@ -40,7 +40,7 @@ from zae.loop.run import Run, RunLimits
 from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
-from zae.storage.weights_file import Weights, read_weights, save_weights
+from zae.storage.checkpoint import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase

@@ -20,9 +20,8 @@ from zae.addons import (
 )
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import LATEST, NonFiniteGuard
-from zae.storage.checkpoint import list_checkpoints
+from zae.storage.checkpoint import list_checkpoints, load_weights
 from zae.storage.manifest import verify
-from zae.storage.weights_file import load_weights
 
 
 class Bad(faults.Task):

@@ -18,8 +18,7 @@ from kit.matrix import first_difference
 from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
 from zae.loop.model_weights import plain_state, without_wrappers
-from zae.storage.checkpoint import load_checkpoint
-from zae.storage.weights_file import load_weights
+from zae.storage.checkpoint import load_checkpoint, load_weights
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,13 +27,13 @@ from zae.cli.diff import read_ledger
 from zae.cli.doctor import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 from zae.saving.crash import crashes_in
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
 from zae.storage.encoding import decode, encode
 from zae.storage.hashed_io import opened
 from zae.storage.locks import FolderLock
 from zae.storage.manifest import parse, seal
 from zae.storage.strict_json import strict_json
-from zae.storage.weights_file import load_weights, read_ckpt, read_safetensors, write_ckpt
+from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt
 
 SIZE = 400_000
 P = 2**61 - 1  # what Python's hash of a number is the remainder of

@@ -14,10 +14,9 @@ from zae.common import optim, random_state
 from zae.composition.metaclass import add_ons_of
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.loop import addon_state
-from zae.storage.checkpoint import list_checkpoints, load_state, newest_valid
+from zae.storage.checkpoint import list_checkpoints, load_state, load_weights, newest_valid
 from zae.storage.manifest import read_manifest, verify
 from zae.storage.names import MODEL_FILES, STATE, STATE_TENSORS
-from zae.storage.weights_file import load_weights
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

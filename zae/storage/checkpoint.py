@@ -1,4 +1,4 @@
-"""Checkpoints: directories that are whole or absent, written, read and listed.
+"""Write, read and list checkpoints, which are directories that are whole or absent; and weights alone, as one file.
 
 A checkpoint has four files::
 
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch import Tensor
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 from zae.storage import filesystem
 from zae.storage.encoding import decode, encode
-from zae.storage.filesystem import install, is_whole, make_directory, staged, sweep, write_file
+from zae.storage.filesystem import clear, install, make_directory, staged, staging_now, write_file
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.manifest import STATE_LIMIT, FileEntry, Manifest, draft, read_manifest, seal, verify
 from zae.storage.names import (
@@ -40,18 +42,44 @@ from zae.storage.names import (
     STATE_TENSORS,
     entries_of,
     holds_checkpoint,
+    is_abandoned,
     locate,
     original_name,
     refuse_foreign,
+    set_aside,
     step_of,
 )
 from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import byte_count, separate, to_device
-from zae.storage.weights_file import load_safetensors, parse_format, read_model, write_ckpt, write_safetensors
+from zae.storage.weights_file import (
+    format_of,
+    load_safetensors,
+    parse_format,
+    read_ckpt,
+    read_model,
+    read_trusted,
+    write_ckpt,
+    write_safetensors,
+)
 
-__all__ = ["list_checkpoints", "load_checkpoint", "load_state", "newest_valid", "put_back", "save_checkpoint"]
+__all__ = [
+    "Weights",
+    "is_whole",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_state",
+    "load_weights",
+    "newest_valid",
+    "put_back",
+    "read_weights",
+    "save_checkpoint",
+    "save_weights",
+    "sweep",
+]
 
+_log = logging.getLogger("zae")
 _Content = TypeVar("_Content")
+Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
 
 def save_checkpoint(
@@ -181,6 +209,35 @@ def newest_valid(
     )
 
 
+def sweep(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError, ConfigError):
+        for entry in entries_of(Path(parent)):
+            path = Path(entry.path)
+            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
+                if _is_stray(path) and clear(path):
+                    removed.append(path)
+    return removed
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint stands at this place and verifies."""
+    try:
+        return directory.is_dir() and bool(verify(directory))
+    except CheckpointError:
+        return False
+
+
+def _is_stray(path: Path) -> bool:
+    """Return whether a directory entry is a left-over that nobody needs."""
+    if set_aside(path.name, "deleting") is not None:
+        return True
+    if (replaced := set_aside(path.name, "replaced")) is not None:
+        return is_whole(path.with_name(replaced))
+    return path.name not in staging_now and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
+
+
 def put_back(parent: str | os.PathLike[str]) -> None:
     """Rename what a killed save has moved aside back to its place, unless a whole checkpoint stands there.
 
@@ -191,3 +248,48 @@ def put_back(parent: str | os.PathLike[str]) -> None:
         if place != path and not is_whole(place) and is_whole(path):
             with contextlib.suppress(OSError):  # It stands in until it can be renamed.
                 install(path, place)
+
+
+# --------------------------------------------------------------------------------------------- weights in one file
+
+
+def save_weights(
+    path: str | os.PathLike[str], model_state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """Write the state of a model as one file; an existing file is replaced atomically."""
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    writer = partial(write_ckpt, tensors=model_state)
+    if format_of(path) == "safetensors":
+        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
+    separate(model_state)  # What cannot be written is refused before the disk is touched.
+    make_directory(path.parent)
+    with staged(path, byte_count(*model_state.values())) as staging:
+        write_file(staging, writer)
+        filesystem.disk.rename(staging, path)
+        filesystem.disk.fsync_directory(path.parent)
+    sweep(path.parent)
+    return path
+
+
+def read_weights(weights: Weights) -> Mapping[str, Tensor]:
+    """Return weights that are given as a file, or as they are."""
+    if not isinstance(weights, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
+        )
+    return weights if isinstance(weights, Mapping) else load_weights(weights)
+
+
+def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
+    """Read the state of a model from one file, or from a checkpoint."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return read_model(path, read_manifest(path))
+    kind = format_of(path)
+    if not path.exists():
+        raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
+    path = path.resolve()  # A user's own link is followed: caches of downloads consist of them.
+    if trust_pickle and kind == "ckpt":
+        _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
+        return read_trusted(path)
+    return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))

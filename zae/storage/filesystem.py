@@ -17,19 +17,16 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zae.errors import CheckpointError, ConfigError
+from zae.errors import CheckpointError
 from zae.storage.hashed_io import Output, reason
-from zae.storage.manifest import verify
 from zae.storage.names import (
     KNOWN,
     aside_name,
     entries_of,
-    is_abandoned,
     locate,
     original_name,
     refuse_foreign,
@@ -39,20 +36,20 @@ from zae.storage.names import (
 
 __all__ = [
     "FileSystem",
+    "clear",
     "disk",
     "install",
-    "is_whole",
     "make_directory",
     "not_saved",
     "remove_checkpoint",
     "staged",
-    "sweep",
+    "staging_now",
     "write_file",
 ]
 
 _LARGE = 1 << 20  # bytes: smaller pieces are left to the system
 
-_active: set[str] = set()  # names that this process is staging at this moment, in any thread
+staging_now: set[str] = set()  # names that this process is staging at this moment, in any thread
 
 
 class FileSystem:
@@ -145,18 +142,18 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
 def staged(target: Path, needed: int) -> Iterator[Path]:
     """Yield a hidden path beside the target to write to; if the block fails, remove what was written there."""
     staging = target.with_name(staging_name(target.name))
-    _active.add(staging.name)
+    staging_now.add(staging.name)
     try:
         yield staging
     except BaseException as error:
         free = _free_bytes(target.parent)  # Before the removal changes it.
         with contextlib.suppress(OSError):
-            _clear(staging)
+            clear(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise not_saved(target, error, needed, free) from error
         raise
     finally:
-        _active.discard(staging.name)
+        staging_now.discard(staging.name)
 
 
 def write_file(
@@ -213,41 +210,12 @@ def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
     try:
         disk.rename(directory, gone)
         disk.fsync_directory(directory.parent)
-        _clear(gone)
+        clear(gone)
     except OSError as error:
         raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it yourself") from error
 
 
-def sweep(parent: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
-    removed: list[Path] = []
-    with contextlib.suppress(OSError, ConfigError):
-        for entry in entries_of(Path(parent)):
-            path = Path(entry.path)
-            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
-                if _is_stray(path) and _clear(path):
-                    removed.append(path)
-    return removed
-
-
-def is_whole(directory: Path) -> bool:
-    """Return whether a checkpoint stands at this place and verifies."""
-    try:
-        return directory.is_dir() and bool(verify(directory))
-    except CheckpointError:
-        return False
-
-
-def _is_stray(path: Path) -> bool:
-    """Return whether a directory entry is a left-over that nobody needs."""
-    if set_aside(path.name, "deleting") is not None:
-        return True
-    if (replaced := set_aside(path.name, "replaced")) is not None:
-        return is_whole(path.with_name(replaced))
-    return path.name not in _active and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
-
-
-def _clear(path: Path) -> bool:
+def clear(path: Path) -> bool:
     """Remove a file, a link, or a checkpoint that was moved aside, and return whether it is gone.
 
     Only the files of a checkpoint are removed from a directory: others are a user's, and go back where they were.

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, and the zip file of ``torch.save``; and the weights of a model as one such file.
+"""Files of tensors: safetensors, and the zip file of ``torch.save``.
 
 Writers call a function with buffers, and `zae.storage.filesystem` owns the file behind it. The library safetensors
 reads its files, each tensor straight into its own memory, so that a file is read once and held once. What is added
@@ -10,44 +10,39 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
-from zae.storage import filesystem
-from zae.storage.filesystem import make_directory, staged, sweep, write_file
+from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 from zae.storage.hashed_io import Input, opened, read_whole
-from zae.storage.manifest import FileEntry, Manifest, read_manifest
 from zae.storage.names import MODEL_FILES
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_count, byte_view, dense, separate
+from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
+
+if TYPE_CHECKING:
+    from zae.storage.manifest import FileEntry, Manifest
 
 __all__ = [
-    "Weights",
+    "format_of",
     "load_safetensors",
-    "load_weights",
     "parse_format",
     "read_ckpt",
     "read_model",
     "read_safetensors",
-    "read_weights",
-    "save_weights",
+    "read_trusted",
     "write_ckpt",
     "write_safetensors",
 ]
 
 _log = logging.getLogger("zae")
-Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
 HEADER_LIMIT = 64 << 20
 """The largest safetensors header that is written or read, in bytes: some 400,000 tensors."""
@@ -59,51 +54,6 @@ _LENGTH = 8  # The file begins with the length of the header, little endian.
 _PADDING = 1 << 16  # The most white space in a header outside of its text: some tools align tensors to a page.
 _KEYS = frozenset({"str", "int", "bool", "float", "None", "bytes_or_str"})  # What a dict in a pickle may have as keys.
 _ORDERED = "collections OrderedDict"
-
-
-# --------------------------------------------------------------------------------------------- weights in one file
-
-
-def save_weights(
-    path: str | os.PathLike[str], model_state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> Path:
-    """Write the state of a model as one file; an existing file is replaced atomically."""
-    path = Path(os.path.abspath(os.path.expanduser(path)))
-    writer = partial(write_ckpt, tensors=model_state)
-    if _format_of(path) == "safetensors":
-        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
-    separate(model_state)  # What cannot be written is refused before the disk is touched.
-    make_directory(path.parent)
-    with staged(path, byte_count(*model_state.values())) as staging:
-        write_file(staging, writer)
-        filesystem.disk.rename(staging, path)
-        filesystem.disk.fsync_directory(path.parent)
-    sweep(path.parent)
-    return path
-
-
-def read_weights(weights: Weights) -> Mapping[str, Tensor]:
-    """Return weights that are given as a file, or as they are."""
-    if not isinstance(weights, (str, os.PathLike, Mapping)):
-        raise ConfigError(
-            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
-        )
-    return weights if isinstance(weights, Mapping) else load_weights(weights)
-
-
-def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the state of a model from one file, or from a checkpoint."""
-    path = Path(path).expanduser()
-    if path.is_dir():
-        return read_model(path, read_manifest(path))
-    kind = _format_of(path)
-    if not path.exists():
-        raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
-    path = path.resolve()  # A user's own link is followed: caches of downloads consist of them.
-    if trust_pickle and kind == "ckpt":
-        _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
-        return _read_trusted(path)
-    return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
 
 
 def read_model(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -137,7 +87,7 @@ def parse_format(name: str) -> str:
     return found
 
 
-def _format_of(path: PurePath) -> str:
+def format_of(path: PurePath) -> str:
     """Return the format that the suffix of a file stands for."""
     found = _SUFFIXES.get(path.suffix.lower())
     if found is None:
@@ -284,7 +234,7 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
     raise CheckpointDamaged(f"{where}: contains {found}; expected a dict of tensors. Store only the model's state.")
 
 
-def _read_trusted(path: Path) -> dict[str, Tensor]:
+def read_trusted(path: Path) -> dict[str, Tensor]:
     """Read what ``torch.save`` wrote, and run whatever code it contains."""
     made = torch.load(path, map_location="cpu", weights_only=False)
     made = made.state_dict() if isinstance(made, nn.Module) else made
