@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -297,3 +299,18 @@ def test_a_model_that_a_function_makes_is_seeded():
     assert digest(first.model) == digest(second.model) == digest(network())
     assert digest(Task(network, "cpu", seed=6, **options).model) != digest(first.model)
     assert digest(Task(network, "cpu", **options).model) != digest(first.model)
+
+
+def test_a_deleted_trainer_is_freed_at_once():
+    """The run refers to the trainer weakly: a circle would keep its memory until the garbage collector runs."""
+    gc.disable()
+    try:
+        trainer = build()
+        trainer.plan(1, loader(), valid())
+        trainer.run(1, loader(), valid())
+        trainer.evaluate(valid())
+        held = weakref.ref(trainer), weakref.ref(trainer.unwrap())
+        del trainer
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()

@@ -10,7 +10,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -35,8 +34,8 @@ from zae.loop.model_weights import load_fitted, plain_state, without_wrappers
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
 from zae.loop.processes import Processes
-from zae.loop.progress import Every, ProgressChecker
-from zae.loop.run import Run, RunLimits
+from zae.loop.progress import Every, ProgressChecker, RunLimits
+from zae.loop.run import Run
 from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
 from zae.loop.step_output import StepOutput, count_of, explain_failure
 from zae.preview import dry_run, explain, plan
@@ -155,7 +154,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.devices = argument_checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
-        self.model: Any = argument_checks.check_model(model, self.seed)
+        self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
@@ -167,7 +166,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.history = History(monitor, monitor_mode, owner=type(self).__name__, **keeps)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite), ProgressChecker()
-        self.loader_position, self.current_run, self.is_seeded = LoaderPosition(self.fast_data), Run(), False
+        self.loader_position, self.current_run, self.is_seeded = LoaderPosition(self.fast_data), Run(self), False
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -269,7 +268,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
         """Run in the process that trains."""
-        run = self.current_run = self.current_run.new_call(self, loader, valid_loader, limits)
+        self.current_run.close()
+        run = self.current_run = self.current_run.new_call(loader, valid_loader, limits)
         with self.ready():
             if self.mode == "test":
                 for _ in range(limits.n_epoch or 1):
@@ -311,7 +311,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         >>> trainer.progress_checker.step
         3
         """
-        return self.current_run.scope(self)
+        return self.current_run.scope()
 
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:
         """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
@@ -326,7 +326,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         Metrics
             The epoch's means.
         """
-        self.current_run.set_up(self)
+        self.current_run.set_up()
         if self.mode == "test":
             return Evaluation(self).epoch(loader)
         self.optimization.track(self._module)  # Again: the model may have grown.
@@ -352,7 +352,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         run = self.current_run
         if not run.is_ready:
-            run.set_up(self)
+            run.set_up()
             if self.mode == "train":
                 self.optimization.begin_training()
         if self.mode == "test":
@@ -571,8 +571,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         if self.seed is not None and not self.is_seeded:
             random_state.seed_everything(self.seed)
         self.is_seeded = True
-        self.materialize(argument_checks.check_same(self.model, vars(self).get("_wrapped"), self._module))
-        self.model = self._wrapped = self.wrap_model(self._module)
+        self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped, self._module))
+        self.model = self.current_run.wrapped = self.wrap_model(self._module)
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
 
@@ -581,8 +581,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         binding.release(self)
         self.current_run.close()
-        self.current_run = Run()
-        self.model = self._wrapped = self._module
+        self.current_run, self.model = Run(self), self._module
 
     @seam
     def wrap_model(self, model: nn.Module) -> Any:
@@ -597,7 +596,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return self.optimization.make_schedulers(partial(self.current_run.total_steps, self))
+        return self.optimization.make_schedulers(self.current_run.total_steps)
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
@@ -757,7 +756,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the run, record the metrics and update the best."""
-        return self.current_run.validate(self)
+        run = self.current_run
+        return run.end_validation(Evaluation(self, run.stop_signals).metrics(run.valid_loader))
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.
@@ -968,10 +968,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------------------ the rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what this run has made: a copy sets itself up, and goes on where this one stands."""
+        """Leave behind what this run has made: a copy sets itself up, and continues where this one stands."""
         return binding.unbound(self)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
-        vars(self).update(state)
+        vars(self).update(state, current_run=Run(self))
         optim.mark_copied(self.scheduler)

@@ -102,7 +102,7 @@ def test_checkpoints_are_interchangeable_with_eager_runs() -> None:
     state = compiled.state_dict()
     assert list(state["model"]) == list(network().state_dict())
     eager = Task(network(), "cpu", optimizer=OPTIMIZERS["sgd"][0], gradient_clip=0.05, log_bar=False)
-    eager.current_run.set_up(eager)
+    eager.current_run.set_up()
     eager.load_state_dict(state)
     for task in (eager, compiled):
         task.run(1, batches())

@@ -173,7 +173,7 @@ def test_a_long_epoch_is_skipped_in_the_sampler() -> None:
     trainer = build()
     batches = DataLoader(data, 1, shuffle=True)
     torch.manual_seed(1)
-    trainer.current_run.set_up(trainer)
+    trainer.current_run.set_up()
     trainer.loader_position.loader = batches
     begin = trainer.loader_position._capture()
     state = trainer.state_dict()

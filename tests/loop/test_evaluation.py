@@ -116,7 +116,7 @@ def test_toggle_leaves_frozen_modules_frozen(between: str) -> None:
     before = [module.training for module in model.modules()]
     trainer = build(model=model, optimizer=SGD(model.parameters(), lr=0.1), task=Norm)
     if between == "wrapped":
-        trainer.current_run.set_up(trainer)
+        trainer.current_run.set_up()
         trainer.model = nn.Sequential(model)  # As an add-on wraps it.
     trainer.toggle("train")
     trainer.toggle()

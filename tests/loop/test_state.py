@@ -566,7 +566,7 @@ def test_a_load_holds_a_state_once(how: str, tmp_path: Path) -> None:
     if how == "load_state":
         trainer.load_state(first.last_path)
     elif how == "resume":
-        trainer.current_run.set_up(trainer)
+        trainer.current_run.set_up()
     else:
         trainer.load_state_dict(state)
     is_over.set()

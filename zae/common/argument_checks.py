@@ -7,13 +7,13 @@ import math
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from zae.common import random_state
 from zae.errors import ConfigError, StepError, did_you_mean
 
 __all__ = [
@@ -32,15 +32,11 @@ __all__ = [
 ]
 
 
-def check_model(model: Any, seed: int | None = None) -> nn.Module:
-    """Return a module, or what a function made with the seed returns; the random streams stay as they are."""
+def check_model(model: Any, seeded: AbstractContextManager[None]) -> nn.Module:
+    """Return a module, or what a function returns that is called with seeded random streams."""
     if not isinstance(model, nn.Module) and callable(model):
-        if seed is None:
+        with seeded:
             model = model()
-        else:
-            with random_state.isolated():
-                random_state.seed_everything(seed)
-                model = model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that returns one")
     return model

@@ -30,6 +30,7 @@ __all__ = [
     "restore",
     "restore_generators",
     "seed_everything",
+    "seeded",
 ]
 
 _log = logging.getLogger("zae")
@@ -88,6 +89,17 @@ def restore(state: Mapping[str, Any]) -> None:
     streams = _checked(state)
     _numpy_now()  # It refuses a generator that the state would not fit.
     _write(streams)
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed the random streams for the block, and restore them when it ends; None leaves them as they are."""
+    if seed is None:
+        yield
+        return
+    with isolated():
+        seed_everything(seed)
+        yield
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ the trainer to the first override that has work to do.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from zae.composition.introspect import add_ons_of, kinds_of
@@ -112,7 +111,5 @@ def release(trainer: Trainer) -> None:
 
 def unbound(trainer: Trainer) -> dict[str, Any]:
     """Return the attributes of a trainer without bindings and without what a run has created."""
-    made = {"current_run": copy.copy(trainer.current_run), "_wrapped": None}
-    removed = {*_bound_names(trainer), "_bindings_by_idle", "_idle"}
-    kept = {key: value for key, value in vars(trainer).items() if key not in removed}
-    return kept | made | {"model": trainer._module}
+    removed = {*_bound_names(trainer), "_bindings_by_idle", "_idle", "current_run"}
+    return {key: value for key, value in vars(trainer).items() if key not in removed} | {"model": trainer._module}

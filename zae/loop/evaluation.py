@@ -20,18 +20,15 @@ from zae.data.workers import part_from_workers
 from zae.errors import LoaderError
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
+from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import call_step
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Evaluation", "EvaluationAborted", "modules_in_training", "restore_training"]
+__all__ = ["Evaluation", "modules_in_training", "restore_training"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
-
-
-class EvaluationAborted(BaseException):
-    """A validation was left between two batches because a signal asks for the end; caught by the run."""
 
 
 class DistributedStopFlag:

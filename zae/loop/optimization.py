@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from zae.common.optimizer_settings import REMEDY, ScriptSettings
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, named_parameters
+from zae.loop.progress import Span
 from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
 
-__all__ = ["Optimization", "Span", "check_schedules"]
+__all__ = ["Optimization", "check_schedules"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
@@ -423,21 +424,6 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
             # A partial that has set it leaves it behind as keyword-only, with a default.
             return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
     return False
-
-
-# ------------------------------------------------------------------------------------------------ schedules
-
-
-class Span(NamedTuple):
-    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
-
-    start: int  # At the beginning of the call.
-    present: int  # Now; after a resume it is larger.
-    left: int | None  # Remaining; None is unknown.
-
-    def totals(self) -> set[int]:
-        """Return the length of this call, and the total at its end."""
-        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
 
 
 # ------------------------------------------------------------------------------------------------ checks of a run

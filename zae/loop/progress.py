@@ -1,4 +1,4 @@
-"""The position of a run, when something is due, and the progress bar."""
+"""The position of a run, how far it goes, when something is due, and the progress bar."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from zae.errors import CheckpointMismatch, ConfigError, printable
+from zae.common.argument_checks import check_count
+from zae.data.loaders import check_loader
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, printable
 
-__all__ = ["Bar", "Every", "ProgressChecker", "RunCalls", "check_counters"]
+__all__ = [
+    "NO_LIMIT",
+    "Bar",
+    "EvaluationAborted",
+    "Every",
+    "ProgressChecker",
+    "RunCalls",
+    "RunLimits",
+    "Span",
+    "check_counters",
+    "remaining",
+]
 
 _log = logging.getLogger("zae")
+NO_LIMIT = sys.maxsize
 _LARGEST = 2**63 - 1
 # The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
@@ -290,6 +304,68 @@ class ProgressChecker:
             setattr(self, name, state[name])
         starts = [list(start) for start in state["run_starts"]]
         self.run_calls = RunCalls(starts, len(starts), self.run_calls.planned_steps)
+
+
+class EvaluationAborted(BaseException):
+    """A validation was left between two batches because a signal asks for the end; caught by the run."""
+
+
+class Span(NamedTuple):
+    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
+
+    start: int  # At the beginning of the call.
+    present: int  # Now; after a resume it is larger.
+    left: int | None  # Remaining; None is unknown.
+
+    def totals(self) -> set[int]:
+        """Return the length of this call, and the total at its end."""
+        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
+
+
+class RunLimits(NamedTuple):
+    """How long a call of ``run`` trains, and when it validates."""
+
+    n_epoch: int | None = None
+    max_steps: int | None = None
+    valid_every: Every = Every(epochs=1)
+    steps_per_epoch: int | None = None
+
+    @classmethod
+    def parse(
+        cls, n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
+    ) -> RunLimits:
+        """Return the limits of a call of ``run``; refuse invalid arguments."""
+        if n_epoch is None and max_steps is None:
+            raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
+        check_count("n_epoch", n_epoch, optional=max_steps is not None)
+        check_count("max_steps", max_steps, optional=True)
+        check_count("steps_per_epoch", steps_per_epoch, optional=True)
+        check_loader(loader)
+        if isinstance(valid_loader, Mapping) and not valid_loader:
+            raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
+        for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
+            if each is not None:
+                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
+        return cls(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
+
+    def total_steps(self, in_epoch: int | None) -> int | None:
+        """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
+        whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
+        return min((count for count in (whole, self.max_steps) if count is not None), default=None)
+
+
+def remaining(
+    progress: ProgressChecker, last_epoch: int, last_step: int, in_epoch: int | None
+) -> tuple[int | None, int | None]:
+    """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
+    epochs = None if last_epoch == NO_LIMIT else max(0, last_epoch - progress.epoch)
+    steps = None if last_step == NO_LIMIT else max(0, last_step - progress.step)
+    if not in_epoch:
+        return epochs, steps
+    if epochs is not None:
+        steps = min(max(0, in_epoch * epochs - progress.epoch_step), NO_LIMIT if steps is None else steps)
+    assert steps is not None  # `RunLimits.parse` refuses a run without an end.
+    return (steps + progress.epoch_step) // in_epoch, steps
 
 
 class Bar:

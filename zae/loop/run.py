@@ -3,77 +3,43 @@
 from __future__ import annotations
 
 import logging
-import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zae.common import argument_checks, optim
 from zae.composition import binding
-from zae.data.loaders import check_loader, describe, length_of
+from zae.data.loaders import describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError
 from zae.loop.epoch_log import merge_sums
-from zae.loop.evaluation import Evaluation, EvaluationAborted
 from zae.loop.history import Metrics
-from zae.loop.optimization import Span
-from zae.loop.progress import Bar, Every
+from zae.loop.progress import NO_LIMIT, Bar, EvaluationAborted, RunLimits, Span, remaining
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Run", "RunLimits"]
+__all__ = ["Run"]
 
 _log = logging.getLogger("zae")
-_NO_LIMIT = sys.maxsize
-
-
-class RunLimits(NamedTuple):
-    """How long a call of ``run`` trains, and when it validates."""
-
-    n_epoch: int | None = None
-    max_steps: int | None = None
-    valid_every: Every = Every(epochs=1)
-    steps_per_epoch: int | None = None
-
-    @classmethod
-    def parse(
-        cls, n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
-    ) -> RunLimits:
-        """Return the limits of a call of ``run``; refuse invalid arguments."""
-        if n_epoch is None and max_steps is None:
-            raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
-        argument_checks.check_count("n_epoch", n_epoch, optional=max_steps is not None)
-        argument_checks.check_count("max_steps", max_steps, optional=True)
-        argument_checks.check_count("steps_per_epoch", steps_per_epoch, optional=True)
-        check_loader(loader)
-        if isinstance(valid_loader, Mapping) and not valid_loader:
-            raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
-        for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
-            if each is not None:
-                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
-        return cls(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
-
-    def total_steps(self, in_epoch: int | None) -> int | None:
-        """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
-        whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
-        return min((count for count in (whole, self.max_steps) if count is not None), default=None)
 
 
 class Run:
     """One call of `Trainer.run`, or the steps between ``setup`` and ``teardown`` that no call of ``run`` makes.
 
-    A copy of one, pickled or not, is a new run without a trainer: what it holds belongs to the run of one process.
+    It belongs to one process: a copy of a trainer leaves its run behind. The trainer holds the run, and the run only
+    refers to the trainer, so that the memory of a trainer that is deleted is freed at once.
 
     Parameters
     ----------
-    trainer : Trainer, optional
-        The trainer; None before it is set up.
+    trainer : Trainer
+        Whose run it is.
     loader, valid_loader : object, optional
         What ``run`` was given.
     limits : RunLimits, optional
@@ -89,6 +55,8 @@ class Run:
         Where the call ends at the latest.
     is_call, is_new : bool
         Whether it is a call of ``run``, and whether that is still to be set up.
+    trainer : Trainer
+        Whose run it is.
     batch, walked : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
     is_loading, is_evaluating : bool
@@ -97,53 +65,48 @@ class Run:
 
     def __init__(
         self,
-        trainer: Trainer | None = None,
+        trainer: Trainer,
         loader: Any = None,
         valid_loader: Any = None,
         limits: RunLimits | None = None,
         *,
         is_ready: bool = False,
     ) -> None:
-        self.trainer: Any = trainer
+        self._trainer = weakref.ref(trainer)
         self.loader, self.valid_loader = loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = is_ready, self.is_call
-        self.last_epoch = self.last_step = _NO_LIMIT
+        self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.signals: list[int] = []
+        self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
         self.walked: Any = None
         self.is_loading = self.is_evaluating = False
 
-    def __reduce__(self) -> Any:
-        return Run, ()
+    @property
+    def trainer(self) -> Any:
+        """The trainer."""
+        return self._trainer()
 
     @cached_property
     def bar(self) -> Bar:
         """The progress bar."""
         return Bar(self.trainer.log_bar and self.trainer.is_main)
 
-    def new_call(self, trainer: Trainer, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
+    def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""
-        self.close()
-        return Run(trainer, loader, valid_loader, limits, is_ready=self.is_ready)
-
-    def set_up(self, trainer: Trainer) -> None:
-        """Set the trainer up, unless it is."""
-        self.trainer, self.is_new = trainer, False
-        if not self.is_ready:
-            trainer.setup()
-            self.is_ready = True
-            binding.bind(trainer)
+        return Run(self.trainer, loader, valid_loader, limits, is_ready=self.is_ready)
 
     @contextmanager
-    def scope(self, trainer: Trainer) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
         """Set up on entering, note an error, and tear down; within a scope, or after a lone step, do nothing."""
         if self.is_ready and not self.is_new:
             yield
             return
+        trainer = self.trainer
         try:
-            self.set_up(trainer)
+            self.set_up()
             yield
         except BaseException as error:
             with undisturbed():
@@ -153,61 +116,20 @@ class Run:
             if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
                 trainer.teardown()
 
+    def set_up(self) -> None:
+        """Set the trainer up, unless it is."""
+        self.is_new = False
+        if not self.is_ready:
+            self.trainer.setup()
+            self.is_ready = True
+            binding.bind(self.trainer)
+
     def close(self) -> None:
         """Close the progress bar."""
         if "bar" in vars(self):
             self.bar.close()
 
-    # ------------------------------------------------------------------------------------------------- planning
-
-    def bounds(self) -> tuple[int, int]:
-        """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` is no limit."""
-        progress, limits = self.trainer.progress_checker, self.limits
-        starts, call = progress.run_starts, progress.run_calls.made
-        if progress.run_calls.is_over:  # It may have ended early.
-            epoch, step = starts[call + 1]
-            return epoch, step
-        epoch, step = starts[call] if progress.run_calls.is_behind else (progress.epoch, progress.step)
-        last_epoch = _NO_LIMIT if limits.n_epoch is None else epoch + limits.n_epoch
-        return last_epoch, _NO_LIMIT if limits.max_steps is None else step + limits.max_steps
-
-    def steps_per_epoch(self, wrapped: Any) -> int | None:
-        """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
-        known = [count for count in (self.limits.steps_per_epoch, self.trainer.steps_in(wrapped)) if count is not None]
-        return min(known, default=None)
-
-    def total_steps(self, trainer: Trainer) -> int | None:
-        """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
-        calls = trainer.progress_checker.run_calls
-        if self.is_call and trainer.mode == "train":
-            in_epoch = self.steps_per_epoch(trainer.wrap_loader(self.loader, True))
-            calls.planned_steps = self.limits.total_steps(in_epoch)
-        if calls.planned_steps is ...:
-            raise ConfigError(
-                "the scheduler's factory takes total_steps, the number of optimizer steps of the run, which "
-                "is known only within run() in mode 'train'; call run(n_epoch, loader) first (resume=... loads a "
-                "state within it), or give a factory that takes only the optimizer: scheduler=lambda optimizer: ..."
-            )
-        found: int | None = calls.planned_steps
-        return found
-
-    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[Span, Span]:
-        """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
-        progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
-        if leaves:
-            progress, last_epoch = replace(progress), min(last_epoch + 1, _NO_LIMIT)
-            progress.close_epoch()
-        present, calls = (progress.epoch, progress.step), progress.run_calls
-        start = present if calls.is_new else calls.starts[calls.made]
-        left = _remaining(progress, last_epoch, last_step, in_epoch)
-        epochs, steps = map(Span, start, present, left)
-        return epochs, steps
-
-    def leaves_epoch(self, wrapped: Any) -> bool:
-        """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
-        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
-
-    # ---------------------------------------------------------------------------------------- beginning and end
+    # --------------------------------------------------------------------------------------------- its beginning
 
     def check(self) -> None:
         """Find where this call ends, and refuse a loader or a schedule that does not fit."""
@@ -230,11 +152,23 @@ class Run:
         progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
         if calls.is_new:
             if self._leave_epoch(self.walked):  # That epoch does not count among those of this call.
-                self.last_epoch = min(self.last_epoch + 1, _NO_LIMIT)
+                self.last_epoch = min(self.last_epoch + 1, NO_LIMIT)
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.made += 1
         self.trainer.loader_position.restore_random()
+
+    def resume_pending_validation(self) -> None:
+        """Repeat the validation that the loaded state was saved in, and what follows it."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if progress.run_calls.is_behind:  # The state is of a later call.
+            return
+        trainer.optimization.settings.warn(trainer.is_main)
+        if progress.pending_validation == "epoch":
+            self.end_epoch()
+        elif progress.pending_validation:
+            self._validate("step")
+            trainer.checkpoint()
 
     def _fit_loader(self) -> Any:
         """Wrap the loader, and refuse one that cannot continue the epoch of a loaded state."""
@@ -258,6 +192,8 @@ class Run:
             progress.close_epoch()
         return leaves
 
+    # -------------------------------------------------------------------------------------------------- an epoch
+
     def has_more_epochs(self) -> bool:
         """Whether an epoch is to begin, or to continue."""
         trainer, progress = self.trainer, self.trainer.progress_checker
@@ -267,15 +203,6 @@ class Run:
             return True
         # A state of the run's last step, if that was an epoch's last too: the epoch is still to be closed.
         return trainer.loader_position.is_restored and self._is_full(trainer.wrap_loader(self.loader, True))
-
-    def _is_full(self, wrapped: Any) -> bool:
-        """Whether the open epoch has all of its steps, or batches."""
-        progress = self.trainer.progress_checker
-        return progress.epoch_batch > 0 and (
-            progress.epoch_step == self.epoch_steps or progress.epoch_batch == length_of(wrapped)
-        )
-
-    # -------------------------------------------------------------------------------------------------- an epoch
 
     def open_epoch(self, wrapped: Any) -> None:
         """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
@@ -391,18 +318,6 @@ class Run:
         yield
         self.batch, self.walked, self.is_loading, self.is_evaluating = before  # After an error its note comes first.
 
-    def resume_pending_validation(self) -> None:
-        """Repeat the validation that the loaded state was saved in, and what follows it."""
-        trainer, progress = self.trainer, self.trainer.progress_checker
-        if progress.run_calls.is_behind:  # The state is of a later call.
-            return
-        trainer.optimization.settings.warn(trainer.is_main)
-        if progress.pending_validation == "epoch":
-            self.end_epoch()
-        elif progress.pending_validation:
-            self._validate("step")
-            trainer.checkpoint()
-
     def _validate(self, moment: str) -> None:
         """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
         trainer, progress = self.trainer, self.trainer.progress_checker
@@ -421,10 +336,13 @@ class Run:
         self.record_validation(metrics)
         self.trainer.on_validation_end(metrics)
 
-    def validate(self, trainer: Trainer) -> dict[str, float]:
-        """Evaluate the ``valid_loader``, record its metrics and update the best."""
-        signals = self.signals if trainer.progress_checker.pending_validation else None
-        metrics = Evaluation(trainer, signals).metrics(self.valid_loader)
+    @property
+    def stop_signals(self) -> list[int] | None:
+        """The signals that end the validation of a run early; None for one that the user calls."""
+        return self.signals if self.trainer.progress_checker.pending_validation else None
+
+    def end_validation(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Record the metrics of a validation, and update the best."""
         self.record_validation(metrics)
         self.update_best("valid", metrics)
         return metrics
@@ -474,11 +392,67 @@ class Run:
         """Return what the progress bar shows."""
         return {**self.trainer.log_train.means(), **self.trainer.optimization.learning_rates()}
 
+    # ------------------------------------------------------------------------------------------------- its extent
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` is no limit."""
+        progress, limits = self.trainer.progress_checker, self.limits
+        starts, call = progress.run_starts, progress.run_calls.made
+        if progress.run_calls.is_over:  # It may have ended early.
+            epoch, step = starts[call + 1]
+            return epoch, step
+        epoch, step = starts[call] if progress.run_calls.is_behind else (progress.epoch, progress.step)
+        last_epoch = NO_LIMIT if limits.n_epoch is None else epoch + limits.n_epoch
+        return last_epoch, NO_LIMIT if limits.max_steps is None else step + limits.max_steps
+
+    def steps_per_epoch(self, wrapped: Any) -> int | None:
+        """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
+        known = [count for count in (self.limits.steps_per_epoch, self.trainer.steps_in(wrapped)) if count is not None]
+        return min(known, default=None)
+
+    def total_steps(self) -> int | None:
+        """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
+        trainer, calls = self.trainer, self.trainer.progress_checker.run_calls
+        if self.is_call and trainer.mode == "train":
+            in_epoch = self.steps_per_epoch(trainer.wrap_loader(self.loader, True))
+            calls.planned_steps = self.limits.total_steps(in_epoch)
+        if calls.planned_steps is ...:
+            raise ConfigError(
+                "the scheduler's factory takes total_steps, the number of optimizer steps of the run, which "
+                "is known only within run() in mode 'train'; call run(n_epoch, loader) first (resume=... loads a "
+                "state within it), or give a factory that takes only the optimizer: scheduler=lambda optimizer: ..."
+            )
+        found: int | None = calls.planned_steps
+        return found
+
+    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[Span, Span]:
+        """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
+        progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
+        if leaves:
+            progress, last_epoch = replace(progress), min(last_epoch + 1, NO_LIMIT)
+            progress.close_epoch()
+        present, calls = (progress.epoch, progress.step), progress.run_calls
+        start = present if calls.is_new else calls.starts[calls.made]
+        left = remaining(progress, last_epoch, last_step, in_epoch)
+        epochs, steps = map(Span, start, present, left)
+        return epochs, steps
+
+    def leaves_epoch(self, wrapped: Any) -> bool:
+        """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
+        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
+
+    def _is_full(self, wrapped: Any) -> bool:
+        """Whether the open epoch has all of its steps, or batches."""
+        progress = self.trainer.progress_checker
+        return progress.epoch_batch > 0 and (
+            progress.epoch_step == self.epoch_steps or progress.epoch_batch == length_of(wrapped)
+        )
+
     # --------------------------------------------------------------------------------------------------- errors
 
     def explain(self, error: BaseException) -> None:
         """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
-        if not isinstance(error, Exception) or self.trainer is None:
+        if not isinstance(error, Exception):
             return
         if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
             error.add_note(
@@ -512,18 +486,6 @@ class Run:
             asked = f"while a batch was asked for in an evaluation after step {progress.step}"
         of_workers = f", num_workers={workers}" if workers else ""
         return f"{asked}, from {describe(self.walked)}{of_workers}{dead_workers(error)}"
-
-
-def _remaining(progress: Any, last_epoch: int, last_step: int, in_epoch: int | None) -> tuple[int | None, int | None]:
-    """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
-    epochs = None if last_epoch == _NO_LIMIT else max(0, last_epoch - progress.epoch)
-    steps = None if last_step == _NO_LIMIT else max(0, last_step - progress.step)
-    if not in_epoch:
-        return epochs, steps
-    if epochs is not None:
-        steps = min(max(0, in_epoch * epochs - progress.epoch_step), _NO_LIMIT if steps is None else steps)
-    assert steps is not None  # `RunLimits.parse` refuses a run without an end.
-    return (steps + progress.epoch_step) // in_epoch, steps
 
 
 def _add_to_text(error: Exception, text: str) -> bool:

@@ -226,6 +226,7 @@ def _copy_of(trainer: Any) -> Any:
     shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
     vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
     twin.optimization = copy.copy(trainer.optimization)
+    twin.current_run = type(trainer.current_run)(twin)
     twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
     vars(twin)["log"] = _taken_by_nobody
     first = next(iter(twin._module.parameters()), None)

@@ -24,13 +24,13 @@ from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop.history import split_prefix
 from zae.loop.optimization import check_schedules
-from zae.loop.progress import Every
-from zae.loop.run import Run, RunLimits
+from zae.loop.progress import Every, RunLimits
 from zae.preview import dry_run
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
+    from zae.loop.run import Run
     from zae.trainer import Trainer
 
 __all__ = ["RunPreview", "plan", "plan_lines"]
@@ -246,7 +246,7 @@ def plan(
       monitor    loss; there are loss, accuracy
     """
     limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
-    run = Run(self, loader, valid_loader, limits)
+    run = self.current_run.new_call(loader, valid_loader, limits)
     preview = RunPreview(type(self).__name__, monitor=self.monitor)
     preview.world_size = max(self.world_size, len(self.devices))
     if self.mode == "test":
