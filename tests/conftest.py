@@ -19,6 +19,7 @@ import torch
 from kit import faults
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 50)  # A tenth of the time went into collections that found next to nothing.
 # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
 # there would wait for them for ever, or abort.
 os.register_at_fork(after_in_child=gc.freeze)

@@ -22,8 +22,9 @@ from zae.addons import (
 )
 from zae.compiling.benchmark import Benchmark
 
-FAST = {"compile_backend": "aot_eager"}
-FASTEST = {"compile_backend": "eager"}
+FAST = {"compile_backend": "eager"}
+# The graph as inductor would be given it: for what torch itself may lose on the way.
+TRACED = {"compile_backend": "aot_eager"}
 
 
 class Task(Trainer):
@@ -72,7 +73,7 @@ def furthest(a: Any, b: Any) -> float:
 def test_the_weights_are_those_of_eager(mode: str, optimizer: str) -> None:
     """float64, with a clip that bites, BatchNorm's buffers, evaluation in between, and a short batch in each epoch."""
     eager = trained(Task, optimizer)
-    compiled = trained(Task.add_on(CompileAddon), optimizer, compile_mode=mode, **FAST)
+    compiled = trained(Task.add_on(CompileAddon), optimizer, compile_mode=mode, **TRACED)
     assert float(eager.grad_norm) > 0.05
     assert compiled.compile_report["kept"] == mode
     assert furthest(eager, compiled) < OPTIMIZERS[optimizer][1]
@@ -149,7 +150,7 @@ def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "zae.compiling.benchmark._LEAST_GAIN", 1.0
     )  # Nothing gains as much as the whole of the eager step.
-    task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FASTEST)
+    task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FAST)
     assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
     assert furthest(trained(Task, epochs=10), task) < 1e-10
     eager_batches = task.compile_report["eager_batches"]
@@ -217,7 +218,7 @@ class Shaken(nn.Sequential):
 def test_numbers_that_are_not_of_torch_are_drawn_as_in_eager(kind: str, mode: str) -> None:
     """Torch would draw NumPy's from its own stream, and take those of a stream of one's own for constants."""
     ends, states = [], []
-    for cls, options in ((Task, {}), (Task.add_on(CompileAddon), {"compile_mode": mode, **FASTEST})):
+    for cls, options in ((Task, {}), (Task.add_on(CompileAddon), {"compile_mode": mode, **FAST})):
         model = Shaken(kind)
         del model[1]  # BatchNorm, which "fused" refuses.
         task = cls(model, "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, **options)
@@ -414,7 +415,7 @@ class ByStep(Task):
 
 
 def test_a_step_that_would_be_compiled_anew_each_time_ends_up_eager(caplog: pytest.LogCaptureFixture) -> None:
-    task = trained(ByStep.add_on(CompileAddon), compile_mode="graph", **FASTEST)
+    task = trained(ByStep.add_on(CompileAddon), compile_mode="graph", **FAST)
     assert task.compile_report["kept"] == "eager"
     assert "it reads a Python value that changes from step to step" in task.compile_report["reason"]
     assert furthest(trained(ByStep), task) < 1e-12
@@ -422,7 +423,7 @@ def test_a_step_that_would_be_compiled_anew_each_time_ends_up_eager(caplog: pyte
 
 def test_many_trainers_of_a_process_are_compiled() -> None:
     """P-56: a search makes more of them than the graphs that torch keeps for one function."""
-    kept = [trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FASTEST) for _ in range(10)]
+    kept = [trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FAST) for _ in range(10)]
     assert [task.compile_report["graphs"] for task in kept] == [1] * 10
 
 
@@ -454,7 +455,7 @@ def test_a_hook_of_a_module_that_comes_later_is_called(mode: str) -> None:
     """By itself, torch does not look for hooks that a module did not have when it was compiled."""
     before = torch._dynamo.config.skip_nnmodule_hook_guards
     ends = []
-    for cls, options in ((Watched, {}), (Watched.add_on(CompileAddon), {"compile_mode": mode, **FASTEST})):
+    for cls, options in ((Watched, {}), (Watched.add_on(CompileAddon), {"compile_mode": mode, **FAST})):
         torch.manual_seed(3)
         task = cls(nn.Sequential(nn.Linear(4, 2)).double(), "cpu", optimizer=OPTIMIZERS["sgd"][0], **options)
         task.run(2, batches())
@@ -527,9 +528,9 @@ def test_a_loss_scale_that_comes_late_is_refused_too(mode: str) -> None:
 
     if mode == "graph":
         with pytest.raises(ConfigError, match="does not support a float16 loss scale; write compile_mode='model'"):
-            run(CompileAddon, compile_mode=mode, **FASTEST)
+            run(CompileAddon, compile_mode=mode, **FAST)
         return
-    assert furthest(run(), run(CompileAddon, compile_mode=mode, **FASTEST)) == 0
+    assert furthest(run(), run(CompileAddon, compile_mode=mode, **FAST)) == 0
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("bf16", "graph"), ("fp16", "eager")])
@@ -682,7 +683,7 @@ class Pair:
 
 def test_a_short_batch_of_a_type_of_ones_own_is_not_compiled_again() -> None:
     task = Task.add_on(CompileAddon)(
-        network(), "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, compile_mode="graph", **FASTEST
+        network(), "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, compile_mode="graph", **FAST
     )
     task.run(2, [Pair(*batch) for batch in batches()])
     assert (task.compile_report["graphs"], task.compile_report["eager_batches"]) == (1, 2)
@@ -748,7 +749,7 @@ class Scalar(Trainer):
 def test_no_kernel_is_taken_that_does_not_step(dtype: torch.dtype, momentum: float) -> None:
     """Torch 2.13's fused SGD leaves half-precision weights as they were; nor is the optimizer's state touched."""
     states, weights = [], []
-    for cls, options in ((Scalar, {}), (Scalar.add_on(CompileAddon), {"compile_mode": "graph", **FASTEST})):
+    for cls, options in ((Scalar, {}), (Scalar.add_on(CompileAddon), {"compile_mode": "graph", **FAST})):
         torch.manual_seed(1)
         model = nn.Linear(40, 1).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
@@ -798,9 +799,9 @@ class OuterAddon(AddOnBase):
 
 def test_a_micro_step_of_ones_own_is_refused_inside_of_the_graph_and_called_around_it() -> None:
     with pytest.raises(ConfigError, match=r"does not support micro_step\(\) of OwnMicroStep"):
-        trained(OwnMicroStep.add_on(CompileAddon), compile_mode="graph", **FASTEST)
-    assert furthest(trained(OwnMicroStep), trained(OwnMicroStep.add_on(CompileAddon), **FASTEST)) == 0
-    outer = trained(Task.add_on(CompileAddon, OuterAddon), compile_mode="graph", **FASTEST)
+        trained(OwnMicroStep.add_on(CompileAddon), compile_mode="graph", **FAST)
+    assert furthest(trained(OwnMicroStep), trained(OwnMicroStep.add_on(CompileAddon), **FAST)) == 0
+    outer = trained(Task.add_on(CompileAddon, OuterAddon), compile_mode="graph", **FAST)
     assert (outer.seen, outer.compile_report["kept"]) == (12, "graph")
 
 
