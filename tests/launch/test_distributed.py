@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import logging
 import multiprocessing
 import os
 import re
@@ -82,7 +83,8 @@ def listening():
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
 
-def add_up(number):
+def add_up(number, after=""):
+    wait_for(Path(after).exists)
     total = torch.tensor([float(number + dist.get_rank())])
     dist.all_reduce(total)
     ports: list[list[str]] = [[]] * dist.get_world_size()
@@ -128,7 +130,9 @@ class Raises(Task):
     """Fails on rank 1 in its third step, while rank 0 waits for the gradients."""
 
     def train_step(self, batch):
+        Path(f"rank-{self.rank}").write_text(str(os.getpid()))
         if self.rank == 1 and self.progress_checker.step == 2:
+            logging.root.handlers.clear()  # Those of pytest, which a fork inherits.
             raise ValueError("bad sample")
         return super().train_step(batch)
 
@@ -145,27 +149,29 @@ def test_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     with forks():  # What it imports sets a variable.
         before = dict(os.environ)
+    # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
+    *_, settings, _ = spawn(add_up, {"number": 1}, CPUS[:1], timeout=30)
+    assert settings == (torch.float32, multiprocessing.get_start_method())
     results, parents = {}, []
     names = ("first", "second")
 
     def run(name):
-        results[name] = spawn(add_up, {"number": 1}, CPUS, timeout=30)
+        results[name] = spawn(add_up, {"number": 1, "after": name}, CPUS, timeout=30)
 
     threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    threads[0].start()
-    wait_for(lambda: len(multiprocessing.active_children()) == 2)
-    with forks():  # They are there before the first two have imported torch.
-        threads[1].start()
+    with forks():
+        for thread in threads:
+            thread.start()
         wait_for(lambda: len(multiprocessing.active_children()) == 4)
     assert results == {}
+    for name in names:
+        Path(name).touch()
     while any(thread.is_alive() for thread in threads):
         parents += listening()
         time.sleep(0.05)
     for name in names:
-        total, world, rank, settings, ports = results[name]
+        total, world, rank, _, ports = results[name]
         assert (total, world, rank) == (3.0, 2, "0")
-        # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
-        assert settings == (torch.float32, multiprocessing.get_start_method())
         assert ports, name
         assert {address.split(":")[0] for address in ports} == {"0100007F"}
     assert {address.split(":")[0] for address in parents} == {"0100007F"}
@@ -198,12 +204,12 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
     Path("bare.py").write_text(head + body)
     typed = subprocess.run([sys.executable, "-"], input=head + body, capture_output=True, text=True, timeout=60)
-    bare = subprocess.run([sys.executable, "bare.py"], capture_output=True, text=True, timeout=60)
-    assert typed.returncode == bare.returncode == 1
+    status, _, bare = Script(Path("bare.py")).end(60)
+    assert typed.returncode == status == 1
     assert re.search("ConfigError: Mine: defined where the interpreter was typed into", typed.stderr)
     last = 'ConfigError: put what begins the run under: if __name__ == "__main__":'
-    assert last in bare.stderr.splitlines()[-1]
-    assert bare.stderr.count("Traceback") == 1  # No process was started.
+    assert last in bare.splitlines()[-1]
+    assert bare.count("Traceback") == 1  # No process was started.
 
 
 @pytest.mark.covers("P-38")
@@ -212,10 +218,10 @@ def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     Path("asking.py").write_text(f"{head}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
-    asking = subprocess.run([sys.executable, "asking.py"], capture_output=True, text=True, timeout=60)
-    assert asking.returncode == 1
-    assert 'put what begins it under: if __name__ == "__main__":' in asking.stderr
-    assert 'begins its run under: if __name__ == "__main__":' in asking.stderr.splitlines()[-1]
+    status, _, said = Script(Path("asking.py").absolute()).end(60)
+    assert status == 1
+    assert 'put what begins it under: if __name__ == "__main__":' in said
+    assert 'begins its run under: if __name__ == "__main__":' in said.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------------- failing
@@ -257,16 +263,15 @@ def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
 
 
 @pytest.mark.covers("P-42", "F-D4")
-def test_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
+def test_an_exception_of_one_rank_is_raised_here(capfd, caplog):
     """P-42, F-D6: the type, the rank's number and its traceback; a type that cannot be made again is told in words.
 
     F-D4: that rank alone saves the state apart, and says what it is without and which checkpoint is whole.
     """
-    monkeypatch.setenv(MARK, mark := f"raise-{os.getpid()}")
     add_ons = (MultiGPUAddon, StateManagerAddon)
     trainer = build(Raises, add_ons, ["cpu", "cpu"], save_path="run", save_every=1, keep_last=1)
     before = [value.clone() for value in trainer.model.state_dict().values()]
-    with pytest.raises(ValueError, match=r"^bad sample \[rank 1 of 2\]") as caught:
+    with forks(), pytest.raises(ValueError, match=r"^bad sample \[rank 1 of 2\]") as caught:
         trainer.run(2, loader(16, 2))
     notes = "\n".join(caught.value.__notes__)
     assert "raised in rank 1 of 2; its traceback:" in notes
@@ -275,7 +280,7 @@ def test_an_exception_of_one_rank_is_raised_here(monkeypatch, capfd, caplog):
     assert "in run_epoch" not in notes, "the frames of the loop"
     assert "in epoch 1, step 3" in notes
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
-    assert processes(mark) == []
+    assert still_there() == []
     assert sorted(path.name for path in Path("run").glob("[!.]*")) == ["crash-00000002", "step-00000002"]
     manifest, weights, state = load_checkpoint(Path("run", "crash-00000002"))
     assert (manifest["world_size"], manifest["info"]["rank"], manifest["info"]["in_step"]) == (2, 1, True)
@@ -410,13 +415,13 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
         port = free.getsockname()[1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
     joins = ["--nnodes", "2", "--nproc_per_node", "1", *rendezvous, str(example)]
-    with torchrun("--standalone", "--nproc_per_node", "2", "--max-restarts", "2", "restart.py") as again:
-        with torchrun(*joins) as command, forks():  # One of the two agents is the command itself, the other is a fork.
-            agent, plain = Torchrun(*joins), Script(example)
-            ended, other = [each.end(120) for each in (agent, plain)], output_of(command)
-        restarted = output_of(again)
-    assert [status for status, *_ in ended] == [0, 0], ended
-    (_, both, _), (_, out, said) = ended
+    with torchrun(*joins) as command, forks():  # One of the two agents is the command itself, the others are forks.
+        alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
+        again = Torchrun(*alone, "--nproc_per_node", "2", "--max-restarts", "2", "restart.py")
+        agent, plain = Torchrun(*joins), Script(example)
+        ended, other = [each.end(120) for each in (again, agent, plain)], output_of(command)
+    assert [status for status, *_ in ended] == [0, 0, 0], ended
+    (_, restarted, _), (_, both, _), (_, out, said) = ended
     assert said == ""
     both += other
     shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (out, restarted, both)]
