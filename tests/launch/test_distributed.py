@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import logging
 import multiprocessing
 import os
 import re
