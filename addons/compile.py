@@ -16,7 +16,7 @@ from zae.addon import AddOnBase, replaces
 from zae.common import argument_checks, optim, torch_private
 from zae.common.walk import tensors_in
 from zae.compiling import compiler, fused, graphs, kernels
-from zae.compiling.benchmark import Benchmark
+from zae.compiling.benchmark import Benchmark, Report
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
 
@@ -63,7 +63,7 @@ class CompileAddon(AddOnBase):
     compile_report : dict
         "kept" ("eager", "graph", "fused", "model", or "auto" during the benchmark), "reason" when the step was refused,
         "compile_seconds", "graphs", "eager_batches" (of another shape, or with a hook); with "auto", "not_fused" (why
-        "fused" was not tried), the "seconds" of a step of each kind, and "pays_after", the number of steps after which
+        "fused" was not tried), the "seconds" of a step of each kind, and "breakeven_steps", after how many steps
         compiling has paid off (None: never).
 
     Raises
@@ -93,6 +93,9 @@ class CompileAddon(AddOnBase):
 
     layer = "model"
     slot = "compile"
+    process_attributes = {
+        "_compiled": {}, "_to_copy": set(), "_settings": {}, "_eager": None, "_update": None, "_made": None,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class CompileAddon(AddOnBase):
         compiler.check_compiler(compile_mode, compile_backend)
         self.compile_mode, self.compile_backend = compile_mode, compile_backend
         (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
-        self.compile_report: dict[str, Any] = {}
+        self.compile_report: dict[str, Any] = Report()
         self._compiled: dict[str, Any] = {}
         self._eager: Any = None
         self._looked = False
@@ -124,12 +127,6 @@ class CompileAddon(AddOnBase):
         self._update: fused.Update | None = None  # Of the optimizer, for a graph of the whole step.
         self._made: Any = None  # What the graph of the whole step returned, until the loop has used it.
         self._way, self._began = "", 0.0  # How this window is computed, and since when.
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop what was compiled: it cannot be pickled."""
-        state = super().__getstate__()
-        return {**state, "_compiled": {}, "_to_copy": set(), "_settings": {}, "_update": None, "_made": None,
-                "_eager": None}  # fmt: skip
 
     def setup(self) -> None:
         """Check what the graph supports; it is compiled with the first full batch."""
@@ -254,7 +251,7 @@ class CompileAddon(AddOnBase):
 
     def _begin_report(self) -> None:
         self._benchmark = Benchmark(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
-        self.compile_report = {"kept": self.compile_mode, "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
+        self.compile_report = Report(kept=self.compile_mode, compile_seconds=0.0, graphs=0, eager_batches=0)
         if self._not_fused:
             self.compile_report["not_fused"] = self._not_fused
 

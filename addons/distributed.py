@@ -55,6 +55,7 @@ class DistributedAddon(ShardingAddon):
 
     layer = "parallel"
     slot = "parallel"
+    process_attributes = {"_outer_error": None, "_placed": False}
 
     def __init__(
         self,
@@ -188,10 +189,6 @@ class DistributedAddon(ShardingAddon):
         if isinstance(error, Exception) and self._world > 1:
             error.add_note(f"zae: in rank {self._rank} of {self._world}")
         super().on_exception(error)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
-        return {**super().__getstate__(), "_outer_error": None, "_placed": False}
 
     # -------------------------------------------------------------------------------------------------- the ranks
 

@@ -82,6 +82,7 @@ class LedgerAddon(AddOnBase):
     """
 
     layer = "observe"
+    process_attributes = {"_file": None, "_loaders": (None, None)}
 
     def __init__(
         self,
@@ -99,10 +100,6 @@ class LedgerAddon(AddOnBase):
         self._writes = True  # Whether a step of this epoch may be written.
         self._stages: dict[str, dict[str, Any]] = {}  # Of this step, where it is written.
         self._loaders: tuple[Any, Any] = (None, None)  # The loader, and a copy of it that notes samples.
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the loader and the file, which belong to this process."""
-        return {**super().__getstate__(), "_file": None, "_loaders": (None, None)}
 
     def setup(self) -> None:
         """Write steps outside of an epoch too."""
@@ -214,8 +211,14 @@ class LedgerAddon(AddOnBase):
 
     def _open(self) -> None:
         if self._file is None and self.is_main:
-            self.ledger_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.ledger_path.open("a", encoding="utf-8", buffering=1)
+            try:
+                self.ledger_path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.ledger_path.open("a", encoding="utf-8", buffering=1)
+            except OSError as error:
+                raise ConfigError(
+                    f"ledger_path={str(self.ledger_path)!r} cannot be created: {reason(error)}; write ledger_path= a "
+                    "file in a folder that exists, or that can be made"
+                ) from None
             if _is_cut_short(self.ledger_path):
                 self._file.write("\n")
             names = [add_on.__name__ for add_on in add_ons_of(type(self))]

@@ -17,7 +17,8 @@ from zae.addon import AddOnBase, seam
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
 from zae.common.optim import are_lazy
-from zae.composition.metaclass import add_ons_of, options_of
+from zae.composition.introspect import add_ons_of
+from zae.composition.options import option_values
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 from zae.sinks.base import RunInfo, Sink
 from zae.sinks.redact import redact, secrets_in
@@ -81,6 +82,7 @@ class LoggerAddon(AddOnBase):
 
     layer = "observe"
     state_attributes = ("_run_id", "_records")
+    process_attributes = {"_workers": [], "_opened": False}
 
     def __init__(
         self,
@@ -157,10 +159,6 @@ class LoggerAddon(AddOnBase):
         self._close_sinks()
         self._resumed_at = self.progress_checker.step if self._run_id is not None else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the open sinks: they belong to this process."""
-        return {**super().__getstate__(), "_workers": [], "_opened": False}
-
     def _open_sinks(self) -> None:
         """Open all sinks at the same time, and wait at most ``logger_timeout`` seconds."""
         if self._opened or not self.is_main:
@@ -221,8 +219,7 @@ class LoggerAddon(AddOnBase):
 
     def _config(self) -> dict[str, Any]:
         """Return how this trainer was made, in plain values."""
-        options = [name for name in options_of(type(self)) if name not in _OBJECTS and hasattr(self, name)]
-        config = {name: _setting(getattr(self, name)) for name in options}
+        config = {name: _setting(value) for name, value in option_values(self).items() if name not in _OBJECTS}
         config["model"] = type(self.unwrap()).__name__
         if not are_lazy(self.unwrap().parameters()):  # Else the first batch creates them.
             config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())

@@ -81,6 +81,8 @@ class MultiGPUAddon(DistributedAddon):
     2
     """
 
+    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_owners": []}
+
     def __init__(
         self,
         *args: Any,
@@ -302,7 +304,3 @@ class MultiGPUAddon(DistributedAddon):
                 yield
         finally:
             self.model = before
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the wrapper."""
-        return {**super().__getstate__(), "_inner": None, "_engine": None, "_known": [], "_owners": []}

@@ -51,16 +51,13 @@ class PrefetchAddon(AddOnBase):
     """
 
     layer = "loop"
+    process_attributes = {"_side": None, "_said": False}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._side: torch.Stream | None = None
         self._why_not = ""  # Of the loader that was last wrapped for training.
         self._said = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the stream out: it belongs to this process."""
-        return {**super().__getstate__(), "_side": None, "_said": False}
 
     def setup(self) -> None:
         """Create the stream, where the device has streams."""

@@ -21,6 +21,7 @@ class ShardingAddon(AddOnBase):
     """Give each rank its share of every loader; a base of the add-ons that train on several devices."""
 
     layer = "parallel"
+    process_attributes = {"_shared": [], "_shares": None}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,10 +30,6 @@ class ShardingAddon(AddOnBase):
         self._shares: sharding.Shares | None = None
         self._micro = self._absent = 0
         self._leaves_out = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the loaders of this process."""
-        return {**super().__getstate__(), "_shared": [], "_shares": None}
 
     def _from_main(self, value: Any) -> Any:
         values = [value if self._rank == 0 else None]

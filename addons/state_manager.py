@@ -25,7 +25,7 @@ from zae.loop.model_weights import named_parameters
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver, warn_of_lost_ranks
-from zae.saving.resume import Resumption
+from zae.saving.resume import OLD_ATTRIBUTES, Resumption
 from zae.saving.retention import Retention
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start, parts_of
@@ -125,8 +125,8 @@ class StateManagerAddon(AddOnBase):
     (5, 15, 'step-00000015')
     """
 
-    layer = "state"
-    slot = "state"
+    layer = slot = "state"
+    old_attributes = OLD_ATTRIBUTES
 
     def __init__(
         self,

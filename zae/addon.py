@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -45,6 +46,11 @@ class AddOnBase(Trainer):
     rank_state_attributes : tuple of str
         Attributes that checkpoints contain for each rank. A resume on another number of ranks gives all of them the
         values of rank 0, and warns.
+    process_attributes : dict of str to object
+        Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
+    old_attributes : dict of str to str
+        Former names of attributes, with where they are now, for instance ``{"last_path": "checkpointer.last"}``. They
+        still work, and warn.
 
     Examples
     --------
@@ -71,6 +77,8 @@ class AddOnBase(Trainer):
     requires: ClassVar[tuple[str | type, ...]] = ()
     state_attributes: ClassVar[tuple[str, ...]] = ()
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
+    process_attributes: ClassVar[Mapping[str, Any]] = {}
+    old_attributes: ClassVar[Mapping[str, str]] = {}
 
     if TYPE_CHECKING:
         # mypy refuses to pass a class with abstract methods to add_on; an add-on is never instantiated.
@@ -186,6 +194,13 @@ class AddOnBase(Trainer):
         if generators:
             vars(self).setdefault("_add_on_generators", Generators())
         self._generators.load_state_dict(generators or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        state = super().__getstate__()
+        for klass in type(self).__mro__:
+            state |= copy.deepcopy(klass.__dict__.get("process_attributes", {}))
+        return state
 
     def adapt_state(self, entry: Any) -> Any:
         """Return the saved entry of this class as its attributes are to be set; override it where that differs.

@@ -20,7 +20,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.compiling.benchmark import Benchmark
+from zae.compiling.benchmark import Benchmark, Report
 
 FAST = {"compile_backend": "eager"}
 # The graph as inductor would be given it: for what torch itself may lose on the way.
@@ -138,7 +138,7 @@ def test_auto_keeps_one_step_and_says_which_and_why(
     assert report["kept"] in ("eager", "graph")
     assert report["not_fused"] == "running statistics of BatchNorm or the like (1)"
     assert list(report["seconds"]) == ["eager", "graph"]
-    assert (report["pays_after"] is None) == (report["kept"] == "eager")
+    assert (report["breakeven_steps"] is None) == (report["kept"] == "eager")
     assert report["compile_seconds"] > 0
     assert f"keeps the step {report['kept']!r}" in caplog.text
     assert furthest(trained(Task, epochs=10), task) < 1e-10
@@ -162,7 +162,7 @@ def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("graph", "kept", "pays_after"),
+    ("graph", "kept", "breakeven_steps"),
     [
         (lambda step: 0.5 + 0.1 * (step % 2), "graph", 14),
         (lambda step: 1.5, "eager", None),
@@ -171,7 +171,7 @@ def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyP
         (lambda step: 100.0 if step < 9 else 0.5, "graph", 13),  # It was compiled at first.
     ],
 )
-def test_a_trial_keeps_what_is_faster_and_a_tie_keeps_eager(graph: Any, kept: str, pays_after: int | None) -> None:
+def test_a_trial_keeps_what_is_faster_and_a_tie_keeps_eager(graph: Any, kept: str, breakeven_steps: int | None) -> None:
     benchmark, report, step = Benchmark(["eager", "graph"]), {"compile_seconds": 6.0, "graphs": 1}, 0
     turns = []
     while not benchmark.decide(report):
@@ -179,7 +179,14 @@ def test_a_trial_keeps_what_is_faster_and_a_tie_keeps_eager(graph: Any, kept: st
         benchmark.record(turns[-1], 1.0 if turns[-1] == "eager" else graph(step // 2))
         step += 1
     assert turns == ["eager", "graph"] * 20
-    assert (report["kept"], report["pays_after"]) == (kept, pays_after)
+    assert (report["kept"], report["breakeven_steps"]) == (kept, breakeven_steps)
+
+
+def test_the_old_key_of_a_report_warns() -> None:
+    with pytest.warns(DeprecationWarning, match='"pays_after"] is now "breakeven_steps"'):
+        assert Report(breakeven_steps=14)["pays_after"] == 14
+    with pytest.raises(KeyError, match="other"):
+        Report()["other"]
 
 
 class Reads(Task):

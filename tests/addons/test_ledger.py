@@ -190,6 +190,18 @@ def test_ledger_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
             train(path)
 
 
+def test_a_ledger_that_cannot_be_created_names_the_option(tmp_path: Path) -> None:
+    """Its folder was free when the trainer was made, and is a file when the run begins."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Task.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, ledger_path=tmp_path / "run" / "ledger.jsonl")
+    (tmp_path / "run").touch()
+    with pytest.raises(
+        ConfigError, match=r"ledger_path='.*ledger.jsonl' cannot be created: File exists .*; write ledg"
+    ):
+        trainer.run(1, loader_of())
+
+
 def test_ledger_path_is_settled_when_the_trainer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all other paths: wherever the script goes meanwhile, and of the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

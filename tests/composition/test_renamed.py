@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import operator
+import sys
+import threading
 import warnings
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 
 from kit.lines import Task, batches, make, weights
 from zae import AddOnBase, AddOnError, replaces
-from zae.addons import GradientAccumulationAddon
+from zae.addons import GradientAccumulationAddon, StateManagerAddon
 from zae.testing import check_addon
 
 
@@ -90,10 +94,10 @@ def test_a_call_by_the_old_name_warns():
             super().clip()
 
     trainer = make(CallingTask)
-    with pytest.warns(DeprecationWarning, match="CallingTask.weigh is now called scale_loss; use that name") as caught:
+    with pytest.warns(DeprecationWarning, match="CallingTask.weigh is now scale_loss; use that name") as caught:
         trainer.run(1, batches(1))
     assert (trainer.seen, caught[0].filename) == (3, __file__)
-    with pytest.warns(DeprecationWarning, match="weight_of is now called sample_weight") as caught:
+    with pytest.warns(DeprecationWarning, match="weight_of is now sample_weight") as caught:
         assert trainer.weight_of(batches(1)[0], None) == 8
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="sample_weight"):
@@ -132,6 +136,68 @@ def test_a_class_for_both_versions_is_left_alone():
             return 2 * super().weigh(loss, num_targets, count)
 
     assert torch.equal(trained(Task.add_on(BothAddon)), trained(Task.add_on(scaling("scale_loss", 2, AddOnBase))))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("save_format", "checkpointer.model_format", "ckpt"),
+        ("keep_last", "checkpointer.retention.last", 5),
+        ("keep_best", "checkpointer.retention.best", 0),
+        ("run_id", "checkpointer.run_id", "other"),
+        ("save_async", "checkpointer.saver.background", True),
+        ("resume", "", "auto"),
+        ("mid_epoch", "", "restart"),
+        ("reshard", "", True),
+        ("allow_partial", "", ["state.json"]),
+    ],
+)
+def test_an_old_attribute_is_read_and_set_at_its_new_place(old, new, changed, tmp_path):
+    trainer = make(Task.add_on(StateManagerAddon), save_path=tmp_path)
+    cure = f"{old} is now {new}; use that name" if new else f"{old} is not public anymore; keep the option"
+    with pytest.warns(DeprecationWarning, match=cure) as caught:
+        assert getattr(trainer, old) != changed
+    with pytest.warns(DeprecationWarning, match=cure):
+        setattr(trainer, old, changed)
+    with pytest.warns(DeprecationWarning, match=cure):
+        assert getattr(trainer, old) == changed
+    assert caught[0].filename == __file__
+    assert not new or operator.attrgetter(new)(trainer) == changed
+
+
+def test_explain_shows_the_value_of_an_option_that_has_moved(tmp_path):
+    """Without a warning, as for any other option."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        page = str(make(Task.add_on(StateManagerAddon), save_path=tmp_path, keep_last=7).explain())
+    assert "keep_last=7" in page
+    assert "resume=False" in page
+
+
+def test_process_attributes_are_not_copied():
+    """A copy and a pickle have the initial values, each its own object, of every class that declares some."""
+
+    class FileAddon(AddOnBase):
+        """Hold a lock, a list and a stream."""
+
+        process_attributes = {"lock": None, "lines": []}
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.lock, self.lines, self.file, self.kept = threading.Lock(), ["a"], sys.stdout, [1]
+
+    class MoreAddon(FileAddon):
+        """Name one more."""
+
+        process_attributes = {"file": None}
+
+    trainer = make(Task.add_on(MoreAddon))
+    first, second = copy.deepcopy(trainer), copy.deepcopy(trainer)
+    assert (first.lock, first.lines, first.file, first.kept) == (None, [], None, [1])
+    assert first.lines is not second.lines is not MoreAddon.process_attributes
+    assert trainer.lines == ["a"]
+    with pytest.raises(AddOnError, match=r"process_attributes is \('file',\); it must be a dict of names"):
+        type(AddOnBase)("WrongAddon", (AddOnBase,), {"process_attributes": ("file",)})
 
 
 def test_an_old_override_without_super_is_refused():

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable
 from statistics import median, quantiles
 from typing import Any
 
-__all__ = ["Benchmark"]
+__all__ = ["Benchmark", "Report"]
 
 _log = logging.getLogger("zae")
 _WARM_UP = 10  # Steps of each way that do not count: compilation, cold caches.
 _COUNTED, _MOST = 10, 100  # Steps of each way that count: at least, and at most.
 _SECONDS = 0.1  # Short steps are repeated until so many seconds are measured.
 _LEAST_GAIN = 0.02  # As a part of the eager step.
+
+
+class Report(dict[str, Any]):
+    """What a compiled step reports; the former key "pays_after" works for one more version, and warns."""
+
+    def __missing__(self, key: str) -> Any:
+        if key != "pays_after":
+            raise KeyError(key)
+        text = 'compile_report["pays_after"] is now "breakeven_steps"; use that key'
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self["breakeven_steps"]
 
 
 class Benchmark:
@@ -36,7 +48,7 @@ class Benchmark:
         self._times.pop(way, None)
 
     def decide(self, report: dict[str, Any]) -> bool:
-        """Return False until there are enough times; then write "kept", "seconds" and "pays_after" into the report.
+        """Return whether there are enough times; if so, write "kept", "seconds" and "breakeven_steps" into the report.
 
         Each step is compared with the eager step of its turn, because the load of a machine changes. A gain within the
         scatter of these differences is a tie, and a tie keeps the eager step.
@@ -52,9 +64,9 @@ class Benchmark:
         if gain <= max(2 * _standard_error(gains[best]), _LEAST_GAIN * seconds["eager"]):
             best = "eager"
         breakeven = int(report["compile_seconds"] / gain) + 1 if best != "eager" else None
-        report |= {"kept": best, "seconds": seconds, "pays_after": breakeven}
+        report |= {"kept": best, "seconds": seconds, "breakeven_steps": breakeven}
         shown = ", ".join(f"{each:.3g} s {way}" for way, each in seconds.items())
-        _log.info("compile_mode='auto' keeps the step %r: %s; compiled in %.1f s, %d graphs, pays after %s steps",
+        _log.info("compile_mode='auto' keeps the step %r: %s; compiled in %.1f s, %d graphs, %s steps to break even",
                   best, shown, report["compile_seconds"], report["graphs"], breakeven)  # fmt: skip
         return True
 

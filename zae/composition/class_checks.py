@@ -68,15 +68,7 @@ def _check_declaration(cls: Any) -> None:
             raise AddOnError(
                 f"{name}.{relation} is {label}; it must be a tuple of add-ons or their names: {relation} = ({label},)"
             )
-    for declared in ("state_attributes", "rank_state_attributes"):
-        value = getattr(cls, declared)
-        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v.isidentifier() for v in value):
-            raise AddOnError(f"{name}.{declared} is {value!r}; it must be a tuple of names: {declared} = ('count',)")
-    if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
-        raise AddOnError(
-            f"{name} names {min(twice)!r} in state_attributes and in rank_state_attributes; name it where it belongs: "
-            "in the second where it differs from rank to rank"
-        )
+    _check_attributes(cls, name)
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
         raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")
     parents = [c for c in cls.__bases__ if is_add_on(c) and not is_base(c)]
@@ -94,6 +86,25 @@ def _check_declaration(cls: Any) -> None:
                 f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
                 "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
             )
+
+
+def _check_attributes(cls: Any, name: str) -> None:
+    """Refuse invalid declarations of attributes."""
+    for declared in ("state_attributes", "rank_state_attributes"):
+        value = getattr(cls, declared)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v.isidentifier() for v in value):
+            raise AddOnError(f"{name}.{declared} is {value!r}; it must be a tuple of names: {declared} = ('count',)")
+    if not isinstance(cls.process_attributes, dict):
+        value = cls.process_attributes
+        raise AddOnError(
+            f"{name}.process_attributes is {value!r}; it must be a dict of names and the values that a copy has: "
+            "process_attributes = {'_file': None}"
+        )
+    if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
+        raise AddOnError(
+            f"{name} names {min(twice)!r} in state_attributes and in rank_state_attributes; name it where it belongs: "
+            "in the second where it differs from rank to rank"
+        )
 
 
 def _check_init(cls: Any) -> None:

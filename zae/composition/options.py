@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
+from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from zae.composition.foreign_names import foreign_method, foreign_option
 from zae.composition.introspect import function_of, is_add_on, is_base, is_trainer
 from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
 
-__all__ = ["check_call", "check_owners", "join", "missing_attribute", "options_of", "own_options"]
+__all__ = ["check_call", "check_owners", "join", "missing_attribute", "option_values", "options_of", "own_options"]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -90,6 +91,16 @@ def _parameters(cls: type) -> list[inspect.Parameter]:
 def own_options(cls: type) -> dict[str, inspect.Parameter]:
     """Return the options that a class declares in its own ``__init__``."""
     return {p.name: p for p in _parameters(cls) if p.kind not in _REST}
+
+
+def option_values(trainer: Any) -> dict[str, Any]:
+    """Return the values of those options that a trainer has as attributes, also where they have moved."""
+    moved = {old: new for c in type(trainer).__mro__ for old, new in c.__dict__.get("old_attributes", {}).items()}
+    found = {}
+    for name in options_of(type(trainer)):
+        with suppress(AttributeError):
+            found[name] = attrgetter(moved.get(name, name))(trainer)
+    return found
 
 
 def check_owners(add_ons: Iterable[Any], cls: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import attrgetter
 from typing import Any
 
 from zae.composition.introspect import RENAMED_SEAMS, is_trainer
@@ -11,36 +12,43 @@ __all__ = ["keep_old_names"]
 
 
 class _OldName:
-    """The former name of a seam on one class, so that a chain of overrides may mix both names."""
+    """The former name of a seam on one class, or of an attribute."""
 
-    def __init__(self, old: str, new: str, value: Any) -> None:
+    def __init__(self, old: str, new: str, value: Any = None) -> None:
         self.old, self.new, self.value = old, new, value
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
-            return self.value
+            return self.value or self
         if next(c.__dict__[self.old] for c in type(instance).__mro__ if self.old in c.__dict__) is not self:
             return self.value.__get__(instance, owner)  # Reached by super(); the class that calls it was warned of.
         self._warn(instance)
-        return getattr(instance, self.new)
+        return attrgetter(self.new)(instance)
 
     def __set__(self, instance: Any, value: Any) -> None:
         self._warn(instance)
-        setattr(instance, self.new, value)
+        holder, _, name = self.new.rpartition(".")
+        setattr(attrgetter(holder)(instance) if holder else instance, name, value)
 
     def _warn(self, instance: Any) -> None:
-        text = f"{type(instance).__name__}.{self.old} is now called {self.new}; use that name"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        cure = f"is now {self.new}; use that name" if self.new[0] != "_" else "is not public anymore; keep the option"
+        warnings.warn(f"{type(instance).__name__}.{self.old} {cure}", DeprecationWarning, stacklevel=3)
 
 
 def keep_old_names(cls: Any) -> None:
-    """Give a class, and the plain classes it derives from, both names of each renamed seam that they define."""
+    """Add the former names of a class: of its ``old_attributes``, and of each renamed seam.
+
+    Each class that defines a seam gets both names, also a plain class that ``cls`` derives from, so that a chain of
+    overrides may mix them.
+    """
+    for old, new in cls.__dict__.get("old_attributes", {}).items():
+        setattr(cls, old, _OldName(old, new))
     for klass in (cls, *(c for c in cls.__mro__ if not is_trainer(c) and c is not object)):
         for new, old in RENAMED_SEAMS.items():
             names = klass.__dict__.keys() & {old, new}
             if names == {old}:
                 setattr(klass, new, klass.__dict__[old])
                 text = f"{klass.__name__} overrides {old}, which is now called {new}; rename the method"
-                warnings.warn(text, DeprecationWarning, stacklevel=3)
+                warnings.warn(text, DeprecationWarning, stacklevel=4)  # The class statement.
             if len(names) == 1:
                 setattr(klass, old, _OldName(old, new, klass.__dict__[new]))

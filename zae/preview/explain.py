@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae.composition.introspect import add_ons_of, is_add_on, is_marked, seams_of
-from zae.composition.options import own_options
+from zae.composition.options import option_values, own_options
 from zae.loop.progress import Every
 
 __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of"]
@@ -251,11 +251,11 @@ def _text(cls: Any, instance: Any) -> str:
 
 def _add_ons(cls: Any, instance: Any) -> list[str]:
     """Describe each add-on, with its options for an instance."""
-    lines = []
+    lines, found = [], option_values(instance) if instance is not None else {}
     for add_on in add_ons_of(cls):
         doc = (inspect.getdoc(add_on) or "no description").splitlines()[0]
-        names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)] if instance is not None else []
-        values = [f"{name}={_shown(name, getattr(instance, name))}" for name in names if hasattr(instance, name)]
+        names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)]
+        values = [f"{name}={_shown(name, found[name])}" for name in names if name in found]
         lines.append(f"{add_on.__name__}: {doc}" + (f"\n    {', '.join(values)}" if values else ""))
     return lines
 

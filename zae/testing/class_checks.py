@@ -144,7 +144,8 @@ def check_pickle(kit: Kit) -> Iterator[str]:
             except Exception as error:
                 yield (
                     f"cannot be pickled {moment} ({type(error).__name__}: {error}), so no process can be started "
-                    "with it; keep no lambda, open file, lock or class of a function in an attribute beyond teardown()"
+                    "with it; keep no lambda, open file, lock or class of a function in an attribute beyond "
+                    "teardown(), or name it in process_attributes"
                 )
                 return
             if type(other) is not type(trainer):
