@@ -16,16 +16,15 @@ from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
-from zae.composition.introspect import slots_of
 from zae.data.loader_state import restore_parts
 from zae.data.position import LoaderPosition
 from zae.data.sharding import Ranks, shard
-from zae.errors import CheckpointMismatch, ConfigError, DistributedError
+from zae.errors import ConfigError, DistributedError
 from zae.launch import spawn as launching
-from zae.launch.rank_process import note_failure, random_state_of, tell_failures_early
+from zae.launch.rank_process import note_failure, tell_failures_early
 from zae.launch.stop_flag import StopFlag
 from zae.loop import addon_state
-from zae.loop.epoch_log import EpochLog, merge_logs
+from zae.saving.rank_states import RankStates, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
 
@@ -72,7 +71,7 @@ class DistributedAddon(ShardingAddon):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method, self.backend = init_method, backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
-        self._ranks: list[dict[str, Any]] = []  # What each rank saved, until this one has loaded its own.
+        self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
         self._stop_flag = StopFlag()
@@ -97,7 +96,7 @@ class DistributedAddon(ShardingAddon):
     def _begin_here(self) -> None:
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
-            self._ranks = []
+            self._rank_states = RankStates()
             self.loader_position = LoaderPosition(self.fast_data)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
@@ -114,7 +113,7 @@ class DistributedAddon(ShardingAddon):
         if not state["progress"]["epoch_batch"]:
             # Between two epochs a loader continues its own generators, which another loader does not have.
             state["position"] = _between(state["position"])
-            for each in state[self._name()]["ranks"]:
+            for each in state[engine_of(type(self))]["ranks"]:
                 each["position"] = _between(each["position"])
         self.load_state_dict(state)
         self._take_attributes(rest)
@@ -151,13 +150,13 @@ class DistributedAddon(ShardingAddon):
     def _place(self) -> None:
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
-        if self._ranks:
-            own, self._ranks = self._ranks[self._rank], []
+        if self._rank_states.ranks:
+            own, self._rank_states = self._rank_states.ranks[self._rank], RankStates()
             self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
-            addon_state.load_entries(self, own.get("add_ons"))
+            load_entries(self, own.get("add_ons"))
         elif self.loader_position.is_restored:
-            self.loader_position.load_state_dict(_apart(self.loader_position.state_dict(), self._rank))
+            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._rank))
 
     def _own_device(self) -> torch.device:
         """Return the device of this rank."""
@@ -180,7 +179,7 @@ class DistributedAddon(ShardingAddon):
         """Seed as rank 0, for what all ranks must draw alike, and then derive the streams of this rank."""
         if self.seed is not None and not self.is_seeded and self._rank:
             random_state.seed_everything(self.seed)
-            random_state.restore(random_state_of(self._rank, random_state.capture()))
+            random_state.restore(random_state.of_rank(self._rank, random_state.capture()))
             self.is_seeded = True
 
     def on_exception(self, error: BaseException) -> None:
@@ -278,49 +277,28 @@ class DistributedAddon(ShardingAddon):
 
     # ----------------------------------------------------------------------------------------------------- state
 
-    def _name(self) -> str:
-        return str(slots_of(type(self))["parallel"].__name__)
-
     def state_dict(self) -> dict[str, Any]:
         """Add the position, random streams and log of each rank; all ranks call it."""
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.sync_counts(self)
-        state, world, ranks = super().state_dict(), self._planned_world(), self._ranks
+        state, world, ranks = super().state_dict(), self._planned_world(), self._rank_states.ranks
         if world == 1:
             return state
         if asks:
-            ranks = self.gather({"position": state["position"], "log_train": state["records"]["log_train"]})
-        return {**state, self._name(): {"world_size": world, "ranks": list(ranks), "rank": self._rank}}
+            ranks = self.gather(RankStates.own_part(state))
+        return {**state, engine_of(type(self)): RankStates(world, ranks, self._rank).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
-        own, rest = self.take(state, self._name(), strict=False)
+        own, rest = self.take(state, engine_of(type(self)), strict=False)
         if addon_state.is_loading(self, addon_state.ENTRIES):
             return super().load_state_dict(rest, strict)
-        own = {"world_size": 1, "ranks": []} if own is None else own
-        if not (isinstance(own, Mapping) and isinstance(own.get("ranks"), list)):
-            raise CheckpointMismatch(f"the state of {self._name()} does not contain a list of ranks")
-        world, saved, ranks = self._planned_world(), int(own["world_size"]), list(own["ranks"])
-        if saved != world:
-            if not rest["position"].get("may_reshard"):
-                raise CheckpointMismatch(
-                    f"the state was saved with {saved} rank{'s' * (saved > 1)}, and this run has {world}: the batches "
-                    f"of an epoch are others. Go on with {saved}, or write reshard=True (an option of "
-                    "StateManagerAddon) to distribute the rest of the data again"
-                )
-            rest, ranks = _of_others(rest, saved, ranks, self._rank), []
-        if len(ranks) == self._world > 1:
-            mine = ranks[self._rank]
-            allowed = {key: value for key, value in rest["position"].items() if key == "may_reshard"}
-            rest = {**rest, "position": {**mine["position"], **allowed}}
-            rest["records"] = {**rest["records"], "log_train": mine["log_train"]}
-        elif self._rank:
-            rest["position"] = _apart(rest["position"], self._rank)
-        super().load_state_dict(rest, strict)
-        addon_state.warn_of_other_ranks(self, own, world)
-        is_waiting = self._world == 1 and self.loader_position.is_restored
-        self._ranks, self._placed = ranks if is_waiting else [], self._world > 1
+        saved, world, is_known = RankStates.parse(engine_of(type(self)), own), self._planned_world(), self._world > 1
+        super().load_state_dict(saved.state_for(rest, self._rank, world, is_known=is_known), strict)
+        saved.warn_of_others(type(self), self.rank, world)
+        is_waiting = not is_known and saved.world_size == world and self.loader_position.is_restored
+        self._rank_states, self._placed = saved if is_waiting else RankStates(), is_known
 
 
 def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -328,7 +306,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
-    return result, addon_state.gather_entries(trainer, trainer.state_dict()), rest
+    return result, RankStates.add_entries(trainer, trainer.state_dict()), rest
 
 
 def _check_places(places: list[tuple[int, int, int]]) -> None:
@@ -360,20 +338,3 @@ def _between(position: Mapping[str, Any]) -> dict[str, Any]:
     """Return a position between two epochs, for any loader."""
     present = {**position["present"], "generators": None, "parts": {}}
     return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
-
-
-def _of_others(state: Mapping[str, Any], saved: int, ranks: list[Any], rank: int) -> dict[str, Any]:
-    """Adapt a state of another number of ranks: rank 0 gets all records."""
-    logs = [EpochLog("log_train") for _ in ranks]
-    for log, each in zip(logs, ranks):
-        log.load_state_dict(each["log_train"])
-    records = dict(state["records"])
-    if rank or logs:
-        records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
-    return {**state, "records": records, "position": {"ranks": saved, **state["position"]}}
-
-
-def _apart(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Derive the random streams of a rank whose own were not saved."""
-    present = position["present"]
-    return {**position, "present": {**present, "random": random_state_of(rank, present["random"])}}

@@ -20,11 +20,11 @@ from zae.errors import (
     MonitorError,
     NonFiniteError,
 )
-from zae.loop import addon_state
 from zae.loop.model_weights import named_parameters
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver, warn_of_lost_ranks
+from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import OLD_ATTRIBUTES, Resumption
 from zae.saving.retention import Retention
 from zae.saving.saver import Job, check_moment, format_for
@@ -328,7 +328,7 @@ class StateManagerAddon(AddOnBase):
         checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self._crash.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.loader_position.is_evaluating, in_step and self.is_main)
-        state = addon_state.gather_entries(self, self.state_dict())
+        state = RankStates.add_entries(self, self.state_dict())
         if is_writer := self.is_main or has_failed:
             check_optimizer_states(self.optimizers, state["optimizer"])
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
@@ -417,7 +417,7 @@ class StateManagerAddon(AddOnBase):
         else:
             if self._resumption.reshard:
                 state["position"] = {**state["position"], "may_reshard": True}
-            addon_state.load_for_rank(self, {"model": model or self.model_state(), **state}, strict)
+            load_from_file(self, {"model": model or self.model_state(), **state}, strict)
             self.checkpointer.adopt(found, manifest, self.progress_checker.moment)
             _log.info("loaded %s (step %d)", found, self.progress_checker.step)
         self.on_load(found)

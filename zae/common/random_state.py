@@ -27,6 +27,7 @@ __all__ = [
     "generators_of",
     "isolated",
     "of_devices",
+    "of_rank",
     "restore",
     "restore_generators",
     "seed_everything",
@@ -89,6 +90,16 @@ def restore(state: Mapping[str, Any]) -> None:
     streams = _checked(state)
     _numpy_now()  # It refuses a generator that the state would not fit.
     _write(streams)
+
+
+def of_rank(rank: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own."""
+    if rank == 0:
+        return state
+    with isolated():
+        restore(state)
+        seed_everything(int(torch.randint(2**62, ())) + rank)
+        return {**capture(), **{key: value for key, value in state.items() if key not in HOST}}
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from zae.common import random_state
 from zae.errors import DistributedError, shorten_traceback
 from zae.launch import transfer
 
-__all__ = ["WHERE", "Report", "Task", "main_of_rank", "note_failure", "random_state_of", "tell_failures_early"]
+__all__ = ["WHERE", "Report", "Task", "main_of_rank", "note_failure", "tell_failures_early"]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
@@ -169,19 +169,6 @@ def tell_failures_early() -> None:
         _line.early = True
 
 
-def random_state_of(rank: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the random streams of a rank: rank 0 has the given ones, other ranks derive their own."""
-    if rank == 0:
-        return state
-    with random_state.isolated():
-        random_state.restore(state)
-        random_state.seed_everything(int(torch.randint(2**62, ())) + rank)
-        return {
-            **random_state.capture(),
-            **{key: value for key, value in state.items() if key not in random_state.HOST},
-        }
-
-
 def main_of_rank(task: Task, connection: Connection) -> None:
     """Run one rank; the entry point of its process."""
     global _line
@@ -224,7 +211,7 @@ def _work(task: Task) -> Any:
     # What lay on the caller's device, the first one, belongs on this rank's.
     elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
     given = transfer.unpack(Path(task.folder, "begin"), elsewhere)
-    random_state.restore(random_state_of(task.rank, task.random))
+    random_state.restore(random_state.of_rank(task.rank, task.random))
     return given.pop("function")(**given)
 
 

@@ -1,4 +1,4 @@
-"""The state of add-ons in a checkpoint: declared attributes, generators, and what differs from rank to rank."""
+"""The state of add-ons in a checkpoint: declared attributes, and random generators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from zae.common.walk import tensors_in
-from zae.composition.introspect import is_add_on, slots_of
+from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
-from zae.loop.epoch_log import to_host
 from zae.storage.encoding import decode, encode
 from zae.storage.tensor_bytes import byte_view
 
@@ -35,14 +34,10 @@ __all__ = [
     "check_declared",
     "declaring",
     "digest",
-    "gather_entries",
     "is_loading",
     "key_of",
-    "load_entries",
-    "load_for_rank",
+    "loading_as",
     "read_declared",
-    "state_of_rank",
-    "warn_of_other_ranks",
 ]
 
 _log = logging.getLogger("zae")
@@ -61,7 +56,7 @@ def is_loading(trainer: Trainer, how: str) -> bool:
 
 
 @contextmanager
-def _loading_as(trainer: Trainer, how: str) -> Iterator[None]:
+def loading_as(trainer: Trainer, how: str) -> Iterator[None]:
     token = _loading.set((trainer, how))
     try:
         yield
@@ -238,50 +233,6 @@ def _seed_of(*parts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-# ------------------------------------------------------------------------------------------------- several ranks
-
-
-def _compared(cls: type) -> dict[str, tuple[str, ...] | None]:
-    """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
-    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
-    for each in cls.__mro__:
-        if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
-            continue
-        if names := tuple(each.__dict__.get("rank_state_attributes", ())):
-            found[each.__name__] = tuple(map(key_of, names))
-        elif "state_dict" in each.__dict__ and each not in declaring(cls):
-            found[each.__name__] = None
-    return found
-
-
-def _engine(trainer: Trainer) -> str:
-    """Return the key of the parallel add-on, whose entry has a list of what each rank saved."""
-    engine = slots_of(type(trainer)).get("parallel")
-    return "" if engine is None else str(engine.__name__)
-
-
-def gather_entries(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a state what differs from rank to rank in the entries of add-ons; all ranks call it.
-
-    Digests are compared first: only what differs is sent, and saved for each rank.
-    """
-    engine, made = state.get(_engine(trainer)), dict(state)
-    if trainer.world_size == 1 or not isinstance(engine, Mapping) or len(engine["ranks"]) != trainer.world_size:
-        return made
-    own = {}
-    for name, attributes in _compared(type(trainer)).items():
-        if name in state:
-            whole = state[name]
-            own[name] = whole if attributes is None else {key: whole[key] for key in attributes}
-    digests = trainer.gather({name: digest(entry) for name, entry in own.items()})
-    differing = [name for name in own if len({each.get(name) for each in digests}) > 1]
-    entries: list[Any] = [{}] * trainer.world_size
-    if differing:
-        entries = trainer.gather({name: to_host(own[name]) for name in differing})
-    ranks = [{**each, "add_ons": entry} for each, entry in zip(engine["ranks"], entries, strict=True)]
-    return {**made, _engine(trainer): {**engine, "ranks": ranks}}
-
-
 def digest(value: Any) -> str:
     """Return a SHA-256 of a value with all that is in it: equal on two ranks where the value is."""
     try:
@@ -293,62 +244,3 @@ def digest(value: Any) -> str:
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         sha.update(byte_view(tensor))
     return sha.hexdigest()
-
-
-def load_for_rank(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
-    with _loading_as(trainer, FROM_FILE):
-        trainer.load_state_dict(state_of_rank(trainer, state), strict)
-
-
-def state_of_rank(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with this rank's own entries of add-ons."""
-    engine, made = state.get(_engine(trainer)), dict(state)
-    ranks = engine.get("ranks") if isinstance(engine, Mapping) else None
-    if isinstance(ranks, list) and trainer.world_size == len(ranks) > 1:
-        made |= _merged(made, _entries(ranks)[trainer.rank])
-    return made
-
-
-def _entries(ranks: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of add-ons that each rank has saved."""
-    found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in ranks]
-    return [each if isinstance(each, Mapping) else {} for each in found]
-
-
-def _merged(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
-    found = {}
-    for name, own in entries.items():
-        whole = state.get(name)
-        found[name] = {**whole, **own} if isinstance(whole, Mapping) and isinstance(own, Mapping) else own
-    return found
-
-
-def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
-    """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
-    if not entries or trainer.rank == 0:
-        return
-    with _loading_as(trainer, ENTRIES):
-        state = trainer.state_dict()
-        trainer.load_state_dict({**state, **_merged(state, entries)})
-
-
-def warn_of_other_ranks(trainer: Trainer, engine: Mapping[str, Any], world: int) -> None:
-    """Warn where add-ons get the state of another rank that may differ from what this rank held."""
-    ranks, saved, compared = (
-        engine.get("ranks") or [{}],
-        engine.get("rank"),
-        sorted({*_compared(type(trainer))} - {GENERATORS}),
-    )
-    names = sorted({name for each in _entries(ranks) for name in each} - {GENERATORS})
-    if names and len(ranks) != world and trainer.is_main:
-        _log.warning(
-            "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
-            "that of rank 0", ", ".join(names), len(ranks), world,
-        )  # fmt: skip
-    elif compared and saved not in (None, trainer.rank) and not all("add_ons" in each for each in ranks):
-        _log.warning(
-            "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
-            "exception, does not hold what differs on the others", trainer.rank, ", ".join(compared), saved,
-        )  # fmt: skip

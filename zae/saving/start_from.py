@@ -13,7 +13,7 @@ from torch import Tensor
 from zae.common import optim, random_state
 from zae.composition.metaclass import add_ons_of
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
-from zae.loop import addon_state
+from zae.saving.rank_states import RankStates, engine_of
 from zae.storage.checkpoint import list_checkpoints, load_state, load_weights, newest_valid
 from zae.storage.manifest import read_manifest, verify
 from zae.storage.names import MODEL_FILES, STATE, STATE_TENSORS
@@ -71,9 +71,10 @@ class Start:
         if self.path is None:
             return
         found, (model, rest) = self._newest(self._load, self._load_whole)
-        saved = addon_state.state_of_rank(trainer, rest)
+        engine, world, rank = engine_of(type(trainer)), trainer.data_size, trainer.data_rank
+        saved = RankStates.with_entries_of(rest, engine, trainer.world_size, trainer.rank)
         present = trainer.state_dict()
-        streams = _streams_of(saved, trainer.data_size, trainer.data_rank) if "random" in self.parts else None
+        streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
         state = {**present, **_merged(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "model" in self.parts:
             state["model"] = model
@@ -240,18 +241,3 @@ def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[s
         for name, each in both["optimizer"].items():
             each["class"] = settings["optimizer"][name]["class"]
     return {**present["records"], "settings": both}
-
-
-def _streams_of(saved: Mapping[Any, Any], world: int, rank: int) -> Any:
-    """Return the random streams of this rank."""
-    if world == 1:
-        return saved["position"]["present"]["random"]
-    ranks = [
-        each["ranks"] for each in saved.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)
-    ]
-    if not ranks or len(ranks[0]) != world:
-        raise CheckpointMismatch(
-            f"start_with has 'random', and the checkpoint has the random streams of {len(ranks[0]) if ranks else 1} "
-            f"ranks, and this run {world}; leave 'random' out, or use as many ranks"
-        )
-    return ranks[0][rank]["position"]["present"]["random"]

@@ -1,0 +1,206 @@
+"""What each rank has of its own in a state: its position in the data, the log of its epoch, and entries of add-ons.
+
+A state has the values of one rank at their usual places. That of several ranks has besides, in the entry of the add-on
+in the slot ``parallel``, a list with those of each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zae.common import random_state
+from zae.composition.introspect import is_add_on, slots_of
+from zae.errors import CheckpointMismatch
+from zae.loop.addon_state import ENTRIES, FROM_FILE, GENERATORS, declaring, digest, key_of, loading_as
+from zae.loop.epoch_log import EpochLog, merge_logs, to_host
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["RankStates", "derive_streams", "engine_of", "load_entries", "load_from_file"]
+
+_log = logging.getLogger("zae")
+
+
+class RankStates:
+    """The entry of the parallel add-on in a state.
+
+    Parameters
+    ----------
+    world_size : int
+        The number of ranks of the run that saved it.
+    ranks : sequence of mapping
+        For each rank its "position" and "log_train", and "add_ons" where their entries differ. It is empty where one
+        rank has saved alone.
+    rank : int or None
+        The rank whose values are in the state itself.
+    """
+
+    def __init__(self, world_size: int = 1, ranks: Sequence[Mapping[str, Any]] = (), rank: int | None = None) -> None:
+        self.world_size, self.ranks, self.rank = world_size, list(ranks), rank
+
+    @classmethod
+    def parse(cls, name: str, entry: Any) -> RankStates:
+        """Return the object for an entry; None is the state of a single process."""
+        if entry is None:
+            return cls()
+        if not (isinstance(entry, Mapping) and isinstance(entry.get("ranks"), list)):
+            raise CheckpointMismatch(f"the state of {name} does not contain a list of ranks")
+        return cls(int(entry["world_size"]), entry["ranks"], entry.get("rank"))
+
+    def as_entry(self) -> dict[str, Any]:
+        """Return the entry."""
+        return {"world_size": self.world_size, "ranks": self.ranks, "rank": self.rank}
+
+    # -------------------------------------------------------------------------------------------------- saving
+
+    @staticmethod
+    def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a rank saves for itself, of its own state; the entries of add-ons follow in `add_entries`."""
+        return {"position": state["position"], "log_train": state["records"]["log_train"]}
+
+    @classmethod
+    def add_entries(cls, trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Add to a whole state what differs from rank to rank in the entries of add-ons; all ranks call it.
+
+        Digests are compared first: only what differs is sent, and saved for each rank.
+        """
+        name, world = engine_of(type(trainer)), trainer.world_size
+        if world == 1 or name not in state or len(state[name]["ranks"]) != world:
+            return dict(state)
+        own = {}
+        for owner, keys in _varying(type(trainer)).items():
+            if owner in state:
+                own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
+        digests = trainer.gather({owner: digest(entry) for owner, entry in own.items()})
+        differing = [owner for owner in own if len({each.get(owner) for each in digests}) > 1]
+        entries: list[Any] = [{}] * world
+        if differing:
+            entries = trainer.gather({owner: to_host(own[owner]) for owner in differing})
+        ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
+        return {**state, name: {**state[name], "ranks": ranks}}
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    @classmethod
+    def with_entries_of(cls, state: Mapping[str, Any], name: str, world: int, rank: int) -> dict[str, Any]:
+        """Return a whole state with the entries of add-ons that this rank has saved."""
+        ranks = state[name].get("ranks") if isinstance(state.get(name), Mapping) else None
+        if not isinstance(ranks, list) or not world == len(ranks) > 1:
+            return dict(state)
+        return {**state, **_completed(state, cls(world, ranks)._entries()[rank])}
+
+    def state_for(self, state: Mapping[str, Any], rank: int, world: int, *, is_known: bool) -> dict[str, Any]:
+        """Return a state as a rank continues from it; before its number is known, that of rank 0."""
+        if self.world_size != world:
+            if not state["position"].get("may_reshard"):
+                raise CheckpointMismatch(
+                    f"the state was saved with {self.world_size} rank{'s' * (self.world_size > 1)}, and this run has "
+                    f"{world}: the batches of an epoch are others. Go on with {self.world_size}, or write reshard=True "
+                    "(an option of StateManagerAddon) to distribute the rest of the data again"
+                )
+            state = self._merged(state, rank)
+        elif is_known and len(self.ranks) == world:
+            own = self.ranks[rank]
+            allowed = {key: value for key, value in state["position"].items() if key == "may_reshard"}
+            records = {**state["records"], "log_train": own["log_train"]}
+            return {**state, "position": {**own["position"], **allowed}, "records": records}
+        return {**state, "position": derive_streams(state["position"], rank)}
+
+    def _merged(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return a state for another number of ranks: rank 0 gets all records."""
+        logs = [EpochLog("log_train") for _ in self.ranks]
+        for log, each in zip(logs, self.ranks):
+            log.load_state_dict(each["log_train"])
+        records = dict(state["records"])
+        if rank or logs:
+            records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
+        return {**state, "records": records, "position": {"ranks": self.world_size, **state["position"]}}
+
+    def _entries(self) -> list[Mapping[str, Any]]:
+        """Return the entries of add-ons that each rank has saved."""
+        found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in self.ranks]
+        return [each if isinstance(each, Mapping) else {} for each in found]
+
+    @staticmethod
+    def streams_in(state: Mapping[str, Any], rank: int, world: int) -> Any:
+        """Return the random streams of a rank, whatever engine has saved the state."""
+        if world == 1:
+            return state["position"]["present"]["random"]
+        entries = [each for each in state.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
+        ranks = entries[0]["ranks"] if entries else []
+        if len(ranks) != world:
+            raise CheckpointMismatch(
+                f"start_with has 'random', and the checkpoint has the random streams of {len(ranks) or 1} ranks, and "
+                f"this run {world}; leave 'random' out, or use as many ranks"
+            )
+        return ranks[rank]["position"]["present"]["random"]
+
+    def warn_of_others(self, cls: type, rank: int, world: int) -> None:
+        """Warn where add-ons get the state of another rank that may differ from what this rank held."""
+        varying = sorted(_varying(cls).keys() - {GENERATORS})
+        names = sorted({name for each in self._entries() for name in each} - {GENERATORS})
+        if names and len(self.ranks) != world and not rank:
+            _log.warning(
+                "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
+                "that of rank 0", ", ".join(names), len(self.ranks), world,
+            )  # fmt: skip
+        elif varying and self.rank not in (None, rank) and not all("add_ons" in each for each in self.ranks or [{}]):
+            _log.warning(
+                "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
+                "exception, does not hold what differs on the others", rank, ", ".join(varying), self.rank,
+            )  # fmt: skip
+
+
+def engine_of(cls: type) -> str:
+    """Return the key of the parallel add-on of a trainer class; empty where it has none."""
+    engine = slots_of(cls).get("parallel")
+    return "" if engine is None else str(engine.__name__)
+
+
+def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
+    own = RankStates.with_entries_of(state, engine_of(type(trainer)), trainer.world_size, trainer.rank)
+    with loading_as(trainer, FROM_FILE):
+        trainer.load_state_dict(own, strict)
+
+
+def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
+    """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
+    if not entries or trainer.rank == 0:
+        return
+    with loading_as(trainer, ENTRIES):
+        state = trainer.state_dict()
+        trainer.load_state_dict({**state, **_completed(state, entries)})
+
+
+def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Derive the random streams of a rank whose own were not saved; rank 0 has those of the position."""
+    present = position["present"]
+    if rank:
+        present = {**present, "random": random_state.of_rank(rank, present["random"])}
+    return {**position, "present": present}
+
+
+def _varying(cls: type) -> dict[str, tuple[str, ...] | None]:
+    """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
+    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
+    for each in cls.__mro__:
+        if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
+            continue
+        if names := tuple(each.__dict__.get("rank_state_attributes", ())):
+            found[each.__name__] = tuple(map(key_of, names))
+        elif "state_dict" in each.__dict__ and each not in declaring(cls):
+            found[each.__name__] = None
+    return found
+
+
+def _completed(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
+    found = {}
+    for name, own in entries.items():
+        whole = state.get(name)
+        found[name] = {**whole, **own} if isinstance(whole, Mapping) and isinstance(own, Mapping) else own
+    return found
