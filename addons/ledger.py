@@ -25,6 +25,7 @@ from zae.addon import AddOnBase
 from zae.common import optim
 from zae.common import random_state as rng
 from zae.common.argument_checks import check_file
+from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
 from zae.data.loader_state import Passing
 from zae.data.loaders import length_of
@@ -340,16 +341,11 @@ def random_state() -> str:
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors and numeric arrays in a nested batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
-        yield torch.from_numpy(np.ascontiguousarray(batch).reshape(-1).view(np.uint8))
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)
+    for _, leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            yield torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
 
 
 def _numbers(loss: Any) -> Any:

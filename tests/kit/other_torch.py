@@ -49,7 +49,7 @@ def remove() -> None:
             delattr(attrgetter(owner)(torch), name)
 
 
-def train() -> str:
+def train(num_workers: int = 1) -> str:
     """Train, save, resume and train on, alone and in the wrapper of several ranks; return a hash of the weights."""
     import torch
     import torch.distributed as dist
@@ -81,7 +81,7 @@ def train() -> str:
         make(folder).run(2, loader(), valid_loader=loader())
         trainer = make(folder)
         trainer.plan(4, loader())
-        trainer.run(4, loader(num_workers=1))
+        trainer.run(4, loader(num_workers=num_workers))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     replica = Replica(trainer.model, find_unused_parameters=False, static_graph=False)
     for inputs, _ in loader(shuffle=False):

@@ -1,8 +1,8 @@
-"""Optimizer states: loaded with the types and bits that they were saved with, or refused at the first save.
+"""Load optimizer states with the types and bits that they were saved with, or refuse them at the first save.
 
-torch's ``Optimizer.load_state_dict`` casts every floating tensor of a state to the type of its weight, and rebuilds
-whatever can be iterated over, text included. Here it loads the groups and calls the hooks; the values themselves are
-put in place as they are.
+``Optimizer.load_state_dict`` of torch casts every floating tensor of a state to the type of its weight, and rebuilds
+all that can be iterated over, str included. Here torch loads the groups and calls the hooks; the values are set
+unchanged.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common.walk import has_same_bits, leaves_of
 from zae.errors import CheckpointError, CheckpointMismatch
 
 __all__ = [
@@ -58,20 +58,20 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those that it wraps, which may be the ones that load."""
+    """Return an optimizer and those that it wraps, which may be the ones that load."""
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer]
     return [optimizer, *inner]
 
 
 class _Exact:
-    """Takes the values out of a state before torch loads it, and puts them in place after that."""
+    """Take the values out of a state before torch loads it, and set them afterwards."""
 
     def __init__(self) -> None:
         self._saved: Mapping[str, Any] = {}
         self._devices: list[dict[str, torch.device]] = []
 
     def take(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Give torch a state without values: the last of the hooks before it loads."""
+        """Return the state without values: the last of the hooks before torch loads."""
         self._saved = state
         self._devices = [
             {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
@@ -80,7 +80,7 @@ class _Exact:
         return {**state, "state": {}}
 
     def put(self, optimizer: Optimizer) -> None:
-        """Put the values in place: the first of the hooks after torch has loaded."""
+        """Set the values: the first of the hooks after torch has loaded."""
         # Rates that are tensors stay on the device where the kernel reads them.
         for group, devices in zip(optimizer.param_groups, self._devices, strict=True):
             group.update({key: group[key].to(device) for key, device in devices.items()
@@ -99,16 +99,17 @@ class _Exact:
             exact[parameter] = values
         made = defaultdict(dict, {key: copy.copy(values) for key, values in exact.items()})
         optimizer.__setstate__({"state": made, "param_groups": optimizer.param_groups})
-        for key, values in exact.items():  # Where a class takes a number for one of an older torch, for instance.
+        for key, values in exact.items():  # A class may convert what it takes for an older format.
             present = optimizer.state.get(key)
             if isinstance(values, dict) and isinstance(present, dict):
-                present.update({name: each for name, each in values.items() if not _is_same(present.get(name), each)})
+                lost = {name: each for name, each in values.items() if not has_same_bits(present.get(name), each)}
+                present.update(lost)
 
 
 def _on_device(
     value: Any, device: torch.device, group: Mapping[str, Any], moved: dict[Any, Tensor], key: Any = None
 ) -> Any:
-    """Move the tensors in a value to a device; tensors that are one stay one."""
+    """Move the tensors in a value to a device; a tensor that is contained twice is moved once."""
     if isinstance(value, Tensor):
         by_kernel = bool(group.get("fused") or group.get("capturable"))
         if key == "step" and not by_kernel:
@@ -129,10 +130,10 @@ def _on_device(
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
-    """Return a copy that shares nothing with an optimizer; Python's own leaves out the attributes of a subclass."""
+    """Return a deep copy of an optimizer; ``copy.deepcopy`` leaves out the attributes of a subclass."""
     memo = {} if memo is None else memo
     memo[id(optimizer)] = twin = object.__new__(type(optimizer))
-    # Only the calls of its own hooks are of the copy. Steps are noted, and groups followed, on the optimizer alone.
+    # The copy has no hooks of the step, and neither a scheduler nor a trainer follows it.
     instead = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}, **instead}
     own = {key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")}
     for hooks in own.values():
@@ -147,16 +148,16 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
 
 
 def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
-    """Refuse to save the state of an optimizer that would be another one when it is loaded.
+    """Refuse to save the state of an optimizer that would differ after it is loaded.
 
-    An optimizer that overrides ``load_state_dict`` is tried once: a copy of it loads the state.
+    For an optimizer that overrides ``load_state_dict``, a copy of it loads the state once.
     """
     for name, optimizer in optimizers.items():
-        for path, value in _tensors_in(states[name], f"optimizer[{name!r}]"):
-            if type(value) not in (Tensor, nn.Parameter):
+        for path, value in leaves_of(states[name], f"optimizer[{name!r}]"):
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                 raise CheckpointError(
-                    f"{path} is a {type(value).__name__}, and a checkpoint holds plain tensors, which it would be "
-                    "after a resume; keep its parts in the state instead, each as a torch.Tensor"
+                    f"{path} is a {type(value).__name__}, and a checkpoint contains plain tensors, so that it would be "
+                    "a torch.Tensor after a resume; keep its parts in the state instead, each as a torch.Tensor"
                 )
         is_begun = any(each.state for each in _with_inner(optimizer))
         if is_begun and optimizer not in _reloaded:
@@ -164,79 +165,43 @@ def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[
             _reloaded.add(optimizer)
 
 
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors_in(each, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _tensors_in(each, f"{path}[{index}]")
-
-
 def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Let a copy of an optimizer that overrides ``load_state_dict`` load its state, and compare."""
+    """Load the state into a copy of an optimizer that overrides ``load_state_dict``, and compare."""
     if all(type(each).load_state_dict is _LOAD for each in _with_inner(optimizer)):
         return
     try:
         twin = copy_optimizer(optimizer)
-    except Exception:  # It cannot be tried then.
+    except Exception:  # Not every optimizer can be copied.
         return
     try:
         load_optimizer_state(twin, copy.deepcopy(dict(state)))
-        found = _difference(state, twin.state_dict(), f"optimizer[{name!r}]")
+        problem = _difference(state, twin.state_dict(), f"optimizer[{name!r}]")
     except Exception as error:
-        found = f"it raises {type(error).__name__}: {error}"
-    if found:
+        problem = f"it raises {type(error).__name__}: {error}"
+    if problem:
         raise CheckpointError(
-            f"optimizer {name} ({type(optimizer).__name__}) does not load its own state: {found}. A run could not be "
+            f"optimizer {name} ({type(optimizer).__name__}) does not load its own state: {problem}. A run could not be "
             f"resumed from it; let {type(optimizer).__name__}.load_state_dict restore what its state_dict returns"
         )
 
 
 def _difference(saved: Any, found: Any, path: str) -> str:
-    """Say where a state that was loaded differs from the saved one; empty where it does not."""
+    """Return where a loaded state differs from the saved one; else an empty string."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping) and saved.keys() == found.keys():
-        return next((said for key in saved if (said := _difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
-    if _is_same(saved, found):
+        return next((text for key in saved if (text := _difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
+    if has_same_bits(saved, found):
         return ""
-    return f"{path} was {_described(saved)} and is {_described(found)}"
+    return f"{path} was {_describe(saved)} and is {_describe(found)}"
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}, {value.detach().flatten()[:3].tolist()}"
     return f"{value!r:.80}"
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values have the same type and the same bits."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and _equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    if isinstance(a, np.ndarray):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-    return bool(a == b) or (a != a and b != b)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one type and shape have the same bits."""
-    if a.layout is not torch.strided or a.is_quantized:
-        return torch.equal(a, b)
-    a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))
-    return torch.equal(a, b)
-
-
 def check_rates(what: str, saved: Any, present: Any) -> None:
-    """Refuse text, NaN and the like where an optimizer or a scheduler has a number."""
+    """Refuse values that are not finite numbers where an optimizer or a scheduler has a number."""
     for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
         value, is_rate = saved[name], name in _RATES
         several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))
@@ -279,12 +244,11 @@ def match_order(
 
 
 def _is_number(value: object) -> bool:
-    """Say whether a value is a number, also one in a tensor."""
+    """Whether a value is a number, or a tensor with one."""
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _refusal(what: str, name: str, value: object, kind: str) -> CheckpointMismatch:
-    """Return the error for one value."""
     return CheckpointMismatch(
         f"the state of the {what} has {name}={value!r:.60}, which is not {kind}; load another checkpoint"
     )

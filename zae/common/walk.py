@@ -1,4 +1,4 @@
-"""Walk through the objects that a value contains: batches, states, and the objects of a user."""
+"""Find and compare what a value contains: batches, states, and the objects of a user."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-__all__ = ["children_of", "fields_of", "is_dataclass", "search", "tensors_in"]
+__all__ = ["children_of", "fields_of", "has_same_bits", "is_dataclass", "leaves_of", "search", "tensors_in"]
 
 _MISSING = object()
 
@@ -34,13 +36,50 @@ def children_of(value: Any) -> Iterable[Any]:
     return fields_of(value).values() if is_dataclass(value) else ()
 
 
+def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a value contains at any depth, without the containers, with places if the value itself has one."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif is_dataclass(value):
+        items = fields_of(value).items()
+    else:
+        yield place, value
+        return
+    for key, each in items:
+        yield from leaves_of(each, f"{place}[{key!r}]" if place else "")
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value, at any depth; one that is contained twice is yielded twice."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for each in children_of(value):
-        yield from tensors_in(each)
+    return (leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def has_same_bits(a: Any, b: Any) -> bool:
+    """Whether two values have the same types and the same bits, in all that they contain."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout) and _are_equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(has_same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(has_same_bits, a, b))
+    if isinstance(a, np.ndarray):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    return bool(a == b) or (a != a and b != b)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bits."""
+    if a.layout is not torch.strided or a.is_quantized:
+        return torch.equal(a, b)
+    a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(a, b)
 
 
 def search(
@@ -54,7 +93,7 @@ def search(
     limit: int = 1000,
     many: int = 64,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of some kinds in an object, in its attributes and containers, the nearest first."""
+    """Yield the objects of some kinds in the attributes and containers of an object, breadth first."""
     seen = set() if seen is None else seen
     left = deque([(place, value)])
     for _ in range(limit):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
-from zae.common.walk import search
+from zae.common.walk import has_same_bits, search
 from zae.data.loaders import is_stateful, length_of
 from zae.errors import CheckpointMismatch
 from zae.storage.encoding import encode
@@ -93,7 +93,9 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
             continue
         owner = found[place]
         try:
-            if isinstance(owner, STREAMS) or not (only_streams or _is_same(read_stream(owner), state)):
+            if isinstance(owner, STREAMS) or not (
+                only_streams or has_same_bits(encode(read_stream(owner)), encode(state))
+            ):
                 _write(owner, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
@@ -223,12 +225,6 @@ def _seed_again(stream: Any) -> None:
 def _is_part(place: str) -> bool:
     """Whether a place is that of a part itself, not of a stream in it."""
     return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, bitwise."""
-    (structure, tensors), (again, others) = encode(one), encode(other)
-    return bool(structure == again) and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
 
 
 @functools.cache
