@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zae.addon import AddOnBase
-from zae.common.device import copies_by_itself, plain_tensors
+from zae.common.device import can_copy_async, plain_tensors
 from zae.data.loaders import describe, gives_pinned
 from zae.trainer import Trainer
 
@@ -79,7 +79,7 @@ class PrefetchAddon(AddOnBase):
         loader = super().wrap_loader(loader, training)
         if training:
             self._why_not = self._stands_aside() or _why_not(loader)
-            if self._why_not and copies_by_itself(self.device) and not self._said:
+            if self._why_not and can_copy_async(self.device) and not self._said:
                 self._said = True
                 _log.warning("PrefetchAddon does nothing: %s", self._why_not)
         return loader
@@ -104,7 +104,7 @@ class PrefetchAddon(AddOnBase):
 
     def _stands_aside(self) -> str:
         """Return why no batch can be copied on a second stream; empty if they can."""
-        if not copies_by_itself(self.device):
+        if not can_copy_async(self.device):
             return f"{self.device} has no stream that copies beside the computation"
         if not hasattr(torch.Stream, "__enter__"):
             return f"torch {torch.__version__} has no streams for all kinds of devices; use torch 2.7 or newer"

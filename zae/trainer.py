@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common import argument_checks, optim, optimizer_checks, random_state
-from zae.common.device import copies_by_itself, leading_dimension, parse_device, to_device
+from zae.common.device import can_copy_async, leading_dimension, parse_device, to_device
 from zae.common.optimizer_modes import NOTHING
 from zae.common.optimizer_state import load_optimizer_state
 from zae.composition import binding
@@ -414,7 +414,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def to_device(self, batch: Any) -> Any:
         """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be."""
-        return to_device(batch, self.device, self.loader_position.pinned and copies_by_itself(self.device))
+        return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
     @seam
     def batch_context(self) -> AbstractContextManager[None]:

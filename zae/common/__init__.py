@@ -1,6 +1,6 @@
-"""What every package may use: devices, random streams, optimizers, and checks of arguments.
+"""Code that every package may use: devices, random streams, optimizers, and checks of arguments.
 
-`device` moves batches; `random_state` seeds, captures and restores; `optim` checks and steps optimizers;
-`argument_checks` words the errors of arguments; `contexts` is the context that does nothing; `lazy`
-imports names when they are first asked for; `moved` keeps the old names of modules.
+`device` moves batches; `random_state` seeds, captures and restores; `optim` and the modules named ``optimizer_`` check,
+step, save and load optimizers; `argument_checks` checks arguments; `walk` finds what an object contains; `lazy` imports
+public names at their first use; `torch_private` looks up private names of torch.
 """

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the constructor, with an error that says what to write."""
+"""Check the arguments of the constructor and of functions; each error says what to write."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
     """Refuse a `trainer.model` that is neither the model that was given nor its wrapper."""
     if present is not given and present is not wrapped:
         raise ConfigError(
-            f"trainer.model was set to a {type(present).__name__}, and what is trained is the {type(given).__name__} "
-            "that was given; make a new trainer for another model, or override wrap_model(model), which returns what "
-            "train_step is to call"
+            f"trainer.model was set to a {type(present).__name__}, but the trainer trains the {type(given).__name__} that "
+            "it was constructed with; construct a new trainer for another model, or override wrap_model(model) to return "
+            "what train_step calls"
         )
     return given
 
@@ -74,8 +74,7 @@ def check_mode(mode: Any) -> str:
 def check_number(name: str, value: Any, least: float = 0.0) -> float:
     """Refuse anything but a finite number of at least ``least``."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    good = is_number and least <= value < math.inf
-    if not good:
+    if not (is_number and least <= value < math.inf):
         raise ConfigError(f"{name}={value!r}; it must be a number of at least {least:g}")
     return float(value)
 
@@ -92,7 +91,7 @@ def check_count(name: str, value: Any, least: int = 1, *, bits: int = 0, optiona
 
 
 def check_flags(**flags: Any) -> list[bool]:
-    """Refuse anything but a bool: the text "False", from a file or a command line, would be true."""
+    """Refuse anything but a bool: the str "False", from a file or a command line, is true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ConfigError(f"{name}={value!r}; it must be True or False")
@@ -100,7 +99,7 @@ def check_flags(**flags: Any) -> list[bool]:
 
 
 def check_partial(files: Any) -> list[str]:
-    """Return the files that a checkpoint may lack; refuse a str, which is a list of its characters."""
+    """Return the files that a checkpoint may lack; refuse a str, which iterates over its characters."""
     if not isinstance(files, (list, tuple, set, frozenset)):
         example = files if isinstance(files, str) else "state.json"
         raise ConfigError(f"allow_partial={files!r}; it must be a list of files: [{example!r}]")
@@ -128,24 +127,24 @@ def check_file(path: Any, name: str, example: str) -> Path:
 
 
 def _path_of(path: Any, name: str, kind: str) -> Path:
-    """Return a path, or refuse what cannot be one."""
+    """Return the path with its home folder expanded; refuse what cannot be a path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"{name}={path!r}; it must be the path of a {kind}")
     try:
-        found = Path(path).expanduser()
-        os.stat(found)
+        expanded = Path(path).expanduser()
+        os.stat(expanded)
     except RuntimeError:
-        raise ConfigError(f"{name}={str(path)!r} has no home folder here; write the path in full") from None
+        raise ConfigError(f"{name}={str(path)!r}: there is no such home folder; write the path in full") from None
     except (OSError, ValueError) as error:  # A missing or unreadable path is not an error here.
         if isinstance(error, ValueError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{name}={str(path)!r} cannot be a path: {why}; give another one") from None
-    return found
+            raise ConfigError(f"{name}={str(path)!r} cannot be a path: {why}; give another path") from None
+    return expanded
 
 
 def _check_place(folder: Path, option: str) -> None:
     """Refuse a folder that cannot be written to or created."""
-    # Unlike the methods of Path, these return False without permission.
+    # Not the methods of Path: they raise where they have no permission.
     present = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     if not os.path.isdir(present):
         raise ConfigError(f"{option}: {present} is a file, not a folder; give another path")
@@ -165,7 +164,7 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
 
 
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:
-    """Return the metrics of ``metric_on_epoch_end`` as floats, or refuse them."""
+    """Return the metrics of ``metric_on_epoch_end`` as floats; refuse what cannot be converted."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -183,7 +182,7 @@ def check_metrics(name: str, metrics: Any) -> dict[str, float]:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value by its shape or its length, else by the beginning of its repr."""
+    """Describe a value by its shape or length, or by the beginning of its repr."""
     if isinstance(value, Tensor):
         return f"of shape {tuple(value.shape)}"
     return f"of {len(value)} entries" if isinstance(value, (tuple, list)) else repr(value)[:60]

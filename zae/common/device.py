@@ -17,7 +17,7 @@ from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
     "accelerator",
-    "copies_by_itself",
+    "can_copy_async",
     "cpu_computes_in_bf16",
     "leading_dimension",
     "parse_device",
@@ -28,34 +28,33 @@ __all__ = [
 DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device] | None"
 
 HOST = torch.device("cpu")
-"""The CPU, always this object where `parse_device` returns it: to compare two devices takes longer."""
+"""The CPU, as `parse_device` returns it: comparing identities is faster than comparing devices."""
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
-# Names that people write for a device and that no spelling distance leads from to the right one.
+# Common names of devices that are not similar enough for `did_you_mean`.
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
 _OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
-    """Return the devices that a user names, one for each rank."""
+    """Return the devices of the argument ``device``, one for each rank."""
     if spec is None or (isinstance(spec, str) and spec == "auto"):
         return [_best_device()]
     if isinstance(spec, (list, tuple)):
         return _parse_list(spec)
-    device = _meant(spec, "device")
+    device = _parse_entry(spec, "device")
     _require(device, spec, "device")
     return [device]
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Return the batch with every tensor in it on the device; the batch given is not changed.
+    """Return the batch with every tensor in it on the device, without changing the batch.
 
-    It looks into tuples, lists, mappings, named tuples and dataclasses, at any depth, and keeps their types.
-    Any other object that has a method ``to`` is asked to move itself, as a shallow copy: many such methods change
-    the object. All else (str, numbers, arrays, ...) is passed on as it is, and so is a container in which nothing
-    had to move.
+    Tensors are found in tuples, lists, mappings, named tuples and dataclasses, at any depth, whose types are kept. Of
+    any other object with a method ``to``, a shallow copy is moved by this method, as many change their object. Other
+    values (str, numbers, arrays, ...) are returned unchanged, and so are containers in which all is on the device.
     """
-    # The common case, a few tensors that are there already, is worth its own lines: it is on the path of every batch.
+    # A fast path for a few tensors that are on the device already: every batch comes here.
     kind = type(batch)
     items: Iterable[Any]
     if kind is tuple or kind is list:
@@ -75,14 +74,14 @@ def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one."""
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 has no other way to ask.
+    except RuntimeError:  # How torch 2.6 says that there is none.
         return None
 
 
-def copies_by_itself(device: torch.device) -> bool:
+def can_copy_async(device: torch.device) -> bool:
     """Return whether a copy between pinned memory and a device can run beside the host and the computation.
 
-    It can on the accelerator that torch supports with streams: the CPU has none, and MPS does not expose its own.
+    It can on an accelerator with streams: the CPU has no streams, and torch does not expose those of MPS.
     """
     found = accelerator()
     return found is not None and found.type == device.type != "mps"
@@ -91,8 +90,8 @@ def copies_by_itself(device: torch.device) -> bool:
 def cpu_computes_in_bf16() -> bool:
     """Return whether the processor has instructions for bfloat16: AVX512_BF16 or AMX, or those of Arm.
 
-    Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32. Where this
-    build of torch cannot tell, the result is False.
+    Without them torch converts every operand, and a step in bfloat16 is much slower than one in float32. The result is
+    False where this build of torch does not know.
     """
     if not torch.backends.mkldnn.is_available():  # The library that uses these instructions.
         return False
@@ -104,7 +103,7 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
-    """Return the tensors that :func:`to_device` moves, unless an object in the batch moves itself."""
+    """Return the tensors that :func:`to_device` moves; None if the batch contains an object with its own ``to``."""
     if type(batch) is Tensor:
         return [batch] if batch.layout is torch.strided and not batch.is_nested else None
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
@@ -121,11 +120,11 @@ def plain_tensors(batch: Any) -> list[Tensor] | None:
 def leading_dimension(batch: Any) -> int | None:
     """Return the number of samples in a batch: dimension 0 of the first tensor or array in it.
 
-    It looks into what :func:`to_device` looks into, in order and depth first, and passes over tensors without
-    dimensions. A ``PackedSequence`` has as many samples as sequences.
+    The containers of :func:`to_device` are searched in order, depth first; tensors without dimensions are skipped. A
+    ``PackedSequence`` has as many samples as sequences.
     """
     kind = type(batch)
-    if (kind is tuple or kind is list) and batch:  # (inputs, targets) comes with every step: no detours
+    if (kind is tuple or kind is list) and batch:  # A fast path for (inputs, targets), in every step.
         first = batch[0]
         if type(first) is Tensor:
             try:
@@ -135,11 +134,11 @@ def leading_dimension(batch: Any) -> int | None:
             if shape:
                 return shape[0]  # size(0) is twice as slow.
     if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else None  # not shape[0]: a nested tensor has no shape
+        return batch.size(0) if batch.ndim else None  # A nested tensor has no shape.
     if isinstance(batch, np.ndarray):
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])  # its first field holds the steps of all sequences, end to end
+        return int(batch.batch_sizes[0])  # Its first field has the steps of all sequences.
     for child in children_of(batch):
         size = leading_dimension(child)
         if size is not None:
@@ -148,7 +147,7 @@ def leading_dimension(batch: Any) -> int | None:
 
 
 def _best_device() -> torch.device:
-    """Return the one device that "auto" stands for."""
+    """Return the device for "auto"."""
     found = accelerator()
     for kind in ("cuda", "mps", *([] if found is None else [found.type])):
         if _count(kind):
@@ -161,19 +160,19 @@ def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
     if not spec:
         raise ConfigError("device=[] names no device; write device='auto', or one entry for each rank: ['cpu', 'cpu']")
     places = [f"device[{index}]" for index in range(len(spec))]
-    devices = [_meant(entry, place) for entry, place in zip(spec, places, strict=True)]
-    # What is wrong with the list on any machine comes before what this machine lacks.
+    devices = [_parse_entry(entry, place) for entry, place in zip(spec, places, strict=True)]
+    # Errors of the list on any machine come before devices that this machine lacks.
     kinds = list(dict.fromkeys(device.type for device in devices))
     if len(kinds) > 1:
         raise ConfigError(
-            f"device={_show(spec)} mixes {' and '.join(kinds)}, but the ranks of a run share one kind of device; "
+            f"device={_format_list(spec)} mixes {' and '.join(kinds)}, but the ranks of a run share one kind of device; "
             f"write for example device={[str(device) for device in devices if device.type == kinds[0]]!r}"
         )
     distinct = list(dict.fromkeys(devices))
     if kinds != ["cpu"] and len(distinct) < len(devices):
         twice = next(device for index, device in enumerate(devices) if device in devices[:index])
         raise ConfigError(
-            f"device={_show(spec)} names {twice} more than once, but each rank needs its own; "
+            f"device={_format_list(spec)} names {twice} more than once, but each rank needs its own; "
             f"write device={[str(device) for device in distinct]!r}"
         )
     for device, entry, place in zip(devices, spec, places, strict=True):
@@ -181,14 +180,14 @@ def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
     return devices
 
 
-def _meant(entry: object, where: str) -> torch.device:
-    """Return the device that one entry names, with its index, whether this machine has it or not."""
+def _parse_entry(entry: object, where: str) -> torch.device:
+    """Return the device of one entry, with its index, even if this machine does not have it."""
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
         if entry < 0:
             raise ConfigError(f"{where}={entry} is not the index of a CUDA device; write device='cpu' for the CPU")
         return torch.device("cuda", int(entry))
     if isinstance(entry, str):
-        device = _named(entry, where)
+        device = _parse_name(entry, where)
     elif isinstance(entry, torch.device):
         device = entry
     else:
@@ -197,12 +196,12 @@ def _meant(entry: object, where: str) -> torch.device:
             f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"
         )
     if device.type == "cpu":
-        return HOST  # an index means nothing here, and cpu:0 would not equal a tensor's device
+        return HOST  # Without an index: cpu:0 does not equal the device of a tensor.
     return torch.device(device.type, device.index or 0)
 
 
-def _named(text: str, where: str) -> torch.device:
-    """Return the torch.device of a name, or suggest the name that was meant."""
+def _parse_name(text: str, where: str) -> torch.device:
+    """Return the torch.device of a name; suggest a similar name in the error."""
     try:
         return torch.device(text)
     except RuntimeError:
@@ -214,8 +213,8 @@ def _named(text: str, where: str) -> torch.device:
             hint = f"; did you mean {guess + tail!r}?"
         else:
             hint = did_you_mean(head, _KINDS).replace("'?", f"{tail}'?")
-        if text == "auto":  # reached from within a list only
-            hint = "; 'auto' is one device and stands alone: device='auto'."
+        if text == "auto":  # It is in a list.
+            hint = "; 'auto' is one device: device='auto'."
         end = " Write" if hint else "; write"
         raise ConfigError(f"{where}={text!r} is not a device{hint}{end} 'auto', 'cpu', 'cuda:0' or 'mps'") from None
 
@@ -224,14 +223,14 @@ def _require(device: torch.device, entry: object, where: str) -> None:
     """Refuse a device that this machine does not have."""
     if device.type == "cpu":
         return
-    written = f"{where}={_written(entry)!r}"
+    argument = f"{where}={_plain_entry(entry)!r}"
     if device.type == "meta":
-        raise ConfigError(f"{written} has no data, so nothing can be trained on it; write device='cpu'")
+        raise ConfigError(f"{argument} has no data, so that nothing can be trained on it; write device='cpu'")
     count = _count(device.type)
     if device.index >= count:
         name = f"{device.type.upper()} device{' is' if count == 1 else 's are'}"
         remedy = f"device='{device.type}:{count - 1}' or device='cpu'" if count else "device='cpu'"
-        raise ConfigError(f"{written} was asked for, but {count} {name} available; write {remedy}")
+        raise ConfigError(f"{argument} was asked for, but {count} {name} available; write {remedy}")
 
 
 def _count(kind: str) -> int:
@@ -244,22 +243,22 @@ def _count(kind: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
-def _written(entry: object) -> object:
-    """Return an entry as it is best shown: a torch.device by its name."""
+def _plain_entry(entry: object) -> object:
+    """Return an entry to show: the name of a torch.device, any other as it is."""
     return str(entry) if isinstance(entry, torch.device) else entry
 
 
-def _show(spec: Sequence[Any]) -> str:
-    """Return a list as it would be written."""
-    return repr([_written(entry) for entry in spec])
+def _format_list(spec: Sequence[Any]) -> str:
+    """Return a list as it is written in a script."""
+    return repr([_plain_entry(entry) for entry in spec])
 
 
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    """Return the value with its tensors on the device; the very value if nothing moved."""
+    """Return the value with its tensors on the device; the same object if nothing was moved."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(type(value), "to", None)) and not isinstance(value, type):
-        return _ask_to_move(value, device, non_blocking)
+        return _move_by_method(value, device, non_blocking)
     if isinstance(value, (tuple, list)):
         return _move_sequence(value, [_move(item, device, non_blocking) for item in value])
     if isinstance(value, Mapping):
@@ -269,25 +268,25 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     return value
 
 
-def _ask_to_move(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    """Return what the value's own ``to`` makes of a copy of it."""
-    # Hugging Face's BatchEncoding.to and many a hand-written one change the object that they are called on.
-    mine: Any = value if isinstance(value, tuple) else _shallow_copy(value)
+def _move_by_method(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    """Return a copy of the value that its own ``to`` has moved."""
+    # BatchEncoding.to of Hugging Face, for instance, changes its object.
+    copied: Any = value if isinstance(value, tuple) else _shallow_copy(value)
     if non_blocking:
         try:
-            moved = mine.to(device, non_blocking=True)
-        except TypeError:  # most hand-written ones take the device only
-            moved = mine.to(device)
+            moved = copied.to(device, non_blocking=True)
+        except TypeError:  # Many take the device only.
+            moved = copied.to(device)
     else:
-        moved = mine.to(device)
-    return mine if moved is None else moved
+        moved = copied.to(device)
+    return copied if moved is None else moved
 
 
 def _shallow_copy(value: Any) -> Any:
     """Return a shallow copy, or the value itself where it cannot be copied."""
     try:
         return copy.copy(value)
-    except Exception:  # copying is the user's code: whatever it raises, moving may still work
+    except Exception:  # Copying may be code of the user.
         return value
 
 
@@ -303,9 +302,9 @@ def _move_sequence(old: Any, items: list[Any]) -> Any:
         new[:] = items
         return new
     try:
-        # Not through the class: a named tuple, or a subclass with its own __new__, takes other arguments.
+        # A named tuple, or a subclass with its own __new__, takes other arguments.
         moved = tuple.__new__(kind, items)
-    except TypeError:  # torch.return_types.max and its like
+    except TypeError:  # Such as torch.return_types.max.
         return kind(items)
     if hasattr(old, "__dict__"):
         moved.__dict__.update(old.__dict__)
@@ -318,14 +317,14 @@ def _move_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return old
     if type(old) is dict:
         return items
-    if isinstance(old, dict):  # a copy keeps what the constructor may not take: default_factory, attributes
+    if isinstance(old, dict):  # A copy keeps default_factory and attributes.
         new = copy.copy(old)
         for key, item in items.items():
             new[key] = item
         return new
     try:
         return type(old)(items)  # type: ignore[call-arg]
-    except TypeError:  # a mapping made from something else; its values still have to arrive
+    except TypeError:  # The constructor takes something else.
         return items
 
 
@@ -334,7 +333,7 @@ def _move_fields(old: Any, fields: dict[str, Any]) -> Any:
     changed = {name: item for name, item in fields.items() if item is not getattr(old, name)}
     if not changed:
         return old
-    # dataclasses.replace would run __post_init__ again, and refuses fields with init=False.
+    # Not dataclasses.replace: it calls __post_init__ again, and refuses fields with init=False.
     new = copy.copy(old)
     for name, item in changed.items():
         object.__setattr__(new, name, item)

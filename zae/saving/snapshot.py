@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.device import copies_by_itself
+from zae.common.device import can_copy_async
 from zae.storage.encoding import PLAIN
 from zae.storage.tensor_bytes import byte_view, view_key
 
@@ -60,7 +60,7 @@ class Snapshots:
         if key is None or type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             return value.clone()
         if key not in copies:
-            device = value.device if copies_by_itself(value.device) else None
+            device = value.device if can_copy_async(value.device) else None
             kind, pinned = (value.dtype, value.shape, device), device is not None
             buffers = spare.get(kind)
             buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
