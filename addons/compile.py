@@ -230,7 +230,7 @@ class CompileAddon(AddOnBase):
             # The same shape in a resumed run, which may begin with the short batch. A lazy layer draws its weights from
             # the random stream, which the compiler would restore.
             full = graphs.is_full(batch, *self._full, self.progress_checker.epoch_batch, count)
-            full = full and not optim.are_lazy(self.parameters)
+            full = full and not optim.has_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
                 self._settle_on(shapes)
         if shapes != self._shapes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase
-from zae.common.optim import are_lazy
+from zae.common.optim import has_lazy
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.preview.checkpoint_size import tensor_bytes
@@ -79,7 +79,7 @@ class EMAAddon(AddOnBase):
     def _pair(self) -> None:
         """Pair each tensor of the average with the one that it follows, so that a step needs no lookup."""
         module = self.unwrap()
-        if are_lazy(module.parameters()) or are_lazy(module.buffers()):
+        if has_lazy(module.parameters()) or has_lazy(module.buffers()):
             self._paired = -1
             return
         state = plain_state(module, keep_vars=True)
@@ -213,7 +213,7 @@ def _misfit(average: Any, module: nn.Module) -> str:
         if not isinstance(value, Tensor):
             return f"{key} is a {type(value).__name__}"
         # Buffers may have another shape: that of an observer is known after its first batch.
-        if key in trained and not are_lazy([trained[key]]) and value.shape != trained[key].shape:
+        if key in trained and not has_lazy([trained[key]]) and value.shape != trained[key].shape:
             return f"{key} is {tuple(value.shape)} and must be {tuple(trained[key].shape)}"
     return ""
 

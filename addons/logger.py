@@ -16,7 +16,7 @@ from torch import Tensor
 from zae.addon import AddOnBase, seam
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
-from zae.common.optim import are_lazy
+from zae.common.optim import has_lazy
 from zae.composition.introspect import add_ons_of
 from zae.composition.options import option_values
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
@@ -221,7 +221,7 @@ class LoggerAddon(AddOnBase):
         """Return how this trainer was made, in plain values."""
         config = {name: _setting(value) for name, value in option_values(self).items() if name not in _OBJECTS}
         config["model"] = type(self.unwrap()).__name__
-        if not are_lazy(self.unwrap().parameters()):  # Else the first batch creates them.
+        if not has_lazy(self.unwrap().parameters()):  # Else the first batch creates them.
             config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
         for name, optimizer in self.optimizers.items():
             rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_flags
-from zae.common.optim import are_lazy, like_parameter_layout
+from zae.common.optim import has_lazy, like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.ddp import CommunicationHook, Replica, alike, broadcast, sparse_in
@@ -138,7 +138,7 @@ class MultiGPUAddon(DistributedAddon):
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
     def _wrap(self) -> Any:
-        if are_lazy([*self._inner.parameters(), *self._inner.buffers()]):
+        if has_lazy([*self._inner.parameters(), *self._inner.buffers()]):
             raise ConfigError(
                 "the model is lazy, and all ranks must start from the same weights; call it once with a batch before "
                 "run(): model(inputs)"

@@ -211,9 +211,9 @@ def other_parameters():
         ({"optimizer": None}, "optimizer is None, and mode='train' needs one; write optimizer=torch.optim.AdamW"),
         (
             {"optimizer": other_parameters()},
-            "has 2 parameters, but not one of the model's 2; make it from",
+            "has 2 parameters, none of which is among the 2 of the model; make it from",
         ),
-        ({"optimizer": [other_parameters()]}, "has 2 parameters, but not one of the model's 2"),
+        ({"optimizer": [other_parameters()]}, "has 2 parameters, none of which is among the 2 of the model"),
         ({"optimizer": "adam"}, "optimizer is a str; give a torch.optim.Optimizer, or a function"),
         ({"scheduler": "cosine"}, "scheduler is a str; give a torch.optim.lr_scheduler.LRScheduler, or a function"),
         (

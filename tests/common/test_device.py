@@ -119,7 +119,7 @@ def test_other_names(spec: str) -> None:
         ({"cpu"}, "is a set, not a device"),
         (["cpu", None], r"device\[1\]=None is a NoneType"),
         (["cpu", ["cpu"]], r"device\[1\]=\['cpu'\] is a list"),
-        (["auto", "cpu"], r"device\[0\]='auto' is not a device; 'auto' is one device and stands alone"),
+        (["auto", "cpu"], r"device\[0\]='auto' is not a device; 'auto' is one device"),
         (["cpu", "cuda:0"], r"device=\['cpu', 'cuda:0'\] mixes cpu and cuda.*write for example device=\['cpu'\]"),
         ([0, CPU], r"device=\[0, 'cpu'\] mixes cuda and cpu"),
         (["cuda:0", "cuda:0"], r"names cuda:0 more than once.*write device=\['cuda:0'\]"),

@@ -30,7 +30,7 @@ def test_optimizers_that_cannot_train_the_model() -> None:
     """F-E10: with the counts of parameters."""
     model, other = network(), network()
     held = len(list(model.parameters()))
-    with pytest.raises(ConfigError, match=rf"has {held} parameters, but not one of the model's {held}"):
+    with pytest.raises(ConfigError, match=rf"has {held} parameters, none of which is among the {held} of the model"):
         Task(model, "cpu", optimizer=SGD(other.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"optimizer is None.*AdamW\(model\.parameters\(\)\)"):
         Task(model, "cpu")

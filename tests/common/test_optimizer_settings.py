@@ -78,7 +78,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*SCHEDULERS, *OPTIMIZERS])
-def test_an_unchanged_script_is_told_of_nothing(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unchanged_script_is_warned_of_nothing(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P-12: a schedule moves rates and momenta, and training may move the rest: the script has set none of that."""
 
     def script(**options: Any) -> Any:
@@ -126,13 +126,13 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "present", "is_told"),
+    ("saved", "present", "is_refused"),
     [
         ("ConstantLR", "LinearLR", True), ("ConstantLR", "CosineAnnealingLR", True), ("StepLR", "OneCycleLR", True),
         ("ConstantLR", "ConstantLR", False), ("OneCycleLR", "OneCycleLR", False), ("LambdaLR", "LambdaLR", False),
     ],
 )  # fmt: skip
-def test_an_older_state_is_told_apart_by_its_entries(saved: str, present: str, is_told: bool, tmp_path: Path) -> None:
+def test_an_older_state_is_refused_by_its_entries(saved: str, present: str, is_refused: bool, tmp_path: Path) -> None:
     """C11: one that has no classes, as the checkpoints of format 1 that were saved before."""
     first = build(tmp_path / "a", scheduler=SCHEDULERS[saved])
     second = build(tmp_path / "b", scheduler=SCHEDULERS[present])
@@ -140,8 +140,8 @@ def test_an_older_state_is_told_apart_by_its_entries(saved: str, present: str, i
     second.setup()
     state = first.state_dict()
     del state["records"]["settings"]
-    if is_told:
-        with pytest.raises(CheckpointMismatch, match=f"scheduler 0 is {present}, whose .* another class"):
+    if is_refused:
+        with pytest.raises(CheckpointMismatch, match=f"scheduler 0 is {present}, but the state has .* another class"):
             second.load_state_dict(state)
     else:
         second.load_state_dict(state)

@@ -204,17 +204,17 @@ DAMAGES: list[tuple[Damage, str]] = [
     (without("torch"), "'torch' is absent"),
     (without("numpy"), "'numpy' is absent"),
     (without("python"), "'python' is absent"),
-    (other(jax=1), "'jax' is none that zae knows"),
-    (other(jax=[]), "'jax' is none that zae knows"),
-    (other(_C=[]), "'_C' is none that zae knows"),
-    (lambda state: {**state, 5: []}, "'5' is none that zae knows"),
+    (other(jax=1), "'jax' is not known"),
+    (other(jax=[]), "'jax' is not known"),
+    (other(_C=[]), "'_C' is not known"),
+    (lambda state: {**state, 5: []}, "'5' is not known"),
     (other(xpu=1), "'xpu' is a int, not a list of tensors"),
     (other(xpu=[1]), r"'xpu' \(device 0\) is int, expected a torch.uint8 tensor"),
     (other(torch=[1, 2]), "'torch' is list, expected"),
     (other(torch=torch.zeros(5056)), "'torch' is torch.float32"),
     (other(torch=torch.zeros(2, 5, dtype=torch.uint8)), "'torch' is torch.uint8 of shape"),
-    (other(torch=torch.zeros(16, dtype=torch.uint8)), "'torch' is not one"),
-    (other(torch=torch.zeros(5056, dtype=torch.uint8)), "'torch' is not one"),
+    (other(torch=torch.zeros(16, dtype=torch.uint8)), "'torch' is not a random state"),
+    (other(torch=torch.zeros(5056, dtype=torch.uint8)), "'torch' is not a random state"),
     (other(numpy=[1]), "'numpy' is not a dict"),
     (lambda state: {**state, "numpy": without("pos")(state["numpy"])}, "'numpy' is not a dict of key, pos"),
     (numpy_with(key=[1] * 624), "'numpy' has for its key list"),
@@ -230,10 +230,10 @@ DAMAGES: list[tuple[Damage, str]] = [
     (numpy_with(cached_gaussian=float("nan")), ".* cached_gaussian=nan, expected"),
     (other(python=3), "'python' is not a list"),
     (other(python=[3, [1]]), "'python' is not a list"),
-    (python_with(0, 9), "'python' is not one"),
-    (python_with(1, [1] * 600), "'python' is not one"),
-    (python_with(1, [1] * 624 + [999]), "'python' is not one"),
-    (python_with(1, [-1] * 625), "'python' is not one"),
+    (python_with(0, 9), "'python' is not a random state"),
+    (python_with(1, [1] * 600), "'python' is not a random state"),
+    (python_with(1, [1] * 624 + [999]), "'python' is not a random state"),
+    (python_with(1, [-1] * 625), "'python' is not a random state"),
     (python_with(1, ["1"] * 625), "'python' has words that are not ints"),
     (python_with(2, "x"), "'python' has words that are not ints, or a next normal number"),
     (other(cuda={}), "'cuda' is a dict, not a list"),
@@ -359,7 +359,7 @@ def test_the_streams_of_any_accelerator_are_captured_and_restored(accelerator: t
     rng.restore(state)
     assert all(map(torch.equal, expected, [torch.rand(3, generator=each) for each in accelerator]))
     before = rng.capture()
-    with pytest.raises(CheckpointMismatch, match=r"'xpu' \(device 1\) has 16 bytes, and one of here has 5056"):
+    with pytest.raises(CheckpointMismatch, match=r"'xpu' \(device 1\) has 16 bytes, expected 5056"):
         rng.restore({**state, "xpu": [state["torch"], state["torch"][:16]]})
     assert same(rng.capture(), before)
 

@@ -49,8 +49,8 @@ def remove() -> None:
             delattr(attrgetter(owner)(torch), name)
 
 
-def train(num_workers: int = 1) -> str:
-    """Train, save, resume and train on, alone and in the wrapper of several ranks; return a hash of the weights."""
+def train(num_workers: int = 1, wrapped: bool = True) -> str:
+    """Train, save, resume and train on, then a step in the wrapper of several ranks; return a hash of the weights."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -82,10 +82,13 @@ def train(num_workers: int = 1) -> str:
         trainer = make(folder)
         trainer.plan(4, loader())
         trainer.run(4, loader(num_workers=num_workers))
+    if not wrapped:
+        return digest(trainer.model)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     replica = Replica(trainer.model, find_unused_parameters=False, static_graph=False)
     for inputs, _ in loader(shuffle=False):
         replica(inputs).square().mean().backward()
+    del replica  # Before its group.
     dist.destroy_process_group()
     return digest(trainer.model, *(p.grad for p in trainer.model.parameters()))
 

@@ -165,7 +165,7 @@ def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
     kinds = list(dict.fromkeys(device.type for device in devices))
     if len(kinds) > 1:
         raise ConfigError(
-            f"device={_format_list(spec)} mixes {' and '.join(kinds)}, but the ranks of a run share one kind of device; "
+            f"device={_format_list(spec)} mixes {' and '.join(kinds)}, but all ranks need the same kind of device; "
             f"write for example device={[str(device) for device in devices if device.type == kinds[0]]!r}"
         )
     distinct = list(dict.fromkeys(devices))

@@ -1,6 +1,6 @@
-"""Public names that are imported when they are first used, and modules that are imported by their old names.
+"""Import public names at their first use, and modules by their old names.
 
-`import zae` runs this: it imports nothing else, so that ``python -m zae --help`` does not wait.
+`import zae` runs this module, which imports only the standard library: ``python -m zae --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def load(module: str, name: str) -> object:
 
 
 class _OldNames:
-    """Finds and loads modules by the names in `MOVED`. Python asks it after all others."""
+    """Find and load modules by the names in `MOVED`; Python tries it after all other finders."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -114,7 +114,7 @@ class _OldNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Warn, and put the moved module in place of the one that is being imported."""
+        """Warn, and import the moved module instead."""
         import warnings
 
         old = module.__name__

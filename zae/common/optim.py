@@ -1,4 +1,4 @@
-"""One or several optimizers and schedulers, brought into one form and checked."""
+"""Normalize, step and inspect one or several optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from zae.common.torch_private import has_step_hooks, is_profiling
 from zae.errors import CheckpointMismatch, ConfigError, StepError
 
 __all__ = [
-    "are_lazy",
     "as_dict",
     "backward_each",
     "call_factories",
@@ -25,6 +24,7 @@ __all__ = [
     "check_groups",
     "fused_hints",
     "gradient_norm",
+    "has_lazy",
     "is_stepped_by_class",
     "label",
     "learning_rates",
@@ -35,29 +35,29 @@ __all__ = [
     "match_layout",
     "normalize",
     "optimizer_for",
-    "outside_of",
     "parameters_of",
+    "parameters_outside",
     "parameters_to_clip",
     "step",
     "track_parameters",
-    "unheld",
     "untrack_parameters",
+    "untrained",
 ]
 
-_SINGLE = "0"  # The name of an only optimizer, in states and messages.
+_SINGLE = "0"  # The name of a single optimizer in states and messages.
 _AROUND = getattr(Optimizer, "profile_hook_step", lambda function: function)(Optimizer.step).__code__
-"""Of the function that torch puts around the ``step`` of every class of optimizers."""
+"""The code of the function that torch wraps around the ``step`` of each class of optimizers."""
 _KNOWN_NAMES = {
     "Optimizer", "RuntimeError", "__class__", "__name__", "_global_optimizer_post_hooks", "_global_optimizer_pre_hooks",
     "_optimizer_step_code", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "autograd", "cast", "chain",
     "isinstance", "len", "profiler", "record_function", "torch", "tuple", "values",
 }  # fmt: skip
-# It is so from torch 2.6 to 2.13; one that does anything else is called.
+# These are its names from torch 2.6 to 2.13; a wrapper that does anything else is called.
 _IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Bring None, one object, a list or a dict of them into a dict."""
+    """Return None, one object, or a list or dict of them as a dict."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -68,14 +68,14 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def label(what: str, given: Any, name: str) -> str:
-    """Return how one of several objects is written in a script."""
+    """Return the expression for one of several objects in a script."""
     if isinstance(given, Mapping):
         return f"{what}[{name!r}]"
     return f"{what}[{name}]" if isinstance(given, (list, tuple)) else what
 
 
 def is_factory(each: Any) -> bool:
-    """Whether what was given is yet to be called: a function, or the class itself."""
+    """Whether a value is a function, or a class, that makes the object."""
     return isinstance(each, type) or not hasattr(each, "state_dict")
 
 
@@ -95,30 +95,30 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def are_lazy(parameters: Iterable[Tensor]) -> bool:
-    """Whether some parameters have yet to be made, by the first step."""
+def has_lazy(parameters: Iterable[Tensor]) -> bool:
+    """Whether some parameters are lazy: the first forward creates them."""
     return any(map(nn.parameter.is_lazy, parameters))
 
 
 def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy what stands beside a parameter number by number into the parameter's order in memory."""
+    """Copy a tensor of the parameter's shape into the parameter's order in memory."""
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Lay an optimizer's state out in memory as the parameters are: what was saved is in rows, whatever it was before.
+    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
 
     A fused kernel reads a weight and its state in the order of memory.
     """
     for parameter in parameters_of(optimizer):
-        state: Any = optimizer.state.get(parameter)  # Asked by an index, it would begin to hold one.
+        state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
         for name, value in list(state.items()) if isinstance(state, dict) else ():
-            if _is_like(value, parameter) and value.stride() != parameter.stride():
+            if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
                 state[name] = like_parameter_layout(value, parameter)
 
 
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of a state is a plain tensor that stands beside its parameter number by number."""
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of a state is a plain tensor with the shape and device of its parameter."""
     return (
         type(value) is Tensor
         and value.layout is parameter.layout is torch.strided
@@ -127,10 +127,10 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
-    """List what is clipped together: all parameters for one optimizer, each optimizer's own for several.
+    """List the parameters that are clipped together: all for one optimizer, those of each for several.
 
-    They stand in the model's order, as in ``clip_grad_norm_(model.parameters(), ...)``: the order of a sum of
-    squares decides its last bit. A frozen one has no gradient to clip, until it is thawed.
+    They have the model's order, as in ``clip_grad_norm_(model.parameters(), ...)``: the order of a sum of squares
+    decides its last bit. Frozen parameters are included, as they may be unfrozen later.
     """
     ordered = list(model.parameters())
     seen = {id(p) for p in ordered}
@@ -154,12 +154,12 @@ def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimiz
     last = list(losses)[-1]
     for name, loss in losses.items():
         inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
-        if inputs:  # Else all of them are frozen for the time being.
+        if inputs:  # Else all of them are frozen.
             loss.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
 
 
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
-    """Refuse an optimizer whose ``step`` wants a closure, unless the user's class steps it itself."""
+    """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
     own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
     if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
         return
@@ -172,20 +172,20 @@ def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
             )
 
 
-def outside_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
-    """List the parameters of an optimizer that are not the model's: no ``state_dict`` of the model has them."""
+def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    """List the parameters of an optimizer that the model, and its ``state_dict``, do not have."""
     own = {id(p) for p in model.parameters()}
     return [p for p in parameters_of(optimizer) if id(p) not in own]
 
 
-def unheld(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Name the parameters of a model that want a gradient and that no optimizer holds."""
+def untrained(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name the parameters of a model that require a gradient and are in no optimizer."""
     held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def _follow_parameters(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to the device that its parameters have been moved to since."""
+    """Move an optimizer's state to the device that its parameters have been moved to."""
     if any(
         isinstance(value, Tensor) and value.dim() and value.device != parameter.device
         for parameter, state in optimizer.state.items()
@@ -199,25 +199,25 @@ def normalize(
 ) -> None:
     """Divide the gradients by the number of targets in the window, over all ranks.
 
-    The gradient of a window is then ``sum(n_i * g_i) / sum(n_i)``: every target weighs alike, whichever micro-batch
-    and rank it was in. Ranks average their gradients, so the total is divided by the world size too.
+    The gradient of a window is then ``sum(n_i * g_i) / sum(n_i)``: every target has the same weight, in any
+    micro-batch and rank. Ranks average their gradients, so the total is divided by the world size too.
     """
-    absent = sum(count is None for count in counts)
-    if absent == len(counts):
+    missing = sum(count is None for count in counts)
+    if missing == len(counts):
         return
-    if absent:
+    if missing:
         raise StepError(
-            f"train_step returned 'num_targets' for {len(counts) - absent} of the {len(counts)} batches of a window; "
-            "return it always, or never"
+            f"train_step returned 'num_targets' for {len(counts) - missing} of the {len(counts)} batches of a window; "
+            "return it in all of them, or in none"
         )
     away = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
     if len(away) == len(counts) and not any(count.is_floating_point() for count in away):
-        counts = [torch.stack(away).sum()]  # Exact, and the host waits for the device once, not for each.
+        counts = [torch.stack(away).sum()]  # Exact, and one synchronization.
     total = float(sum(float(count) for count in counts))
     if world_size > 1:
         total = float(reduce(torch.tensor(total, dtype=torch.float64))) / world_size
     if not total > 0:
-        raise StepError(f"the steps of a window counted {total:g} targets in all ('num_targets'); there must be some")
+        raise StepError(f"the steps of a window counted {total:g} targets ('num_targets'); return a positive number")
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(total)
@@ -239,7 +239,7 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
             + ", or load only the weights: apply_weights(path)"
         )
     for group, other in zip(optimizer.param_groups, state["param_groups"]):
-        # A newer torch has settings that an older one had not; that each lacks some of the other's is another class.
+        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
         lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
         if lacks and leaves:
             raise CheckpointMismatch(
@@ -250,9 +250,9 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
 
 
 def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
-    """Name the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several.
+    """Return the learning rates: ``lr``, or ``lr/<optimizer>`` and ``lr/<group>`` where there are several.
 
-    An optimizer that finds its rate itself has None for one, or none at all, and is left out.
+    Groups without a rate, or with None, are left out: some optimizers adapt it themselves.
     """
     rates: dict[str, float] = {}
     for name, optimizer in optimizers.items():
@@ -271,10 +271,10 @@ def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
 
 
 def _is_exact(parameter: Tensor) -> bool:
-    """Whether a fused kernel of the CPU steps a parameter as the optimizer does by itself.
+    """Whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
 
-    That of SGD leaves most weights in half precision as they were, in torch 2.13, and all take a parameter for one
-    block of memory: of one with gaps, they would step what lies between.
+    In torch 2.13, that of SGD does not change most weights in half precision, and all of them treat a parameter as one
+    block of memory: they would also change the gaps of a strided view.
     """
     if parameter.dtype not in (torch.float32, torch.float64):
         return False
@@ -282,66 +282,66 @@ def _is_exact(parameter: Tensor) -> bool:
 
 
 def step(optimizer: Optimizer) -> bool:
-    """Make the step of an optimizer, beneath what torch puts around it where that has nothing to do.
+    """Make the step of an optimizer, without the wrapper of torch where that has nothing to do.
 
-    Around the ``step`` of every class torch puts a function that opens a range for the profiler and calls hooks: some
-    40 microseconds, a tenth of a small model's step (docs/performance.md). Without a profiler and without hooks,
-    what it would call is called: the class's own ``step``. A ``step`` that somebody has put on the optimizer, or around
-    that of its class, is called as ever.
+    Torch wraps the ``step`` of each class in a function that opens a range for the profiler and calls hooks: some
+    40 microseconds, a tenth of a small model's step (docs/performance.md). Without a profiler and without hooks, the
+    wrapped ``step`` of the class is called directly. A ``step`` that was set on the optimizer, or around that of its
+    class, is called as usual.
     """
     around: Any = type(optimizer).step
     own = vars(optimizer).get("step")
-    if (  # `is_stepped_by_class`, without the call: this comes with every step.
+    if (  # `is_stepped_by_class`, inlined: this is called in every step.
         not _IS_KNOWN
         or getattr(around, "__code__", None) is not _AROUND
-        or not (own is None or _only_notes(own, around))
+        or not (own is None or _only_records(own, around))
         or has_step_hooks(optimizer)
         or is_profiling()
     ):
         optimizer.step()
         return True
     if own is not None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # What a scheduler looks at.
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # Schedulers read it.
     around.__wrapped__(optimizer)
     return True
 
 
 def is_stepped_by_class(optimizer: Optimizer) -> bool:
-    """Whether nothing is around the step of an optimizer's class but what torch, and a scheduler, put there."""
+    """Whether the step of an optimizer's class has no wrappers but those of torch and of a scheduler."""
     around, own = type(optimizer).step, vars(optimizer).get("step")
-    return getattr(around, "__code__", None) is _AROUND and (own is None or _only_notes(own, around))
+    return getattr(around, "__code__", None) is _AROUND and (own is None or _only_records(own, around))
 
 
-def _only_notes(own: Any, around: Any) -> bool:
-    """Whether a ``step`` on an optimizer is a scheduler's, or of `mark_stepped`: it notes that it was called."""
-    is_known = getattr(getattr(own, "__code__", None), "co_filename", "") in _NOTING
+def _only_records(own: Any, around: Any) -> bool:
+    """Whether the ``step`` on an optimizer is that of a scheduler or of `mark_stepped`, which only records the call."""
+    is_known = getattr(getattr(own, "__code__", None), "co_filename", "") in _RECORDING
     return is_known and getattr(own, "__wrapped__", None) is around
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Let a scheduler see again that its optimizer steps, which torch notes on the instance and pickle leaves out."""
+    """Record the steps of an optimizer for its scheduler, as an attribute does that pickle leaves out."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
     function = type(optimizer).step
 
     @wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return function(optimizer, *args, **kwargs)
 
-    noting._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = noting  # type: ignore[method-assign]
+    record._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = record  # type: ignore[method-assign]
 
 
 def mark_copied(schedulers: Any) -> None:
-    """Do so for the optimizers of all schedulers of a trainer that was copied or unpickled; a factory has none yet."""
+    """Call `mark_stepped` for the optimizers of all schedulers of a trainer that was copied or unpickled."""
     for scheduler in as_dict(schedulers).values():
         if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
             mark_stepped(scheduler.optimizer)
 
 
-# Where the functions are from that note a step.
-_NOTING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
+# The files of the functions that record a step.
+_RECORDING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
 
 
 def _is_block(value: Tensor) -> bool:
@@ -350,22 +350,22 @@ def _is_block(value: Tensor) -> bool:
 
 
 def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
-    """Name the optimizers whose fused kernel is off because nobody said anything of it."""
+    """Name the optimizers whose fused kernel is off because no kernel was chosen."""
     kinds = dict.fromkeys(
         optimizer.defaults["twin_of"]
         for optimizer in optimizers.values()
         for group in optimizer.param_groups
         if leaves_kernel_open(group)
-        if group.get("momentum") != 0  # Of plain gradient descent there is nothing to fuse.
+        if group.get("momentum") != 0  # Plain gradient descent has nothing to fuse.
     )
-    text = "has a fused kernel, which takes less time a step and rounds otherwise"
+    text = "has a fused kernel, which is faster and rounds differently"
     return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
 def track_parameters(
     optimizers: Mapping[str, Optimizer], model: nn.Module
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
-    """List what is clipped together, all parameters, and the optimizers that override ``zero_grad``.
+    """List the groups to clip, all parameters, and the optimizers that override ``zero_grad``.
 
     The lists of parameters follow ``optimizer.add_param_group`` until `untrack_parameters` is called.
     """
@@ -375,7 +375,7 @@ def track_parameters(
         type(optimizer).add_param_group(optimizer, group)
         clipped[:], everything[:] = _lists(optimizers, model)
 
-    for optimizer in optimizers.values():  # On the object: to look for new groups in every step would take time there.
+    for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
         vars(optimizer)["add_param_group"] = partial(add, optimizer)
     return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
 
@@ -387,13 +387,13 @@ def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[
 
 
 def untrack_parameters(optimizers: Mapping[str, Optimizer]) -> None:
-    """Leave the optimizers as they were before `track_parameters`."""
+    """Undo `track_parameters`."""
     for optimizer in optimizers.values():
         vars(optimizer).pop("add_param_group", None)
 
 
 def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
-    """Return what a scheduler's factory is called with: the optimizer of its name; of a list, the only one there is."""
+    """Return the optimizer for the factory of a scheduler: that of its name, or the only one."""
     if name.isdecimal() and list(optimizers) == [_SINGLE]:
         return optimizers[_SINGLE]
     if not optimizers:

@@ -1,4 +1,4 @@
-"""Check the optimizers and schedulers that a trainer is given."""
+"""Check the optimizers and schedulers of a trainer's constructor."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> Non
     if own and not any(id(p) in own for p in held):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"{where} ({name}) has {len(held)} parameters, but not one of the model's {len(own)}; make it from the "
-            f"model that is given: {name}(model.parameters(), ...)"
+            f"{where} ({name}) has {len(held)} parameters, none of which is among the {len(own)} of the model; make "
+            f"it from the same model: {name}(model.parameters(), ...)"
         )
 
 
 def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
-    """Refuse what is neither an object of these kinds nor a factory that can be called."""
+    """Refuse what is neither an object of these kinds nor a factory of one."""
     if _is_pair(given):
         _refuse_pair(what, what, *given)
     for name, each in as_dict(given).items():
@@ -91,7 +91,7 @@ def _refuse_pair(what: str, where: str, cls: type, options: Mapping[Any, Any]) -
 
 
 def _check_factory(what: str, where: str, factory: Any) -> None:
-    """Refuse a factory that needs more than it is called with."""
+    """Refuse a factory that needs more arguments than it gets."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # Some builtins have none.
@@ -122,7 +122,7 @@ def _binds(signature: inspect.Signature, **more: Any) -> bool:
 
 
 def _path(what: str, cls: type) -> str:
-    """The name of a class as it is written in a script."""
+    """Return the name of a class in a script."""
     module = _PUBLIC[what]
     return f"{module.__name__}.{cls.__name__}" if getattr(module, cls.__name__, None) is cls else cls.__name__
 

@@ -1,8 +1,8 @@
-"""Optimizers with train and eval modes: schedule-free ones evaluate with other weights than they train with.
+"""Switch optimizers between train and eval modes: schedule-free ones evaluate with other weights than they train with.
 
 Such an optimizer (Defazio et al. 2024, "The Road Less Scheduled") has the methods ``train`` and ``eval``, which
-exchange the weights in the model. The way there and back is not exact in the last bits, so the training weights are
-copied before an evaluation, and copied back after it.
+exchange the weights in the model. Switching back and forth changes the last bits, so the training weights are copied
+before an evaluation, and restored after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,19 @@ from torch.optim import Optimizer
 
 from zae.common.optim import parameters_of
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
 __all__ = [
     "NOTHING",
     "begin_training",
     "both_weights",
     "evaluation_weights",
     "has_modes",
-    "take_for_evaluation",
-    "take_for_training",
+    "treat_as_evaluation",
+    "treat_as_training",
 ]
 
 
 class _NoContext:
-    """A context that does nothing, without calling a function of Python: it is entered several times in each step.
+    """A context that does nothing, and calls no Python function: it is entered several times in each step.
 
     ``"".format`` accepts any arguments, and returns an empty string, which lets exceptions pass.
     """
@@ -43,7 +40,7 @@ class _NoContext:
 
 
 NOTHING = cast("AbstractContextManager[None]", _NoContext())
-"""What the seams for contexts return where nobody overrides them."""
+"""The return value of the seams for contexts where no add-on overrides them."""
 
 
 def has_modes(optimizer: Any) -> bool:
@@ -57,14 +54,14 @@ def _with_modes(optimizers: Mapping[str, Any]) -> list[Any]:
 
 
 def begin_training(optimizers: Mapping[str, Any]) -> None:
-    """Put the training weights into the model, where an optimizer has left those of evaluation there."""
+    """Put the training weights into the model where an optimizer is in its evaluation mode."""
     for optimizer in _with_modes(optimizers):
         with torch.no_grad():
             optimizer.train()
 
 
-def take_for_evaluation(optimizers: Mapping[str, Any]) -> None:
-    """Take the weights that have just been loaded into the model for those of evaluation."""
+def treat_as_evaluation(optimizers: Mapping[str, Any]) -> None:
+    """Treat the weights that were just loaded into the model as the evaluation weights."""
     for optimizer in _with_modes(optimizers):
         kept = _copies(optimizer)
         with torch.no_grad():
@@ -72,8 +69,8 @@ def take_for_evaluation(optimizers: Mapping[str, Any]) -> None:
             _put_back(kept)
 
 
-def take_for_training(optimizers: Mapping[str, Any]) -> None:
-    """Take weights and state, both of which have just been loaded, for those of training."""
+def treat_as_training(optimizers: Mapping[str, Any]) -> None:
+    """Treat the weights and the state that were just loaded as those of training."""
     for optimizer in _with_modes(optimizers):
         # Without a state there is nothing to exchange: only the mode is set.
         state, optimizer.state = optimizer.state, defaultdict(dict)
@@ -84,7 +81,7 @@ def take_for_training(optimizers: Mapping[str, Any]) -> None:
 
 
 def evaluation_weights(optimizers: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context with the evaluation weights in the model; after it, the training weights are there, bitwise.
+    """Return a context with the evaluation weights in the model, which then restores the training weights bitwise.
 
     The optimizers may be in either mode; the mode is restored as well.
     """
@@ -112,7 +109,7 @@ def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
 
 
 def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Copy the weights of an optimizer; those of a lazy layer are not there yet."""
+    """Copy the weights of an optimizer, except those of lazy layers, which do not exist yet."""
     held = [each for each in parameters_of(optimizer) if not nn.parameter.is_lazy(each)]
     return [(each, each.detach().clone()) for each in held]
 
@@ -127,7 +124,7 @@ def _differ(copies: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the plain settings of an optimizer, one of which is its mode."""
+    """Return the plain settings of an optimizer, its mode among them."""
     settings = [vars(optimizer), *optimizer.param_groups]
     return [{key: each for key, each in own.items() if isinstance(each, (bool, int, str))} for own in settings]
 
@@ -135,7 +132,7 @@ def _flags(optimizer: Any) -> list[dict[str, Any]]:
 def both_weights(
     optimizers: Mapping[str, Any], model_state: Callable[[], dict[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the evaluation weights, and those training weights that differ from them.
+    """Return the evaluation weights, and the training weights that differ from them.
 
     Without modes, the first are the tensors of the model itself, and the second are empty.
     """

@@ -1,4 +1,4 @@
-"""What a script sets on its optimizers and schedulers, beside what a checkpoint holds of them."""
+"""Compare the settings of optimizers and schedulers in a script with those in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ REMEDY = (
 )
 _PLAIN = (bool, int, float, str, type(None))
 _NO_VALUE = object()
-# What moves with every step, or follows from the settings of the optimizer.
-_MOVING = {"last_epoch", "base_lrs", "best", "mode", "mode_worse", "num_bad_epochs", "cooldown_counter", "T_cur"}
+# Attributes that change with every step, or follow from the settings of the optimizer.
+_CHANGING = {"last_epoch", "base_lrs", "best", "mode", "mode_worse", "num_bad_epochs", "cooldown_counter", "T_cur"}
 _SHOWN = 10
 
 
-class _Noted(NamedTuple):
-    """An optimizer or a scheduler: its settings as the script made it, and those that it was last loaded with."""
+class _Settings(NamedTuple):
+    """The settings of an optimizer or a scheduler in the script, and those that were loaded last."""
 
     object: Any
     script: dict[str, Any]
@@ -40,7 +40,7 @@ def describe(each: Any) -> dict[str, Any]:
     if isinstance(each, Optimizer):
         found, parts = dict(_of_groups(each)), []
     else:
-        found = {key: value for key, value in vars(each).items() if key[0] != "_" and key not in _MOVING}
+        found = {key: value for key, value in vars(each).items() if key[0] != "_" and key not in _CHANGING}
         found |= {"milestones": milestones} if (milestones := milestones_of(each)) is not None else {}
         parts = [describe(part) for part in parts_of(each)]
     plain = {key: _plain(value) for key, value in found.items()}
@@ -49,7 +49,7 @@ def describe(each: Any) -> dict[str, Any]:
 
 
 def _of_groups(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of the groups by name; of the rate, the one that a scheduler begins with."""
+    """Yield the settings of the groups by name; the rate is the initial one where there is a scheduler."""
     for index, group in enumerate(optimizer.param_groups):
         where = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
         for key, value in group.items():
@@ -60,7 +60,7 @@ def _of_groups(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as a number, a text or a list of them; functions and objects are left out."""
+    """Return a setting as a number, a str or a list of them; functions and objects are left out."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         size = value.numel() if isinstance(value, Tensor) else value.size
         value = value.item() if size == 1 else _NO_VALUE
@@ -73,25 +73,25 @@ def _plain(value: Any) -> Any:
 
 
 class ScriptSettings:
-    """The settings of optimizers and schedulers as a script makes them, and as a checkpoint had them."""
+    """The settings of optimizers and schedulers in a script, and in the checkpoint that was loaded."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[str, str], _Noted] = {}
+        self._noted: dict[tuple[str, str], _Settings] = {}
         self._is_loaded = False  # Whether a state was loaded whose settings `warn` has not compared yet.
 
     def note(self, **several: Mapping[str, Any]) -> None:
-        """Note the settings of optimizers and schedulers, by name, that were not seen before."""
+        """Record the settings of optimizers and schedulers that are new, by name."""
         noted = self._noted
         self._noted = {
             (what, name): noted[what, name]
             if (what, name) in noted and noted[what, name].object is each
-            else _Noted(each, *[describe(each)] * 2)
+            else _Settings(each, *[describe(each)] * 2)
             for what, held in several.items()
             for name, each in held.items()
         }
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the settings that are in force."""
+        """Return the settings in use."""
         made: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
         for (what, name), each in self._noted.items():
             made[what][name] = each.loaded
@@ -100,7 +100,7 @@ class ScriptSettings:
     def check_classes(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of a trainer whose optimizers or schedulers are of other classes.
 
-        An older zae has not saved the classes: of schedulers, the names of the entries are compared then.
+        Older versions did not save the classes; for schedulers the names of the entries are compared then.
         """
         saved = state["records"].get("settings")
         for (what, name), each in self._noted.items():
@@ -115,7 +115,7 @@ class ScriptSettings:
                 )
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Note that a state was loaded, with the settings that it has, if any."""
+        """Record the settings of a state that was loaded, if it has any."""
         if saved is not None:
             self._noted = {
                 (what, name): each._replace(loaded=saved[what].get(name, each.script))
@@ -124,7 +124,7 @@ class ScriptSettings:
         self._is_loaded = saved is not None
 
     def warn(self, is_main: bool) -> None:
-        """Name, once after a load, the settings of the script that the state overrides."""
+        """Warn, once after a load, of the settings of the script that the state overrides."""
         if not self._is_loaded:
             return
         self._is_loaded = False
@@ -142,26 +142,26 @@ class ScriptSettings:
 
 
 def _classes(description: Mapping[str, Any]) -> str:
-    """Return the class of a description, with those of its parts."""
+    """Return the class name of a description, with those of its parts."""
     parts = ", ".join(map(_classes, description["parts"]))
     return str(description["class"]) + (f"({parts})" if parts else "")
 
 
 def _compare_keys(name: str, scheduler: Any, state: Any) -> None:
-    """Refuse the state of a scheduler that has and lacks settings that this one lacks and has."""
+    """Refuse the state of a scheduler if each of the two has entries that the other lacks."""
     if not isinstance(state, Mapping):
         raise CheckpointMismatch(f"the state of scheduler {name} is a {type(state).__name__}, not a dict")
     own, saved = ({key for key in each if key[:1] != "_"} for each in (scheduler.state_dict(), map(str, state)))
     if own - saved and saved - own:
         raise CheckpointMismatch(
-            f"scheduler {name} is {type(scheduler).__name__}, whose {', '.join(sorted(own - saved))} the state does "
-            f"not have; it has {printable(', '.join(sorted(saved - own)))}: it is of another class. Build "
-            "it as it was, or " + REMEDY
+            f"scheduler {name} is {type(scheduler).__name__}, but the state has "
+            f"{printable(', '.join(sorted(saved - own)))} and lacks "
+            f"{', '.join(sorted(own - saved))}: it is of another class. Build it as it was, or " + REMEDY
         )
 
 
 def _differences(where: str, script: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
-    """Say which settings of two descriptions differ, with both values."""
+    """Yield a text for each setting in which two descriptions differ."""
     for key, value in script["settings"].items():
         other = loaded["settings"].get(key, value)
         if value != other and not (value != value and other != other):

@@ -1,4 +1,4 @@
-"""The random streams of the process: seed them, capture and restore them, or isolate code that draws from them.
+"""Seed, capture and restore the random streams of the process, or isolate code that draws from them.
 
 A process has a stream in ``random``, one in ``numpy.random``, one in torch for the CPU and one for each accelerator.
 A loader may have its own generators.
@@ -37,14 +37,14 @@ __all__ = [
 _log = logging.getLogger("zae")
 
 HOST = ("torch", "numpy", "python")
-"""The parts of a state that every process has; the others belong to accelerators, by their kind."""
+"""The parts of a state that every process has; the others are accelerators, by kind."""
 
-_WORDS = 624  # of the Mersenne Twister, which is behind random, numpy.random and torch's CPU stream alike
+_WORDS = 624  # Of the Mersenne Twister, which random, numpy.random and torch on the CPU use.
 _NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
 
 
 class _Streams(NamedTuple):
-    """The states as the libraries return and accept them."""
+    """States in the formats of the libraries."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -88,7 +88,7 @@ def restore(state: Mapping[str, Any]) -> None:
     The states of devices that are not visible here are skipped, with a warning.
     """
     streams = _checked(state)
-    _numpy_now()  # It refuses a generator that the state would not fit.
+    _numpy_now()  # It refuses a generator that the state does not fit.
     _write(streams)
 
 
@@ -158,10 +158,10 @@ def isolated(*generators: torch.Generator) -> Iterator[None]:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators of a loader, its sampler, its batch sampler and the sampler in each, every one once."""
+    """Return the generators of a loader, its sampler, its batch sampler and the samplers in them, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
-    # With batch_size=None the sampler may itself be a BatchSampler around another one.
+    # With batch_size=None the sampler may be a BatchSampler around another one.
     inner = getattr(sampler, "sampler", None)
     owners = (loader, sampler, getattr(batch_sampler, "sampler", None), batch_sampler, inner)
     found: dict[int, torch.Generator] = {}
@@ -195,7 +195,7 @@ def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether a value is an int, or one of numpy; True and False are not."""
+    """Whether a value is an int or a NumPy integer, but not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -267,7 +267,7 @@ def _numpy_now() -> dict[str, Any]:
 
 
 def _write(streams: _Streams) -> None:
-    """Set every stream to a state that is known to be good."""
+    """Set every stream to a state that was checked."""
     random.setstate(streams.python)
     np.random.set_state(streams.numpy)
     torch.set_rng_state(streams.torch)
@@ -277,13 +277,13 @@ def _write(streams: _Streams) -> None:
 
 
 def _rewind(kind: str) -> None:
-    """Put streams that did not exist on entry to where they begin: at their seed, with nothing drawn."""
+    """Set streams that did not exist on entry to their seed."""
     for generator in getattr(getattr(torch, kind), "default_generators", ()):
         generator.manual_seed(generator.initial_seed())
 
 
 def _checked(state: object) -> _Streams:
-    """Return the streams of a captured state; every part is tried on a stream that nobody uses."""
+    """Return the streams of a captured state; each part is tried on a spare stream first."""
     if not isinstance(state, Mapping):
         raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")
     for part in HOST:
@@ -291,7 +291,7 @@ def _checked(state: object) -> _Streams:
             raise _unfit(repr(part), f"is absent, found {sorted(map(str, state))}")
     unknown = sorted(str(part) for part in state if part not in HOST and not _is_accelerator(part))
     if unknown:
-        raise _unfit(repr(unknown[0]), "is none that zae knows")
+        raise _unfit(repr(unknown[0]), "is not known")
     return _Streams(
         python=_python_state(state["python"]),
         numpy=_numpy_state(state["numpy"]),
@@ -303,17 +303,17 @@ def _checked(state: object) -> _Streams:
 def _unfit(part: str, found: str) -> CheckpointMismatch:
     """Return the error for a part of a state that cannot be restored."""
     return CheckpointMismatch(
-        f"the saved random state {part} {found}; restore a state that zae.common.random_state.capture() gave on a "
-        "machine like this one"
+        f"the saved random state {part} {found}; restore a state that zae.common.random_state.capture() "
+        "returned on a machine like this one"
     )
 
 
 def _try(part: str, setter: Callable[..., object], *args: object) -> None:
-    """Call a spare stream's setter, and name the part where it refuses."""
+    """Call the setter of a spare stream; an error names the part."""
     try:
         setter(*args)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise _unfit(part, f"is not one: {error}") from error
+        raise _unfit(part, f"is not a random state: {error}") from error
 
 
 def _python_state(value: object) -> tuple[Any, ...]:
@@ -340,7 +340,7 @@ def _numpy_state(value: object) -> dict[str, Any]:
     words = key.cpu().numpy()
     if words.min() < 0 or words.max() >= 2**32:
         raise _unfit("'numpy'", "has in its key a number that does not fit 32 bits")
-    # numpy takes a position outside of the key without a word, and reads beyond it later.
+    # NumPy accepts a position outside of the key, and reads beyond it later.
     if type(pos) is not int or not 0 <= pos <= _WORDS:
         raise _unfit("'numpy'", f"has pos={pos!r}, expected an int from 0 to {_WORDS}")
     if has_gauss not in (0, 1) or not isinstance(cached, float) or not math.isfinite(cached):
@@ -361,7 +361,7 @@ def _generator_state(value: object, device: torch.device, part: str) -> torch.Te
 
 
 def _bytes(value: object, part: str) -> torch.Tensor:
-    """Return a state as it is given to a generator, on the host."""
+    """Return the bytes of a generator's state, on the host."""
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
         found = (
             f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -371,7 +371,7 @@ def _bytes(value: object, part: str) -> torch.Tensor:
 
 
 def _device_states(kind: str, value: object) -> list[torch.Tensor]:
-    """Return the states of the devices of a kind that are visible here: a run may go on on another machine."""
+    """Return the states of the devices of a kind that this machine has."""
     states = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(states, (list, tuple)):
         raise _unfit(repr(kind), f"is a {type(value).__name__}, not a list of tensors")
@@ -380,7 +380,7 @@ def _device_states(kind: str, value: object) -> list[torch.Tensor]:
     for index in range(here):
         size = _read_device(kind, index).numel()
         if saved[index].numel() != size:
-            raise _unfit(f"{kind!r} (device {index})", f"has {saved[index].numel()} bytes, and one of here has {size}")
+            raise _unfit(f"{kind!r} (device {index})", f"has {saved[index].numel()} bytes, expected {size}")
     if here < len(saved):
         _warn_of_lost(kind, len(saved), here)
     return saved[:here]
@@ -388,9 +388,9 @@ def _device_states(kind: str, value: object) -> list[torch.Tensor]:
 
 @functools.cache
 def _warn_of_lost(kind: str, saved: int, here: int) -> None:
-    """Say, once in a process, that some streams of a state have no device here."""
+    """Warn, once in a process, that some streams of a state have no device here."""
     _log.warning(
         "the saved random state is of %d %s device%s, and %d %s visible here: random numbers that the model draws on a "
-        "device, for dropout say, are others from here on than without the stop",
+        "device, for dropout for instance, differ from those of an uninterrupted run",
         saved, kind, "" if saved == 1 else "s", here, "is" if here == 1 else "are",
     )  # fmt: skip

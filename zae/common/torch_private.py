@@ -1,6 +1,6 @@
-"""Private names of torch, each with what is done where a release of torch no longer has it: slower, never wrong.
+"""Look up private names of torch, each with a fallback where a release does not have it: slower, never wrong.
 
-No other module reads them. A name is looked up when it is needed, so that one that is gone cannot fail an import.
+No other module reads them. A name is looked up when it is used, so that a missing one cannot fail an import.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OPTIMIZERS: Any = sys.modules[Optimizer.__module__]
 
 
 def find(module: str, name: str) -> Any:
-    """Return a name of a module of torch, dotted if need be, or None where this torch does not have it."""
+    """Return a name of a module of torch, which may be dotted, or None where this torch does not have it."""
     try:
         return operator.attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
@@ -58,9 +58,9 @@ def find(module: str, name: str) -> Any:
 
 @contextmanager
 def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of a module go to a function, which may go on to `call_of` it; where torch cannot, they do not.
+    """Call a function instead of a module, where torch supports it; the function may call `call_of` the module.
 
-    Wrappers around the module, and its type, stay what they are.
+    The wrappers around the module, and its type, do not change.
     """
     state, name = vars(module), "_compiled_call_impl"
     if not (hasattr(nn.Module, name) and hasattr(nn.Module, "_call_impl")):
@@ -74,12 +74,12 @@ def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return what a module does when it is called, hooks included, without the function of `called_by`."""
+    """Return the call of a module with its hooks, without the function of `called_by`."""
     return module._call_impl
 
 
 def has_own_loading(module: nn.Module) -> bool:
-    """Whether code that is not torch's takes part when weights are loaded into a module itself."""
+    """Whether code outside of torch runs when weights are loaded into a module itself."""
     kind = type(module)
     try:
         methods = (kind.set_extra_state, kind.load_state_dict, kind._load_from_state_dict)
@@ -90,7 +90,7 @@ def has_own_loading(module: nn.Module) -> bool:
 
 
 def has_own_shapes(module: nn.Module) -> bool:
-    """Whether the class of a module may accept weights of other shapes than its own."""
+    """Whether the class of a module may accept weights of other shapes than the module has."""
     try:
         return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     except AttributeError:
@@ -98,7 +98,7 @@ def has_own_shapes(module: nn.Module) -> bool:
 
 
 def unsaved_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of a module itself that its ``state_dict`` leaves out."""
+    """Return the names of the buffers of a module itself that are not in its ``state_dict``."""
     names = getattr(module, "_non_persistent_buffers_set", None)
     if names is not None:
         return list(names)
@@ -107,7 +107,7 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether something is called when the gradient of a parameter has been computed."""
+    """Whether hooks are called when the gradient of a parameter has been computed."""
     try:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     except AttributeError:
@@ -115,7 +115,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and the values of a sparse tensor, without adding up entries of the same place."""
+    """Return the indices and the values of a sparse tensor, without coalescing them."""
     try:
         return tensor._indices(), tensor._values()
     except AttributeError:
@@ -124,7 +124,7 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
-    """Add a number to each of several tensors, in place."""
+    """Add a number to each tensor, in place."""
     together = getattr(torch, "_foreach_add_", None)
     if together is not None:
         together(tensors, number)
@@ -137,7 +137,7 @@ def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called around the step of an optimizer, hooks of all optimizers included."""
+    """Whether an optimizer has hooks of its step, global ones included."""
     try:
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return bool(own or _OPTIMIZERS._global_optimizer_pre_hooks or _OPTIMIZERS._global_optimizer_post_hooks)
@@ -146,7 +146,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Whether a scaler found a gradient of an optimizer that is not finite as it unscaled them."""
+    """Whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
     if (found := getattr(scaler, "_found_inf_per_device", None)) is not None:
         return any(each.item() for each in found(optimizer).values())
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -157,7 +157,7 @@ def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler records what torch does."""
+    """Whether a profiler is active."""
     try:
         return torch._C._autograd._profiler_enabled()
     except AttributeError:
@@ -165,17 +165,17 @@ def is_profiling() -> bool:
 
 
 def dispatch_modes() -> int:
-    """Return how many modes ``__torch_dispatch__`` goes through; 0 where torch does not tell."""
+    """Return the number of active ``__torch_dispatch__`` modes; 0 where it is unknown."""
     return int(getattr(torch._C, "_len_torch_dispatch_stack", int)())
 
 
 def function_modes() -> int:
-    """Return how many modes ``__torch_function__`` goes through; 0 where torch does not tell."""
+    """Return the number of active ``__torch_function__`` modes; 0 where it is unknown."""
     return int(getattr(torch._C, "_len_torch_function_stack", int)())
 
 
 def has_bf16_of_x86() -> bool:
-    """Return whether an x86 processor has instructions for bfloat16; False where torch does not tell."""
+    """Return whether an x86 processor has instructions for bfloat16; False where it is unknown."""
     asks = [getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(ask() for ask in asks)
 
@@ -184,14 +184,14 @@ def has_bf16_of_x86() -> bool:
 
 
 def compiler(name: str) -> Any:
-    """Return what has a name in torch's compiler, or None."""
+    """Return a name of ``torch._dynamo``, or None."""
     return find("torch._dynamo", name)
 
 
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled.
 
-    Where torch does not count them, each call returns a larger number: graphs are then taken for new ones.
+    Where torch does not count them, each call returns a larger number, as if a graph had been compiled.
     """
     counters = compiler("utils.counters")
     return next(_calls) if counters is None else int(counters["stats"]["unique_graphs"])
@@ -207,14 +207,14 @@ def can_arrange_buckets() -> bool:
 
 
 def arrange_buckets(reducer: Any) -> None:
-    """Arrange the buckets of gradients by the order of the parameters, before the first step, where torch can."""
+    """Arrange the buckets of gradients by the order of the parameters, before the first step, if torch supports it."""
     if can_arrange_buckets():
         reducer._push_all_rebuilt_params()
         reducer._rebuild_buckets()
 
 
 def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Raise the error of torch for a step whose gradients were not all averaged; its next forward raises it too."""
+    """Raise the error of torch for a step with gradients that were not averaged; its next forward raises it too."""
     getattr(wrapper, "_check_reducer_finalized", lambda: None)()
 
 
@@ -222,5 +222,5 @@ def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """End the workers of an iterator of a DataLoader; without the name, torch ends them as it frees the iterator."""
+    """End the workers of a DataLoader iterator; without the name, torch ends them when it frees the iterator."""
     getattr(iterator, "_shutdown_workers", lambda: None)()

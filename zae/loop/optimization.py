@@ -145,9 +145,9 @@ class Optimization:
                     "between two calls of run, or change what is in its param_groups"
                 )
 
-    def warn_of_unheld(self, model: nn.Module, is_main: bool) -> None:
+    def warn_of_untrained(self, model: nn.Module, is_main: bool) -> None:
         """Warn once of each parameter that requires a gradient and that no optimizer holds."""
-        names = [name for name in optim.unheld(model, self.optimizers) if name not in self._warned]
+        names = [name for name in optim.untrained(model, self.optimizers) if name not in self._warned]
         self._warned.update(names)
         if names and is_main:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -298,7 +298,7 @@ class Optimization:
         return {
             "scheduler": {name: each.state_dict() for name, each in self.schedulers.items()},
             # Parameters that an optimizer trains outside of the model, a learnt loss weight for instance.
-            "outside": {name: optim.outside_of(each, module) for name, each in self.optimizers.items()},
+            "outside": {name: optim.parameters_outside(each, module) for name, each in self.optimizers.items()},
             "order": {name: parameter_order(each, names) for name, each in self.optimizers.items()},
         }
 
@@ -383,7 +383,7 @@ class Optimization:
         """Pair the optimizers' parameters outside of the model with their saved values."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, optimizer in self.optimizers.items():
-            present, values = optim.outside_of(optimizer, module), saved.get(name, [])
+            present, values = optim.parameters_outside(optimizer, module), saved.get(name, [])
             shapes = [[tuple(each.shape) for each in several] for several in (present, values)]
             if shapes[0] != shapes[1]:
                 raise CheckpointMismatch(

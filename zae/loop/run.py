@@ -208,7 +208,7 @@ class Run:
         """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
         trainer, progress = self.trainer, self.trainer.progress_checker
         trainer.optimization.check_given()
-        trainer.optimization.warn_of_unheld(trainer.unwrap(), trainer.is_main)
+        trainer.optimization.warn_of_untrained(trainer.unwrap(), trainer.is_main)
         trainer.optimization.check_unreplaced()
         self._leave_epoch(wrapped)
         if not progress.epoch_batch:

@@ -92,7 +92,7 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         for parameter, value in outside:
             parameter.copy_(value)
     if state.get("training_weights"):
-        optimizer_modes.take_for_training(optimization.optimizers)
+        optimizer_modes.treat_as_training(optimization.optimizers)
 
 
 def evaluation_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def load_evaluation_weights(
     """
     fitted, own = fit_weights(trainer.unwrap(), weights, strict), trainer.unwrap().state_dict()
     trainer.load_model_state(fitted, strict)
-    optimizer_modes.take_for_evaluation(_present_optimization(trainer).optimizers)
+    optimizer_modes.treat_as_evaluation(_present_optimization(trainer).optimizers)
     return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
 
 

@@ -208,7 +208,7 @@ def _fill(container: Any, entries: Any) -> None:
 def _copy_of(trainer: Any) -> Any:
     """Copy a trainer: the model, the attributes of its own classes, and its records; share optimizers and loaders."""
     module, held = trainer.unwrap(), binding.unbound(trainer)
-    if optim.are_lazy([*module.parameters(), *module.buffers()]):
+    if optim.has_lazy([*module.parameters(), *module.buffers()]):
         raise NotTried("the model is lazy: its first batch makes its weights")
     twin = object.__new__(type(trainer))
     memo: dict[int, Any] = {id(trainer): twin}
@@ -260,7 +260,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
         if isinstance(value, _SHARED):
             memo[id(value)] = value
         elif isinstance(value, (Tensor, np.ndarray)):
-            total += 0 if isinstance(value, Tensor) and optim.are_lazy([value]) else value.nbytes
+            total += 0 if isinstance(value, Tensor) and optim.has_lazy([value]) else value.nbytes
         elif isinstance(value, nn.Module):
             waiting += [(each, 0) for each in (*value.parameters(), *value.buffers())]
         elif depth and isinstance(value, (list, tuple, set, dict)):

@@ -274,7 +274,7 @@ def _measure_checkpoint(trainer: Trainer, preview: RunPreview) -> None:
     """Set the size of a checkpoint, where the trainer saves any."""
     if "state" not in slots_of(type(trainer)):
         return
-    if optim.are_lazy(trainer._module.parameters()):
+    if optim.has_lazy(trainer._module.parameters()):
         preview.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
         return
     settings = copy.copy(trainer.optimization.settings)

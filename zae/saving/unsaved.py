@@ -56,7 +56,7 @@ class Unsaved:
                 "takes from there is not that of an uninterrupted run. Save it in state_dict() and load_state_dict() "
                 "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
             )  # fmt: skip
-        if self._begun is None and not optim.are_lazy(trainer.unwrap().parameters()):
+        if self._begun is None and not optim.has_lazy(trainer.unwrap().parameters()):
             self._own = _set_by_classes(type(trainer))
             self._begun = self._marks(trainer)
 
