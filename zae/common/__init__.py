@@ -1,4 +1,4 @@
-"""Code that every package may use: devices, random streams, optimizers, and checks of arguments.
+"""Parts that every package may use: devices, random streams, optimizers, and checks of arguments.
 
 `device` moves batches; `random_state` seeds, captures and restores; `optim` and the modules named ``optimizer_`` check,
 step, save and load optimizers; `argument_checks` checks arguments; `walk` finds what an object contains; `lazy` imports
