@@ -1,6 +1,141 @@
 """The kit that checks an add-on: `check_addon` trains with it and names each fault and its cure."""
 
-from zae.testing.kit import AddOnFault, Kit, PlainTask
-from zae.testing.runner import CHECKS, check_addon
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from zae.addon import AddOnBase
+from zae.composition.introspect import is_add_on
+from zae.errors import AddOnError
+from zae.testing import class_checks, rank_checks, state_checks, step_checks
+from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
+from zae.testing.settings import kept
+from zae.trainer import Trainer
 
 __all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
+
+CHECKS: dict[str, Callable[[Kit], Iterator[str]]] = {
+    name.removeprefix("check_"): function
+    for module in (class_checks, step_checks, state_checks, rank_checks)
+    for name, function in vars(module).items()
+    if name.startswith("check_")
+}
+"""Every check, by the name that ``allow`` takes, in order: the functions ``check_...`` of these modules."""
+
+
+def check_addon(
+    add_on: Any,
+    *,
+    task: type[Trainer] = PlainTask,
+    model: Callable[[], nn.Module] | None = None,
+    batches: Callable[[], Any] | None = None,
+    beside: Sequence[Any] = (),
+    allow: Collection[str] = (),
+    transient: Collection[str] = (),
+    **options: Any,
+) -> None:
+    """Check an add-on by training with it; one call in your own tests.
+
+    It trains a small model on the CPU, about forty times for two epochs of six steps, each time in a new folder. The
+    settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
+    handlers, functions of torch) are read before the first check, compared after each, and put back.
+
+    ========== ==================================================================================================
+    check      what it finds
+    ========== ==================================================================================================
+    class      an override of the loop itself; options read from ``**kwargs``; no docstring
+    init       a constructor that does more than store options, or that holds the optimizer, model or parameters
+    settings   settings of the process that are changed when a run has ended, and functions that are replaced
+    pickle     a trainer that cannot be sent to another process
+    super      an override that does not call ``super()`` once; see `replaces` and `repeats`
+    factory    what fails, or trains in another way, where ``optimizer=`` is a function that makes one
+    shared     state that is kept on the class, and options of the caller that are changed
+    clip       gradients larger than ``gradient_clip`` that reach the optimizer
+    scheduler  schedulers that are stepped too often, or not often enough
+    batch      batches of the user that are changed in place
+    loader     an observer that iterates over the loader itself
+    mode       steps that run while the model is in the wrong mode
+    evaluation a validation that leaves other weights in the model
+    metrics    metrics of the user that are not in the history or in the log
+    frozen     frozen parameters and normalization layers that are thawed
+    graph      tensors that are kept with their graph, and tensors that are kept of every step
+    random     numbers drawn from training's random streams
+    transfer   a value that is read from the device at every step
+    neutral    an add-on of the layers "observe" and "state" that changes training
+    idle       an ``is_idle`` that is true where a seam does something
+    exception  exceptions that are swallowed or replaced; threads, processes, files and hooks left after one
+    state      state that a checkpoint lacks, and a state of the caller that is changed by loading it
+    again      what is lost between two calls of ``run``
+    ranks      files that every rank writes, and a collective that only some ranks call
+    ========== ==================================================================================================
+
+    Parameters
+    ----------
+    add_on : type
+        The add-on.
+    task : type, optional
+        The trainer class to use, instead of one that learns a squared error.
+    model, batches : callable, optional
+        Make the model and a list of a few batches for ``task``.
+    beside : sequence of type
+        Further add-ons of the trainer: those that it requires, and others to try it with.
+    allow : collection of str
+        Names of checks to skip.
+    transient : collection of str
+        Attributes that change in a run and that a resumed run does not need.
+    **options
+        Options of the add-on. Write relative paths: each run has a new working folder.
+
+    Raises
+    ------
+    AddOnFault
+        With every fault that was found, and its remedy.
+
+    Examples
+    --------
+    >>> from zae import AddOnBase
+    >>> from zae.testing import check_addon
+    >>> class HalveAddon(AddOnBase):
+    ...     "Halve every gradient."
+    ...     layer = "loop"
+    ...     def clip(self):
+    ...         for parameter in self.parameters:
+    ...             parameter.grad.div_(2)
+    ...         super().clip()
+    >>> check_addon(HalveAddon, allow=["pickle"])  # Made in a doctest, it cannot be found by its name.
+    """
+    unknown = set(allow) - CHECKS.keys()
+    if unknown:
+        raise AddOnError(f"allow has {sorted(unknown)}; the checks are {', '.join(CHECKS)}")
+    if not (is_add_on(add_on) and issubclass(add_on, AddOnBase)):
+        raise AddOnFault(f"{add_on!r} is not an add-on; write class MyAddon(AddOnBase)")
+    kit = Kit(add_on, options, task, model, batches, beside, transient)
+    with kept(lambda: kit.bare) as kit.settings:
+        faults = _faults(kit, allow)
+    if faults:
+        lines = "".join(f"\n  {index}. {fault}" for index, fault in enumerate(faults, start=1))
+        raise AddOnFault(f"{kit.name} has {len(faults)} fault{'s' * (len(faults) > 1)}:{lines}")
+
+
+def _faults(kit: Kit, allow: Collection[str]) -> list[str]:
+    """Run the checks; return the text of each fault, with the name of the check."""
+    faults: list[str] = []
+    broken: dict[str, list[str]] = {}
+    for name, check in CHECKS.items():
+        if name in allow:
+            continue
+        try:
+            with in_new_folder():
+                faults.extend(f"{text} [{name}]" for text in check(kit))
+        except Exception as error:
+            broken.setdefault(f"raises {type(error).__name__}: {error}", []).append(name)
+        changed = kit.settings.changed()
+        kit.settings.restore()
+        if "settings" not in allow:
+            left = {key: how for key, how in changed.items() if key not in kit.reported}
+            faults += [f"{class_checks.left_changed(key, how)} [{name}]" for key, how in left.items()]
+            kit.reported.update(left)
+    return faults + [f"{error} [{', '.join(names)}]" for error, names in broken.items()]

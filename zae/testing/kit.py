@@ -19,10 +19,16 @@ from zae.composition.introspect import function_of, kinds_of, seams_of
 from zae.composition.options import options_of
 from zae.errors import ZaeError
 from zae.testing import watch
-from zae.testing.settings import Settings
+from zae.testing.settings import PATCHED, Settings
 from zae.trainer import Trainer
 
-__all__ = ["AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
+__all__ = ["CLIP", "AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
+
+PATCHED["zae.Trainer"] = Trainer
+
+
+CLIP = 0.01
+"""The norm that `Kit.clipped` clips gradients to."""
 
 
 class AddOnFault(ZaeError, AssertionError):
@@ -202,6 +208,12 @@ class Kit:
     def bare(self) -> Standard:
         """The same run without the add-on."""
         return self._observe(self.make(without_it=True))
+
+    @cached_property
+    def clipped(self) -> Any:
+        """A trainer after a run with a small ``gradient_clip``, whose schedulers are stepped by epoch."""
+        with in_new_folder():
+            return self.run(self.make(gradient_clip=CLIP, scheduler_step_on_batch=False))
 
     def _observe(self, trainer: Any) -> Standard:
         with in_new_folder():

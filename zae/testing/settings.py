@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zae.common import random_state, torch_private
-from zae.trainer import Trainer
 
-__all__ = ["LASTING", "Settings", "kept"]
+__all__ = ["LASTING", "PATCHED", "Settings", "kept"]
 
 Read = Callable[[], Any]
 Write = Callable[[Any], object]
@@ -142,7 +141,7 @@ SETTINGS: dict[str, tuple[Read, Write]] = {
 LASTING = frozenset(name for name, (_, write) in SETTINGS.items() if write is _nothing)
 """Settings that cannot be put back from outside."""
 
-_PATCHED: dict[str, Any] = {
+PATCHED: dict[str, Any] = {
     "torch": torch,
     "torch.nn": nn,
     "torch.nn.functional": nn.functional,
@@ -161,7 +160,6 @@ _PATCHED: dict[str, Any] = {
     "random": random,
     "numpy.random": np.random,
     "time": time,
-    "zae.Trainer": Trainer,
 }
 """Modules and classes whose functions an add-on may have replaced."""
 
@@ -188,7 +186,7 @@ class Settings:
         self._values = {name: read() for name, (read, _) in SETTINGS.items()}
         self._environment = dict(os.environ)
         self._handlers = _handlers()
-        self._functions = {name: _functions(owner) for name, owner in _PATCHED.items()}
+        self._functions = {name: _functions(owner) for name, owner in PATCHED.items()}
         self.folder = os.getcwd()
 
     def changed(self) -> dict[str, str]:
@@ -212,7 +210,7 @@ class Settings:
         return found
 
     def _replaced(self) -> Iterator[tuple[str, str, Any, Any]]:
-        for label, owner in _PATCHED.items():
+        for label, owner in PATCHED.items():
             now = vars(owner)
             for name, value in self._functions[label].items():
                 if now.get(name) is not value:
@@ -233,7 +231,7 @@ class Settings:
             if is_main and handler is not None and signal.getsignal(signal.Signals[name]) != handler:
                 signal.signal(signal.Signals[name], handler)
         for label, name, value, _ in list(self._replaced()):
-            setattr(_PATCHED[label], name, value)
+            setattr(PATCHED[label], name, value)
 
 
 @contextlib.contextmanager

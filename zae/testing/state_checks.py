@@ -16,7 +16,6 @@ from zae.composition.introspect import is_marked
 from zae.errors import CheckpointError, CheckpointMismatch
 from zae.testing import watch
 from zae.testing.kit import Kit, Loader, in_new_folder
-from zae.testing.step_checks import parted
 
 __all__ = ["check_again", "check_exception", "check_state"]
 
@@ -265,7 +264,7 @@ def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Itera
             f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "
             f"under the key {kit.name!r}, or name it in transient= when no resume needs it"
         )
-    for part, found in list(parted(whole, resumed))[: not lost]:
+    for part, found in list(watch.parted(whole, resumed))[: not lost]:
         yield f"does not resume: saved at step {step}, the {part} ends as another ({found}); save what it needs"
 
 
@@ -279,7 +278,7 @@ def check_again(kit: Kit) -> Iterator[str]:
     if any("on_run_end" in klass.__dict__ for klass in kit.own_classes):
         return
     trainer = kit.run(kit.run(kit.make(), 1), 1)
-    for part, found in list(parted(kit.standard.trainer, trainer))[:1]:
+    for part, found in list(watch.parted(kit.standard.trainer, trainer))[:1]:
         yield (
             f"forgets something between two calls of run: run(1) and run(1) end with another {part} than run(2) "
             f"({found}); do not reset in setup(), on_run_begin() or teardown() what the next call needs"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from zae.composition.introspect import is_base
 from zae.testing import watch
-from zae.testing.kit import Kit, build_optimizer, in_new_folder
+from zae.testing.kit import CLIP, Kit, build_optimizer, in_new_folder
 
 __all__ = [
     "check_batch",
@@ -27,8 +26,6 @@ __all__ = [
     "check_random",
     "check_scheduler",
     "check_transfer",
-    "kept_busy",
-    "parted",
 ]
 
 _OBSERVING = ("observe", "state")
@@ -37,33 +34,28 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def check_clip(kit: Kit) -> Iterator[str]:
     """Find gradients larger than ``gradient_clip`` that reach the optimizer."""
-    limit = 0.01
-    trainer = kit.run(kit.make(gradient_clip=limit))
-    largest = max((norm for norm in trainer.notes.norms if norm == norm and norm != float("inf")), default=0.0)
-    if largest > limit * 1.001:
+    norms = kit.clipped.notes.norms
+    largest = max((norm for norm in norms if norm == norm and norm != float("inf")), default=0.0)
+    if largest > CLIP * 1.001:
         yield (
-            f"drops clipping: with gradient_clip={limit}, a gradient of norm {largest:.3g} reached the optimizer; call "
+            f"drops clipping: with gradient_clip={CLIP}, a gradient of norm {largest:.3g} reached the optimizer; call "
             "super().clip(), and change gradients before it (in clip or unscale), not after"
         )
 
 
 def check_scheduler(kit: Kit) -> Iterator[str]:
     """Find a scheduler that is not stepped once for each optimizer step, or once for each epoch."""
-    for on_batch in (True, False):
-        with in_new_folder():
-            trainer = kit.standard.trainer if on_batch else kit.run(kit.make(scheduler_step_on_batch=False))
-            progress = trainer.progress_checker
-            due = progress.step - progress.skipped_steps if on_batch else progress.epoch
-            taken = trainer.schedulers["0"].last_epoch
-            if on_batch and not due:  # It may be hidden that steps took place.
-                due = trainer.notes.steps
-            if taken != due:
-                unit = "optimizer steps" if on_batch else "epochs"
-                yield (
-                    f"steps the scheduler {taken} times in {due} {unit}; leave it to scheduler_step, and call "
-                    "super().scheduler_step(when) once"
-                )
-                return
+    for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped, "epochs")):
+        progress, taken = trainer.progress_checker, trainer.schedulers["0"].last_epoch
+        due = progress.step - progress.skipped_steps if unit == "optimizer steps" else progress.epoch
+        if unit == "optimizer steps" and not due:  # It may be hidden that steps took place.
+            due = trainer.notes.steps
+        if taken != due:
+            yield (
+                f"steps the scheduler {taken} times in {due} {unit}; leave it to scheduler_step, and call "
+                "super().scheduler_step(when) once"
+            )
+            return
 
 
 def check_batch(kit: Kit) -> Iterator[str]:
@@ -237,7 +229,7 @@ def check_neutral(kit: Kit) -> Iterator[str]:
     """Find an observer, or an add-on that keeps state, that changes training."""
     if kit.add_on.layer not in _OBSERVING:
         return
-    for part, found in list(parted(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
+    for part, found in list(watch.parted(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
         yield (
             f"is in layer {kit.add_on.layer!r} and changes training: the {part} ends as another than without it "
             f"({found}); only look at what there is, or move to the layer 'loop'"
@@ -246,49 +238,12 @@ def check_neutral(kit: Kit) -> Iterator[str]:
 
 def check_idle(kit: Kit) -> Iterator[str]:
     """Find an add-on that says it is idle and is not: a step that leaves it out is another."""
-    with in_new_folder(), kept_busy(kit.add_on) as says:
+    with in_new_folder(), watch.kept_busy(kit.add_on) as says:
         if not says:
             return
         busy = kit.run(kit.make())
-    for part, found in list(parted(busy, kit.standard.trainer))[:1]:
+    for part, found in list(watch.parted(busy, kit.standard.trainer))[:1]:
         yield (
             f"says that it is idle and is not: passed by in the steps, the {part} ends as another ({found}); let "
             "is_idle() return False whenever a seam of the step does something"
         )
-
-
-@contextlib.contextmanager
-def kept_busy(add_on: Any) -> Iterator[bool]:
-    """Have the seams of an add-on called, whatever is_idle says; yield whether it says anything."""
-    owner = next(c for c in add_on.__mro__ if "is_idle" in c.__dict__)
-    says = not is_base(owner)
-    before = owner.is_idle
-    if says:
-        owner.is_idle = lambda self: False
-    try:
-        yield says
-    finally:
-        if says:
-            owner.is_idle = before
-
-
-def parted(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the parts in which two trainers differ at the end; with ``may_add``, ``b`` may have more metrics."""
-    rows: dict[str, Callable[[Any], Any]] = {
-        "model": lambda t: dict(t.unwrap().state_dict()),
-        "optimizer": lambda t: [each.state_dict() for each in t.optimizers.values()],
-        "scheduler": lambda t: [_public(each.state_dict()) for each in t.schedulers.values()],
-        "history": lambda t: [dict(row) for row in t.train_history + t.valid_history],
-        "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
-    }
-    for part, read in rows.items():
-        before, after = read(a), read(b)
-        if part == "history" and may_add:
-            after = [{k: row[k] for k in row if k in old} for row, old in zip(after, before)] + after[len(before) :]
-        found = watch.difference(before, after, part)
-        if found is not None:
-            yield part, found
-
-
-def _public(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key[0] != "_"}

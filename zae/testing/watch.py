@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zae.common import random_state
+from zae.composition.introspect import is_base
 
 __all__ = [
     "Calls",
@@ -36,7 +37,9 @@ __all__ = [
     "groups_of",
     "held_in",
     "hooks_of",
+    "kept_busy",
     "output",
+    "parted",
     "snapshot",
     "streams",
     "tensors_in",
@@ -172,27 +175,44 @@ def class_values(classes: list[Any]) -> dict[str, Any]:
     return copy_of_plain(values)
 
 
-def held_in(value: Any, wanted: Mapping[int, str], where: str, depth: int = 4) -> str | None:
+def held_in(value: Any, wanted: Mapping[int, str], where: str) -> str | None:
     """Return the first place in a nested value with one of the wanted objects, which are given by id."""
-    if id(value) in wanted:
-        return f"{where} is {wanted[id(value)]}"
-    if isinstance(value, MethodType) and id(value.__self__) in wanted:
-        return f"{where} is a method of {wanted[id(value.__self__)]}"
-    if not depth or isinstance(value, (str, bytes, Tensor)):
-        return None
+
+    def found(each: Any) -> str | None:
+        if id(each) in wanted:
+            return f" is {wanted[id(each)]}"
+        owner = getattr(each, "__self__", None) if isinstance(each, MethodType) else None
+        return f" is a method of {wanted[id(owner)]}" if id(owner) in wanted else None
+
+    return _search(value, where, found)
+
+
+def graph_in(value: Any, where: str) -> str | None:
+    """Return the first place in a nested value with a tensor that has an autograd graph."""
+    return _search(value, where, lambda each: "" if isinstance(each, Tensor) and each.grad_fn is not None else None)
+
+
+def _search(value: Any, where: str, found: Callable[[Any], str | None], depth: int = 4) -> str | None:
+    """Return the first place in a nested value for which ``found`` returns a text, and that text."""
+    if (text := found(value)) is not None:
+        return where + text
+    parts = _parts(value, where) if depth else []
+    return next((text for place, part in parts if (text := _search(part, place, found, depth - 1)) is not None), None)
+
+
+def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
+    """Return what a container, a closure or an object contains, with the place of each."""
+    if isinstance(value, (str, bytes, Tensor, nn.Module, type)):
+        return []
     if isinstance(value, Mapping):
-        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    elif isinstance(value, partial):
-        parts = [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
-    elif isinstance(value, FunctionType):
-        parts = [(where, cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
-    elif callable(getattr(value, "__init_subclass__", None)) and not isinstance(value, (type, nn.Module)):
-        parts = [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-    else:
-        parts = []
-    return next((found for name, item in parts if (found := held_in(item, wanted, name, depth - 1))), None)
+        return [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, partial):
+        return [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
+    if isinstance(value, FunctionType):
+        return [(where, cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
+    return [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -218,21 +238,6 @@ def tensors_in(value: Any, depth: int = 5) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def graph_in(value: Any, where: str, depth: int = 4) -> str | None:
-    """Return the first place in a nested value with a tensor that has an autograd graph."""
-    if isinstance(value, Tensor):
-        return where if value.grad_fn is not None else None
-    if not depth or isinstance(value, (nn.Module, str, bytes)):
-        return None
-    if isinstance(value, Mapping):
-        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    else:
-        parts = [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-    return next((found for name, item in parts if (found := graph_in(item, name, depth - 1)) is not None), None)
 
 
 class Calls:
@@ -280,3 +285,40 @@ class Transfers(TorchFunctionMode):
             if frame.f_code in self._codes:
                 self.found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}")
         return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def kept_busy(add_on: Any) -> Iterator[bool]:
+    """Have the seams of an add-on called, whatever is_idle says; yield whether it says anything."""
+    owner = next(c for c in add_on.__mro__ if "is_idle" in c.__dict__)
+    says = not is_base(owner)
+    before = owner.is_idle
+    if says:
+        owner.is_idle = lambda self: False
+    try:
+        yield says
+    finally:
+        if says:
+            owner.is_idle = before
+
+
+def parted(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the parts in which two trainers differ at the end; with ``may_add``, ``b`` may have more metrics."""
+    rows: dict[str, Callable[[Any], Any]] = {
+        "model": lambda t: dict(t.unwrap().state_dict()),
+        "optimizer": lambda t: [each.state_dict() for each in t.optimizers.values()],
+        "scheduler": lambda t: [_public(each.state_dict()) for each in t.schedulers.values()],
+        "history": lambda t: [dict(row) for row in t.train_history + t.valid_history],
+        "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
+    }
+    for part, read in rows.items():
+        before, after = read(a), read(b)
+        if part == "history" and may_add:
+            after = [{k: row[k] for k in row if k in old} for row, old in zip(after, before)] + after[len(before) :]
+        found = difference(before, after, part)
+        if found is not None:
+            yield part, found
+
+
+def _public(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key[0] != "_"}
