@@ -15,6 +15,7 @@ if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 
 
 import pytest
 import torch
+from torch._dynamo import guards
 
 from kit import faults
 
@@ -25,6 +26,8 @@ gc.set_threshold(50_000, 20, 50)  # A tenth of the time went into collections th
 os.register_at_fork(after_in_child=gc.freeze)
 # From Python 3.14 on the workers of a loader come from a server, and a fork is not the parent of the one there was.
 os.register_at_fork(after_in_child=lambda: forkserver._forkserver.__init__())
+# Torch measures the guards of each graph with an empty cache of the processor, which takes as long as to trace it.
+guards.profile_guard_manager = lambda *_: 0.0
 # A shell that starts this in the background lets it ignore Ctrl-C, and with it what it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import itertools
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +32,57 @@ def together(entries: tuple[Any, ...]) -> str:
     return " + ".join(entry.id for entry in entries)
 
 
-def train(trainer: Any, valid: bool = True, **options: Any) -> Any:
+def train(trainer: Any, epochs: int = EPOCHS, valid: bool = True) -> Any:
     """Train from a fixed seed; watched, unless said otherwise."""
     torch.manual_seed(7)
-    trainer.run(EPOCHS, hand.loader(), hand.loader(seed=9, shuffle=False) if valid else None, **options)
+    trainer.run(epochs, hand.loader(), hand.loader(seed=9, shuffle=False) if valid else None)
     return trainer
+
+
+def capture_at(steps: Any, trainer: Any) -> dict[int, Any]:
+    """Fill a dict with the state after each of these steps, or after each one, while the trainer runs."""
+    states: dict[int, Any] = {}
+    checkpoint = trainer.checkpoint
+
+    def look() -> None:
+        checkpoint()
+        step = trainer.progress_checker.step
+        if step not in states and (steps is None or step in steps):
+            states[step] = through_disk(trainer.state_dict())
+
+    trainer.checkpoint = look
+    return states
+
+
+def own_states(entries: tuple[Any, ...], trainer: Any) -> dict[str, str]:
+    """Return a hash of the state of each add-on that has one."""
+    state = trainer.state_dict()
+    return {entry.id: fingerprint(entry.comparable(state[entry.key])) for entry in entries if entry.stateful}
+
+
+class Straight:
+    """The run of a composition with settings that bite, which several tests look at."""
+
+    def __init__(self, entries: tuple[Any, ...], folder: Path) -> None:
+        trainer = build(entries, "biting", folder, log_every=2)
+        # In the middle of the second epoch: a window of four leaves two steps in each.
+        self.middle = 3 if any("accumulate" in entry.by_hand for entry in entries) else 8
+        states = capture_at({self.middle}, trainer)
+        train(trainer)
+        self.state = states.get(self.middle)
+        self.weights = hand.digest(trainer.model)
+        self.losses = trainer.get_loss_history("train"), trainer.get_loss_history("test")
+        self.average = trainer.average if hasattr(trainer, "average") else None
+        self.skipped = trainer.progress_checker.skipped_steps
+        self.scaler = getattr(trainer, "_scaler_state", None)
+        self.core = {part: fingerprint(value) for part, value in core_of(trainer).items()}
+        self.own = own_states(entries, trainer)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that runs a composition once."""
+    return functools.cache(lambda *entries: Straight(entries, tmp_path_factory.mktemp("straight")))
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +94,20 @@ def _no_sink_fails(caplog: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """The run without any add-on, and without watching."""
-    return train(build([], "neutral", None), valid=False)  # type: ignore[arg-type]
+    """Two epochs without any add-on, and without watching."""
+    return train(build([], "neutral", None), 2, valid=False)  # type: ignore[arg-type]
 
 
 def by_hand(*entries: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The loop that does what these add-ons do."""
+    return loop_with(frozenset(item for entry in entries for item in entry.by_hand.items()))
+
+
+@functools.cache
+def loop_with(chosen: frozenset[tuple[str, Any]]) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Run the loop with these options."""
     model, optimizer = parts()
-    options = {key: value for entry in entries for key, value in entry.by_hand.items()}
+    options: dict[str, Any] = dict(chosen)
     torch.manual_seed(7)
     out = hand.train(
         model, optimizer, hand.loader(), EPOCHS, clip=0.5, valid=hand.loader(seed=9, shuffle=False), **options
@@ -143,7 +197,7 @@ def test_pickles(entries: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
 def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: Any) -> None:
     """P-48: bitwise, with a validation that the plain run does not have; weights, optimizer and random streams."""
-    trainer = train(build(entries, "neutral", tmp_path))
+    trainer = train(build(entries, "neutral", tmp_path), 2)
     found, expected = core_of(trainer), core_of(plain)
     for part in ("model", "optimizer", "scheduler", "progress", "random"):
         assert fingerprint(found[part]) == fingerprint(expected[part]), part
@@ -151,20 +205,19 @@ def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: An
 
 
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS + TRIPLES, ids=together)
-def test_biting_setting_is_the_hand_loop(entries: Any, tmp_path: Any, plain: Any) -> None:
+def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
     """P-01, P-05, P-06, P-10, P-48: bitwise the weights, the epoch means and the validation's losses."""
-    trainer = train(build(entries, "biting", tmp_path))
+    run = straight(*entries)
     model, out = by_hand(*entries)
-    assert hand.digest(trainer.model) == hand.digest(model)
-    assert trainer.get_loss_history("train") == out["means"]
-    assert trainer.get_loss_history("test") == out["scores"]
+    assert run.weights == hand.digest(model)
+    assert run.losses == (out["means"], out["scores"])
     if any("decay" in entry.by_hand for entry in entries):
-        assert all(torch.equal(trainer.average[name], value) for name, value in out["average"].items())
+        assert all(torch.equal(run.average[name], value) for name, value in out["average"].items())
     if out["scaler"] is not None:
-        assert trainer.progress_checker.skipped_steps > 0
-        assert trainer._scaler_state == out["scaler"].state_dict()
+        assert run.skipped > 0
+        assert run.scaler == out["scaler"].state_dict()
     bites = {key for entry in entries for key in entry.by_hand} & {"accumulate", "precision", "patience"}
-    assert not bites or hand.digest(model) != hand.digest(plain.model), "the setting changes nothing"
+    assert not bites or hand.digest(model) != hand.digest(by_hand()[0]), "the setting changes nothing"
 
 
 def test_all_together_is_the_hand_loop(tmp_path: Any) -> None:
@@ -187,44 +240,36 @@ def through_disk(state: Any) -> Any:
     return decode(json.loads(json.dumps(structure)), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
-def check_resume(entries: Any, folder: Any, stops: Any) -> None:
-    """Stop after each of these steps, load the state into a fresh trainer with other streams, go on, and compare."""
-    whole = build(entries, "biting", folder / "whole", log_every=2)
-    states: dict[int, Any] = {}
-    checkpoint = whole.checkpoint
-
-    def look() -> None:
-        checkpoint()
-        states.setdefault(whole.progress_checker.step, through_disk(whole.state_dict()))
-
-    whole.checkpoint = look
-    torch.manual_seed(7)
-    whole.run(2, hand.loader(), hand.loader(seed=9, shuffle=False), valid_every=4)
-    end = {part: fingerprint(value) for part, value in core_of(whole).items()}
-    stops = sorted(states) if stops is None else stops
-    assert set(stops) <= set(states)
-    for stop in stops:
-        fresh = build(entries, "biting", folder / f"{stop}", log_every=2)
-        torch.manual_seed(stop)
-        fresh.load_state_dict(states[stop])
-        fresh.progress_checker.run_calls.made = 0  # It is the first call of a script that was started again.
-        fresh.run(2, hand.loader(), hand.loader(seed=9, shuffle=False), valid_every=4)
-        found = core_of(fresh)
-        for part, value in end.items():
-            assert fingerprint(found[part]) == value, f"{part} differs after a stop at step {stop}"
-        for entry in entries:
-            if entry.stateful:
-                ends = [entry.comparable(each.state_dict()[entry.key]) for each in (whole, fresh)]
-                assert fingerprint(ends[0]) == fingerprint(ends[1]), f"{entry.id} differs after step {stop}"
+def resume(entries: Any, state: Any, folder: Path, epochs: int, **options: Any) -> Any:
+    """Load a state into a fresh trainer with other random streams, and train to the end."""
+    fresh = build(entries, "biting", folder, log_every=2)
+    torch.manual_seed(1)
+    fresh.load_state_dict(state)
+    fresh.progress_checker.run_calls.made = 0  # It is the first call of a script that was started again.
+    fresh.run(epochs, hand.loader(), hand.loader(seed=9, shuffle=False), **options)
+    return fresh
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=IDS)
 def test_state_round_trips_at_every_step(entry: Any, tmp_path: Any) -> None:
     """P-12, P-17, F-B1, F-B3: stopped after any step, in the middle of an epoch or at its end."""
-    check_resume([entry], tmp_path, None)
+    whole = build([entry], "biting", tmp_path / "whole", log_every=2)
+    states = capture_at(None, whole)
+    torch.manual_seed(7)
+    whole.run(2, hand.loader(), hand.loader(seed=9, shuffle=False), valid_every=4)
+    end = {part: fingerprint(value) for part, value in core_of(whole).items()}
+    assert len(states) >= 4
+    for step, state in states.items():
+        fresh = resume([entry], state, tmp_path / f"{step}", 2, valid_every=4)
+        found = {part: fingerprint(value) for part, value in core_of(fresh).items()}
+        assert found == end, f"a stop after step {step}"
+        assert own_states((entry,), fresh) == own_states((entry,), whole), f"a stop after step {step}"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
-def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any) -> None:
+def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any, straight: Any) -> None:
     """P-12, F-B3: in the middle of an epoch."""
-    check_resume(pair, tmp_path, [2])
+    whole = straight(*pair)
+    fresh = resume(pair, whole.state, tmp_path, EPOCHS)
+    assert {part: fingerprint(value) for part, value in core_of(fresh).items()} == whole.core
+    assert own_states(pair, fresh) == whole.own

@@ -35,7 +35,7 @@ from zae.storage.encoding import encode
 Options = Callable[[Path], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One add-on with one way to set it.
 
