@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,23 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zae.addon import replaces
-from zae.addons.sharded import ShardingAddon
+from zae.addons.agreement import AgreementAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.data.loader_state import restore_parts
 from zae.data.position import LoaderPosition
 from zae.data.sharding import Ranks, shard
-from zae.errors import ConfigError, DistributedError
+from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.rank_process import note_failure, tell_failures_early
-from zae.launch.stop_flag import StopFlag
 from zae.loop import addon_state
 from zae.saving.rank_states import RankStates, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
 
 
-class DistributedAddon(ShardingAddon):
+class DistributedAddon(AgreementAddon):
     """Run the loop on several ranks: the base of the add-ons that fill the slot ``parallel``.
 
     It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,
@@ -54,7 +52,7 @@ class DistributedAddon(ShardingAddon):
 
     layer = "parallel"
     slot = "parallel"
-    process_attributes = {"_outer_error": None, "_placed": False}
+    process_attributes = {"_placed": False}
 
     def __init__(
         self,
@@ -74,8 +72,6 @@ class DistributedAddon(ShardingAddon):
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
-        self._stop_flag = StopFlag()
-        self._outer_error: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------- beginning and end
 
@@ -138,7 +134,6 @@ class DistributedAddon(ShardingAddon):
 
     def setup(self) -> None:
         """Join the other ranks, then set up on the device of this rank."""
-        self._outer_error = sys.exc_info()[1]
         if launching.join(self._backend(), self.timeout, self.init_method):
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             self.device = self._own_device()
@@ -232,49 +227,6 @@ class DistributedAddon(ShardingAddon):
         if not self._is_failing():
             self.reduce(torch.zeros(1))
 
-    def _is_failing(self) -> bool:
-        """Whether an exception of this run is being handled, so that the other ranks may not be here."""
-        error = sys.exc_info()[1]
-        return error is not None and error is not self._outer_error
-
-    # ------------------------------------------------------------------------------------------------- agreement
-
-    @replaces
-    def stop(self, reason: str) -> None:
-        """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
-        if self._world == 1:
-            return super().stop(reason)
-        self._stop_flag.reason = reason
-
-    def on_run_begin(self) -> None:
-        """Reset the request to stop, and check that all ranks begin at the same place."""
-        self._stop_flag.reason, progress = None, self.progress_checker
-        _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
-        super().on_run_begin()
-
-    def on_validation_begin(self) -> None:
-        """Note that the ranks meet at this step."""
-        super().on_validation_begin()
-        self._stop_flag.is_meeting = True
-
-    def checkpoint(self) -> None:
-        """Agree on whether to stop: after a step on what was asked at the step before, so that no step waits for it.
-
-        After a validation, an epoch and the last step of the run, where the ranks meet in any case, they agree on what
-        is asked now.
-        """
-        if self._world > 1:
-            progress = self.progress_checker
-            waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
-            if (reason := self._stop_flag.agree(waits, self.gather)) is not None:
-                super().stop(reason)
-        super().checkpoint()
-
-    def teardown(self) -> None:
-        """Leave nothing under way on the process group."""
-        self._stop_flag.drop(is_failing=self._is_failing())
-        super().teardown()
-
     # ----------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,6 +234,7 @@ class DistributedAddon(ShardingAddon):
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.sync_counts(self)
+            self._check_drift()
         state, world, ranks = super().state_dict(), self._planned_world(), self._rank_states.ranks
         if world == 1:
             return state
@@ -307,16 +260,6 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
     return result, RankStates.add_entries(trainer, trainer.state_dict()), rest
-
-
-def _check_places(places: list[tuple[int, int, int]]) -> None:
-    """Refuse to begin a run with processes that are at different epochs, steps or batches."""
-    if len(set(places)) > 1:
-        stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
-        raise DistributedError(
-            f"the processes do not continue from the same state: {stand}. A checkpoint that one of them has loaded the "
-            "others must find too: save_path (or resume) must name a folder that all machines share"
-        )
 
 
 def _is_known(backend: str) -> bool:

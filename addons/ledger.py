@@ -44,12 +44,13 @@ class LedgerAddon(AddOnBase):
     """Write a line for each step: samples, losses, and hashes of gradients, weights and random state after each stage.
 
     ``python -m zae diff runA runB`` shows the first step and stage at which the ledgers of two runs differ. Training is
-    bitwise the same with and without it. Only the main rank writes, about its own batches.
+    bitwise the same with and without it. Only the main rank writes, about its own batches; or each rank its own file.
 
     Parameters
     ----------
     ledger_path : str or Path
-        The file, for instance ``"run/ledger.jsonl"``; a resumed run appends to it. Where the disk fails in the middle
+        The file, for instance ``"run/ledger.jsonl"``; a resumed run appends to it. With ``{rank}`` in the name, as in
+        ``"run/ledger-{rank}.jsonl"``, each rank writes its own. Where the disk fails in the middle
         of a run, there is one warning, and training continues without the ledger.
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
@@ -109,7 +110,7 @@ class LedgerAddon(AddOnBase):
 
     def is_idle(self) -> bool:
         """Return whether this rank writes no step of the epoch."""
-        return self.mode == "test" or not (self._writes and self.is_main)
+        return self.mode == "test" or not (self._writes and self._is_writer)
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note the samples of training batches, in an epoch with a step that is written."""
@@ -132,7 +133,7 @@ class LedgerAddon(AddOnBase):
     def batch_context(self) -> AbstractContextManager[None]:
         """Write the line of a step when the step ends."""
         inner = super().batch_context()
-        is_due = self.ledger_every.due_at_step(self.progress_checker.step + 1) and self.is_main
+        is_due = self.ledger_every.due_at_step(self.progress_checker.step + 1) and self._is_writer
         return self._write_step(inner) if is_due else inner
 
     @contextmanager
@@ -144,7 +145,8 @@ class LedgerAddon(AddOnBase):
             self._stages = {"batch": batch, "forward": {"loss": [], "random": []}}
             try:
                 yield
-                self._write({"step": progress.step + 1, "epoch": progress.epoch + 1, "stages": self._stages})
+                entry = {"step": progress.step + 1, "epoch": progress.epoch + 1, "stages": self._stages}
+                self._write({**entry, "rank": self.rank} if self._is_of_each_rank else entry)
             finally:
                 self._stages = {}
 
@@ -197,6 +199,14 @@ class LedgerAddon(AddOnBase):
         return stepped
 
     @property
+    def _is_of_each_rank(self) -> bool:
+        return "{rank}" in str(self.ledger_path)
+
+    @property
+    def _is_writer(self) -> bool:
+        return self.is_main or self._is_of_each_rank
+
+    @property
     def _is_clipped(self) -> bool:
         """Whether the gradients may have changed since the backward."""
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
@@ -211,16 +221,17 @@ class LedgerAddon(AddOnBase):
         self._open()
 
     def _open(self) -> None:
-        if self._file is None and self.is_main:
+        if self._file is None and self._is_writer:
+            path = Path(str(self.ledger_path).replace("{rank}", str(self.rank)))
             try:
-                self.ledger_path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.ledger_path.open("a", encoding="utf-8", buffering=1)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", encoding="utf-8", buffering=1)
             except OSError as error:
                 raise ConfigError(
                     f"ledger_path={str(self.ledger_path)!r} cannot be created: {reason(error)}; write ledger_path= a "
                     "file in a folder that exists, or that can be made"
                 ) from None
-            if _is_cut_short(self.ledger_path):
+            if _is_cut_short(path):
                 self._file.write("\n")
             names = [add_on.__name__ for add_on in add_ons_of(type(self))]
             self._write({"ledger": 1, "begins_after": self.progress_checker.step, "composition": names})

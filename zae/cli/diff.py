@@ -31,6 +31,10 @@ _NAMES = {
 }
 
 
+_ALIKE = ("gradients", "norm", "lr", "settings", "stepped", "weights")
+"""What two ranks of one run have in common; they have batches, losses and random streams of their own."""
+
+
 class Difference(NamedTuple):
     """The first difference of two runs: the stage of a step, what differs, and both values."""
 
@@ -73,13 +77,14 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> Difference | None:
-    """Find the first step and stage at which two ledgers differ."""
+    """Find the first step and stage at which two ledgers differ; of two ranks, in what ranks have in common."""
     for step in sorted(first.keys() & second.keys()):
+        are_ranks = first[step].get("rank") != second[step].get("rank")
         for stage in STAGES:
             a, b = (run[step]["stages"].get(stage, {}) for run in (first, second))
             # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
             names = [what for what in a if what in b] if a and b else [*a, *b]
-            for what in names:
+            for what in names if not are_ranks else filter(_ALIKE.__contains__, names):
                 if repr(a.get(what)) != repr(b.get(what)):  # NaN is what it was.
                     return Difference(step, stage, what, a.get(what), b.get(what))
     return None

@@ -1,0 +1,109 @@
+"""What ranks agree on between two steps: whether to stop, and that they hold the same weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from zae.addon import replaces
+from zae.addons.sharded import ShardingAddon
+from zae.errors import DistributedError
+from zae.launch.drift import DriftCheck
+from zae.launch.stop_flag import StopFlag
+from zae.loop.model_weights import named_parameters
+from zae.sinks.fingerprint import fingerprints
+
+__all__ = ["AgreementAddon"]
+
+
+class AgreementAddon(ShardingAddon):
+    """Let the ranks stop together, and find ranks whose weights have drifted apart; a base of `DistributedAddon`."""
+
+    layer = "parallel"
+    process_attributes = {"_outer_error": None}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stop_flag, self._drift = StopFlag(), DriftCheck()
+        self._outer_error: BaseException | None = None
+
+    def setup(self) -> None:
+        """Note the exception that is being handled already, which the other ranks have too."""
+        self._outer_error = sys.exc_info()[1]
+        super().setup()
+
+    @replaces
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
+        if self._world == 1:
+            return super().stop(reason)
+        self._stop_flag.reason = reason
+
+    def on_run_begin(self) -> None:
+        """Reset the request to stop, and check that all ranks begin at the same place."""
+        self._stop_flag.reason, progress = None, self.progress_checker
+        _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
+        self._drift.begin(progress.step)
+        super().on_run_begin()
+
+    def on_validation_begin(self) -> None:
+        """Note that the ranks meet at this step."""
+        super().on_validation_begin()
+        self._stop_flag.is_meeting = True
+
+    def checkpoint(self) -> None:
+        """Agree on whether to stop: after a step on what was asked at the step before, so that no step waits for it.
+
+        After a validation, an epoch and the last step of the run, where the ranks meet in any case, they agree on what
+        is asked now.
+        """
+        if self._world > 1:
+            progress = self.progress_checker
+            waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
+            if waits:
+                self._check_drift()
+            if (reason := self._stop_flag.agree(waits, self.gather)) is not None:
+                super().stop(reason)
+        super().checkpoint()
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return by name the tensors that each rank with that name must hold bitwise alike: the parameters.
+
+        They are compared at the end of each epoch and whenever the state is saved. Buffers are not among them: those
+        of a module may differ between ranks. An engine that shards a parameter leaves it out, or names the part.
+        """
+        found = named_parameters(self.unwrap())
+        known = {id(each) for each in found.values()}
+        others = (each for each in self.parameters if id(each) not in known)
+        return {**found, **{f"parameter {index} outside of the model": each for index, each in enumerate(others)}}
+
+    def _check_drift(self) -> None:
+        """Refuse to go on with ranks whose weights have come apart."""
+
+        def hashes() -> dict[str, int]:
+            replicas = self.replicas()
+            return dict(zip(replicas, fingerprints(replicas.values())))
+
+        self._drift.check(self.progress_checker.step, hashes, self.gather)
+
+    def _is_failing(self) -> bool:
+        """Whether an exception of this run is being handled, so that the other ranks may not be here."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._outer_error
+
+    def teardown(self) -> None:
+        """Leave nothing under way on the process group."""
+        self._stop_flag.drop(is_failing=self._is_failing())
+        super().teardown()
+
+
+def _check_places(places: list[tuple[int, int, int]]) -> None:
+    """Refuse to begin a run with processes that are at different epochs, steps or batches."""
+    if len(set(places)) > 1:
+        stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
+        raise DistributedError(
+            f"the processes do not continue from the same state: {stand}. A checkpoint that one of them has loaded the "
+            "others must find too: save_path (or resume) must name a folder that all machines share"
+        )

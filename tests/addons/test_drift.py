@@ -1,0 +1,101 @@
+"""Ranks whose weights come apart: found at each checkpoint and each epoch, and the stage is named by their ledgers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.rank_tasks import Task, agree, build, loader, network, same, weights
+from kit.ranks import on_ranks
+from zae import DistributedError
+from zae.addon import AddOnBase
+from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
+from zae.cli.diff import compare, read_ledger
+from zae.sinks.fingerprint import fingerprints
+
+
+class NoiseAddon(AddOnBase):
+    """Adds noise to the averaged gradient of the last layer, on the last rank, from a step on."""
+
+    layer = "control"
+    begins = 3
+
+    def unscale(self):
+        super().unscale()
+        if self.rank == self.world_size - 1 and self.progress_checker.step + 1 >= self.begins:
+            self.unwrap()[3].weight.grad += 1e-3
+
+
+@on_ranks(3)
+def test_ranks_that_drift_apart_are_named(world):
+    """P-36: the tensor, the ranks, the steps between; it is not saved; the ledgers of two ranks name the stage."""
+    add_ons = (MultiGPUAddon, StateManagerAddon, LedgerAddon, NoiseAddon)
+    options = {"save_path": "run", "save_every": 2, "ledger_path": "run/ledger-{rank}.jsonl"}
+    trainer = build(Task, add_ons, **options)
+    with pytest.raises(DistributedError) as caught:
+        trainer.run(2, loader(12 * world, 2))
+    assert trainer.world_size == world
+    assert "have drifted apart: 3.weight is one thing on ranks 0, 1, another on rank 2. " in str(caught.value)
+    assert "the same after step 2, and are not after step 4." in str(caught.value)
+    assert trainer.gather(trainer.last_path.name) == ["step-00000002"] * world
+    command = re.search(r"python -m zae diff (\S+) (\S+)$", str(caught.value))
+    assert list(command.groups()) == ["run/ledger-0.jsonl", "run/ledger-2.jsonl"]
+    found = compare(*map(read_ledger, command.groups()))
+    assert (found.step, found.stage, found.what) == (3, "clip", "gradients")
+    assert compare(*(read_ledger(f"run/ledger-{rank}.jsonl") for rank in (0, 1))) is None
+
+    trainer = build(Task, (MultiGPUAddon, NoiseAddon))
+    trainer.begins = 7
+    with pytest.raises(DistributedError, match="the same after step 6, and are not after step 12"):
+        trainer.run(2, loader(12 * world, 2))
+    trainer = build(Task, (MultiGPUAddon, NoiseAddon))
+    with pytest.raises(DistributedError, match="the same after step 0, and are not after step 4"):
+        trainer.run(2, loader(12 * world, 2), max_steps=4)
+
+
+@on_ranks(2)
+def test_a_right_run_is_bitwise_what_it_is_without_the_comparison(world):
+    """P-48: weights, random streams and history; buffers that differ by rank do not count; dropout and averages."""
+
+    class Blind(MultiGPUAddon):
+        def replicas(self):
+            return {}
+
+    class Unlike(Task):
+        def on_epoch_end(self):
+            super().on_epoch_end()
+            self.unwrap()[1].running_mean += self.rank
+
+    ends = []
+    for add_on in (MultiGPUAddon, Blind):
+        trainer = build(Unlike, (add_on, EMAAddon), model=network(True, 0.3), seed=3)
+        metrics = trainer.run(2, loader(8 * world, 2, 1))
+        assert trainer.world_size == world
+        ends.append((weights(trainer), metrics["train_metrics_history"], torch.get_rng_state()))
+        assert not agree(trainer), "its buffers"
+    (first, history, random), (second, other, stream) = ends
+    assert same(first, second)
+    assert history == other
+    assert torch.equal(random, stream)
+
+
+def test_a_hash_tells_any_tensor_from_any_other():
+    """P-48: kinds and sizes of tensors, one bit, two numbers that change places, in one piece and across pieces."""
+    torch.manual_seed(0)
+    large = torch.randn(200_003)
+    swapped = large.clone()
+    swapped[[5, 150_000]] = swapped[[150_000, 5]]
+    moved = torch.cat([large[131_072:], large[:131_072]])
+    bit = large.clone()
+    bit.view(torch.int32)[77] ^= 1
+    kinds = [large, swapped, moved, bit, large.to(torch.complex64), large.bfloat16(), torch.zeros(3), torch.ones(3)]
+    kinds += [torch.tensor(1.0), torch.tensor(True), torch.ones(3, dtype=torch.int64), torch.arange(12.0).view(3, 4)]
+    hashes = fingerprints(kinds)
+    assert len(set(hashes)) == len(kinds)
+    assert fingerprints([each.clone() for each in kinds]) == hashes
+    assert fingerprints([torch.arange(12.0).view(3, 4).t().contiguous().t(), torch.zeros(0)]) == [hashes[-1], 0]
+    assert fingerprints([]) == []
+    assert not Path("run").exists()
