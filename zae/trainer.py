@@ -38,7 +38,7 @@ from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
 from zae.loop.step_output import StepOutput, count_of, explain_failure
-from zae.preview import dry_run, explain, plan
+from zae.preview import explain, preview
 from zae.storage.checkpoint import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
                     run.run_test_epoch()
                 return self.metrics
             run.check()
-            dry_run.try_validation(self, valid_loader)
+            preview.Preview(run).try_validation()
             run.begin()
             self.on_run_begin()
             run.resume_pending_validation()
@@ -958,7 +958,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         return cast("type[AnyTrainer]", compose(cls, add_ons))
 
-    explain, plan, plan_lines = explain.explain, plan.plan, plan.plan_lines
+    explain, plan, plan_lines = explain.explain, preview.plan, preview.plan_lines
 
     def __repr__(self) -> str:
         place = f"epoch={self.progress_checker.epoch}, step={self.progress_checker.step}"

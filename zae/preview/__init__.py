@@ -1,4 +1,5 @@
 """What a run is going to do, without doing it.
 
-`explain` shows the effective loop; `plan` counts steps and simulates the schedule; `dry_run` tries on copies.
+`explain` shows the effective loop. `preview` counts steps, simulates schedules and tries a batch on copies (`dry_run`);
+`plan` is the page of what it found.
 """

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zae.composition.metaclass import add_ons_of
 from zae.storage.encoding import encode
 
 if TYPE_CHECKING:
     from zae.preview.plan import RunPreview
-    from zae.trainer import Trainer
 
 __all__ = ["checkpoint_bytes", "tensor_bytes"]
 
@@ -25,21 +23,28 @@ _IN_ZIP = 200  # Bytes that the archive of torch.save has for each tensor, besid
 _ROWS = 1024  # More rows than that are counted, not made.
 
 
-def checkpoint_bytes(trainer: Trainer, plan: RunPreview, optimizers: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the size of the last checkpoint of a planned run, from the state of each optimizer after a step."""
-    state = dict(trainer.state_dict())
-    model = state.pop("model")
-    state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in optimizers.items()}
-    state["records"], rest = _records(trainer, state["records"], plan)
-    position = state.pop("position")
-    present = (position[0] if isinstance(position, list) else position)["present"]
-    random_states = _stored(present)
-    names = len(json.dumps([each.__name__ for each in add_ons_of(type(trainer))], indent=2))
-    whole = _stored(state) + tensor_bytes(model) + _MANIFEST + names + rest + plan.world_size * random_states
-    for_step = 16 * len(plan.metrics or ["loss"]) * plan.batches_per_step
-    if getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt":
-        whole += _IN_ZIP * len(model)
-    return whole, plan.world_size * random_states, plan.world_size * for_step
+def checkpoint_bytes(
+    state: Mapping[str, Any],
+    stepped: Mapping[str, Any],
+    plan: RunPreview,
+    add_ons: list[str],
+    has_norm: bool,
+    is_archive: bool,
+) -> tuple[int, int, int]:
+    """Return the size of the last checkpoint of a planned run, and what one within an epoch has more.
+
+    That is so many bytes, and so many for each step of the epoch. ``stepped`` has the state of each optimizer after a
+    step; the others are the names of the add-ons, whether the norm of the gradients is logged, and whether the weights
+    are written by torch.save.
+    """
+    state = dict(state)
+    model, position = state.pop("model"), state.pop("position")
+    state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in stepped.items()}
+    state["records"], rest = _records(state["records"], plan, has_norm)
+    random_states = plan.world_size * _stored((position[0] if isinstance(position, list) else position)["present"])
+    whole = _stored(state) + tensor_bytes(model) + random_states + rest
+    whole += _MANIFEST + len(json.dumps(add_ons, indent=2)) + _IN_ZIP * len(model) * is_archive
+    return whole, random_states, plan.world_size * 16 * len(plan.metrics or ["loss"]) * plan.batches_per_step
 
 
 def _stored(state: Any) -> int:
@@ -68,12 +73,12 @@ def _after_a_step(now: Any, after: Any) -> Any:
     return {"state": {0: list(after)}, "param_groups": groups}
 
 
-def _records(trainer: Trainer, now: Mapping[str, Any], plan: RunPreview) -> tuple[dict[str, Any], int]:
+def _records(now: Mapping[str, Any], plan: RunPreview, has_norm: bool) -> tuple[dict[str, Any], int]:
     """Return the history at the end of the run, and the bytes of the rows that were only counted."""
     names = plan.metrics or ["loss"]
     drawn = random.Random(0)
     rates = dict.fromkeys(plan.learning_rates, 0.001)
-    norm = ["grad_norm"] if trainer.gradient_clip else []
+    norm = ["grad_norm"] * has_norm
     kinds = {
         "train_history": (len(plan.epoch_ends), [f"train_{name}" for name in names], ["epoch", "step"], rates),
         "valid_history": (len(plan.validates_at), [f"valid_{name}" for name in names], ["epoch", "step"], {}),

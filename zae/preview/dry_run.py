@@ -31,18 +31,14 @@ from zae.composition import binding
 from zae.composition.introspect import set_by
 from zae.data.loader_state import undrawn
 from zae.data.loaders import copy_with, describe
-from zae.errors import MonitorError
 from zae.loop.epoch_log import plain
-from zae.loop.history import split_prefix
 from zae.loop.step_output import call_step
-from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["NotTried", "Tried", "check_monitor", "states_after_a_step", "try_step", "try_validation"]
+__all__ = ["NotTried", "Trial", "Tried", "first_batch", "state_after_a_step"]
 
-_log = logging.getLogger("zae")
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
 _DEPTH = 4
@@ -60,82 +56,75 @@ class Tried(NamedTuple):
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
 
-def try_validation(trainer: Trainer, loader: Any) -> None:
-    """Try one batch of the validation before the first step of training, and refuse what would fail there.
+class Trial:
+    """A step of a trainer that is tried with copies of the model and the task; the trainer does not change."""
 
-    It raises MonitorError for an unknown ``monitor``, and what ``test_step`` raises, with a note.
-    """
-    progress = trainer.progress_checker
-    if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
-        return
-    try:
-        if trainer.world_size > 1:
-            raise NotTried("several ranks train")
-        if any(hasattr(module, "_orig_mod") for module in trainer.unwrap().modules()):
-            raise NotTried("the model is compiled")
-        tried = try_step(trainer, loader, "valid")
-        if tried.fault is None:
-            check_monitor(trainer, tried.names, "valid")
-            return
-        _log.warning(
-            "metric_on_epoch_end failed with one batch of the valid_loader, before training (%s: %s); if it needs more "
-            "than one batch, this is not a fault, and try_validation=False skips this trial",
-            type(tried.fault).__name__, tried.fault,
-        )  # fmt: skip
-    except (NotTried, torch.OutOfMemoryError) as error:
-        _log.debug("the validation is not tried before training: %s", error)
-    except Exception as error:
-        note = (
-            "zae: before training, one batch of valid_loader was tried with a copy of the "
-            "model: the validation would have failed after the first epoch. try_validation=False skips this trial"
-        )
-        error.__notes__ = [note, *getattr(error, "__notes__", ())]
-        raise
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
 
+    def of(self, loader: Any, split: str) -> Tried:
+        """Try one batch of a loader, and return the names of what would be recorded.
 
-def check_monitor(trainer: Trainer, names: list[str], split: str) -> None:
-    """Refuse a ``monitor`` that is not among the names of the metrics of a split."""
-    prefix, bare = split_prefix(trainer.monitor)
-    if prefix == "train" and (split == "valid" or bare in names):
-        return
-    if trainer.history.score_of(dict.fromkeys(names, 0.0)) is None and any(
-        is_plateau(each) for each in optim.as_dict(trainer.scheduler).values()
-    ):
-        raise MonitorError(f"no step returns {trainer.monitor!r}; available: {', '.join(names)}; give monitor=...")
+        `NotTried` is raised where a batch cannot be taken and put back, or something cannot be copied.
+        """
+        if isinstance(loader, Mapping):
+            each_tried = {name: self.of(each, split) for name, each in loader.items()}
+            lists = {name: tried.names for name, tried in each_tried.items()}
+            common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
+            faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
+            return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
+        batch, is_train = first_batch(loader), split == "train"
+        with random_state.isolated():
+            twin = self._copy()
+            twin.mode = "train" if is_train else "test"
+            twin.model.train(is_train)
+            with torch.set_grad_enabled(is_train):
+                return self._step(twin, to_device(batch, twin.device))
 
+    def _step(self, twin: Any, batch: Any) -> Tried:
+        """Make and record one step of a copy."""
+        train = twin.mode == "train"
+        log, step = (twin.log_train, twin.train_step) if train else (twin.log_test, twin.test_step)
+        try:
+            output = call_step(twin, step, batch)
+        except Exception as error:
+            error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
+            raise
+        log.record(*output)
+        names = list(log.means())
+        try:
+            own = twin.history.further_metrics("train" if train else "test", twin.metric_on_epoch_end)
+        except Exception as fault:
+            return Tried(names, fault)
+        return Tried([*names, *(name for name in own if name not in names)])
 
-def try_step(trainer: Trainer, loader: Any, split: str) -> Tried:
-    """Try one batch with copies of the model and the task, and return the names of what would be recorded.
-
-    The trainer does not change. `NotTried` is raised where a batch cannot be taken and put back, or something cannot be
-    copied.
-    """
-    if isinstance(loader, Mapping):
-        each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
-        lists = {name: tried.names for name, tried in each_tried.items()}
-        common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
-        faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
-        return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
-    batch, is_train = first_batch(loader), split == "train"
-    with random_state.isolated():
-        twin = _copy_of(trainer)
-        twin.mode = "train" if is_train else "test"
-        twin.model.train(is_train)
-        log = twin.log_train if is_train else twin.log_test
-        with torch.set_grad_enabled(is_train):
-            batch = to_device(batch, twin.device)
-            try:
-                output = call_step(twin, twin.train_step if is_train else twin.test_step, batch)
-            except Exception as error:
-                error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
-                raise
-            log.record(*output)
-            names = list(log.means())
-            try:
-                own = twin.history.further_metrics(split if is_train else "test", twin.metric_on_epoch_end)
-            except Exception as fault:
-                return Tried(names, fault)
-    return Tried([*names, *(name for name in own if name not in names)])
+    def _copy(self) -> Any:
+        """Copy the trainer: the model, the attributes of its own classes, the records; share optimizers and loaders."""
+        trainer, module = self.trainer, self.trainer.unwrap()
+        if optim.has_lazy([*module.parameters(), *module.buffers()]):
+            raise NotTried("the model is lazy: its first batch makes its weights")
+        twin = object.__new__(type(trainer))
+        memo, held = {id(trainer): twin}, binding.unbound(trainer)
+        own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
+        bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
+        if bytes_held > _LARGE:
+            raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
+        try:
+            twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
+            copies = copy.deepcopy(own, memo)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
+        shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
+        vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
+        twin.optimization = copy.copy(trainer.optimization)
+        twin.current_run = type(trainer.current_run)(twin)
+        twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
+        vars(twin)["log"] = _taken_by_nobody
+        first = next(iter(twin._module.parameters()), None)
+        twin.device = trainer.device if first is None else first.device
+        return twin
 
 
 # ------------------------------------------------------------------------------------------------ the batch
@@ -205,35 +194,6 @@ def _fill(container: Any, entries: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the copies
 
 
-def _copy_of(trainer: Any) -> Any:
-    """Copy a trainer: the model, the attributes of its own classes, and its records; share optimizers and loaders."""
-    module, held = trainer.unwrap(), binding.unbound(trainer)
-    if optim.has_lazy([*module.parameters(), *module.buffers()]):
-        raise NotTried("the model is lazy: its first batch makes its weights")
-    twin = object.__new__(type(trainer))
-    memo: dict[int, Any] = {id(trainer): twin}
-    own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
-    bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
-    if bytes_held > _LARGE:
-        raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
-    try:
-        twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
-        copies = copy.deepcopy(own, memo)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
-    shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
-    vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
-    twin.optimization = copy.copy(trainer.optimization)
-    twin.current_run = type(trainer.current_run)(twin)
-    twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
-    vars(twin)["log"] = _taken_by_nobody
-    first = next(iter(twin._module.parameters()), None)
-    twin.device = trainer.device if first is None else first.device
-    return twin
-
-
 def _taken_by_nobody(metrics: Any, step: int) -> None:
     """Replace ``log`` in a copy: check the metrics, and record nothing."""
     plain(metrics)
@@ -273,12 +233,9 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
 # ------------------------------------------------------------------------------------------ an optimizer's state
 
 
-def states_after_a_step(trainer: Trainer) -> dict[str, Any]:
-    """Return the state of each optimizer after a step; before the first one, of tensors without data."""
-    states = {}
-    for name, optimizer in trainer.optimization.made_optimizers(trainer.unwrap().parameters()):
-        states[name] = optimizer.state or _state_of_a_step(optimizer)
-    return states
+def state_after_a_step(optimizer: Optimizer) -> Any:
+    """Return the state of an optimizer after a step; before its first one, of tensors without data."""
+    return optimizer.state or _state_of_a_step(optimizer)
 
 
 def _state_of_a_step(optimizer: Optimizer) -> Any:

@@ -1,0 +1,320 @@
+"""`Trainer.plan`, and the trial of the validation before a run: what a call of run will do, without a side effect.
+
+Steps and epochs are counted as `zae.loop.run` counts them; learning rates come from copies of the schedulers on an
+optimizer without parameters, and the names of metrics from one batch, tried with a copy of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zae.common import optim, random_state
+from zae.common.device import leading_dimension
+from zae.composition.introspect import add_ons_of, seam, slots_of
+from zae.data.gather import why_not
+from zae.data.loader_state import facts_of
+from zae.data.loaders import describe, length_of
+from zae.data.reshard import own_batch_sampler
+from zae.errors import MonitorError
+from zae.loop.history import split_prefix
+from zae.loop.optimization import check_schedules
+from zae.loop.progress import NO_LIMIT, Every, RunLimits
+from zae.preview.checkpoint_size import checkpoint_bytes
+from zae.preview.dry_run import NotTried, Trial, state_after_a_step
+from zae.preview.plan import RunPreview
+from zae.schedulers import is_plateau
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
+    from zae.trainer import Trainer
+
+__all__ = ["Preview", "plan", "plan_lines"]
+
+_log = logging.getLogger("zae")
+_LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
+
+
+class Preview:
+    """A call of `Trainer.run` that is looked at before it is made: what it will do, and what would fail.
+
+    Parameters
+    ----------
+    run : Run
+        The call. Neither it nor its trainer is changed.
+
+    Attributes
+    ----------
+    found : RunPreview
+        What is known so far.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.trainer = run, run.trainer
+        self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
+
+    def plan(self) -> RunPreview:
+        """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
+        found, trainer, run = self.found, self.trainer, self.run
+        found.world_size = max(trainer.world_size, len(trainer.devices))
+        if trainer.mode == "test":
+            self.describe_evaluation()
+            return found
+        trainer.optimization.check_given()
+        self.count_steps()
+        self.simulate_schedules()
+        found.logs_at = found.due(trainer.log_every)
+        found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
+        self.find_metrics()
+        self.measure_checkpoint()
+        found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
+        found.notes += found.kernels.values()
+        if not found.disk:
+            found.bytes_per_checkpoint = 0
+        reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
+        if reason is not None and hasattr(run.loader, "dataset"):
+            found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+        return found
+
+    def try_validation(self) -> None:
+        """Try one batch of the validation before the first step of training, and refuse what would fail there.
+
+        It raises MonitorError for an unknown ``monitor``, and what ``test_step`` raises, with a note.
+        """
+        trainer, progress, loader = self.trainer, self.trainer.progress_checker, self.run.valid_loader
+        if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
+            return
+        try:
+            if trainer.world_size > 1:
+                raise NotTried("several ranks train")
+            if any(hasattr(module, "_orig_mod") for module in trainer.unwrap().modules()):
+                raise NotTried("the model is compiled")
+            tried = Trial(trainer).of(loader, "valid")
+            if tried.fault is None:
+                self._check_monitor(tried.names, "valid")
+        except (NotTried, torch.OutOfMemoryError) as error:
+            _log.debug("the validation is not tried before training: %s", error)
+        except Exception as error:
+            note = (
+                "zae: before training, one batch of valid_loader was tried with a copy of the "
+                "model: the validation would have failed after the first epoch. try_validation=False skips this trial"
+            )
+            error.__notes__ = [note, *getattr(error, "__notes__", ())]
+            raise
+        else:
+            if tried.fault is not None:
+                _log.warning(
+                    "metric_on_epoch_end failed with one batch of the valid_loader, before training (%s: %s); if it "
+                    "needs more than one batch, this is not a fault, and try_validation=False skips this trial",
+                    type(tried.fault).__name__, tried.fault,
+                )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------- steps and epochs
+
+    def describe_evaluation(self) -> None:
+        """Describe a run in mode "test"."""
+        found = self.found
+        found.batches_per_epoch, found.steps_per_epoch = length_of(self.run.loader), 0
+        found.last_step = self.trainer.progress_checker.step
+        found.first_step = found.last_step + 1
+        found.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
+
+    def count_steps(self) -> None:
+        """Count steps and epochs as `Run` and the loop do."""
+        found, run, progress = self.found, self.run, self.trainer.progress_checker
+        (last_epoch, last_step), wrapped = run.bounds(), self._wrapped_loader()
+        found.batch_size = _batch_size(run.loader)
+        found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_in(wrapped)
+        found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
+        found.first_step = progress.step + 1
+        if in_epoch is None:
+            found.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
+            found.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
+            return
+        if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
+            found.batches_per_epoch = None if in_loader is None else found.batches_per_epoch
+        at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
+        if run.leaves_epoch(wrapped):
+            at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
+        while at_epoch < last_epoch and at_step < last_step:
+            left = in_epoch - in_open
+            if at_step + left > last_step:
+                at_step = last_step  # The run ends in the middle of an epoch.
+                break
+            at_epoch, at_step, in_open = at_epoch + 1, at_step + left, 0
+            found.epoch_ends.append((at_epoch, at_step))
+        found.last_step = at_step
+        if len(found.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(run.loader))):
+            found.notes.append(
+                f"each epoch is counted with the {found.batches_per_epoch} batches that {own} has now; it may make "
+                "another number of them later"
+            )
+
+    def _wrapped_loader(self) -> Any:
+        """Return the loader of this rank, or the whole one where the ranks are still to be started."""
+        if self.run.is_ready or "parallel" not in slots_of(type(self.trainer)):
+            return self.trainer.wrap_loader(self.run.loader, True)
+        self.found.notes.append(
+            "the loader is shared among the processes when they begin; the steps here are of one alone"
+        )
+        return self.run.loader
+
+    # -------------------------------------------------------------------------------------------- learning rates
+
+    def simulate_schedules(self) -> None:
+        """Step copies of the schedulers as the run will."""
+        found, run, optimization = self.found, self.run, self.trainer.optimization
+        total_steps = run.limits.total_steps(found.steps_per_epoch)
+        optimizers, schedulers = optimization.simulated(self.trainer.unwrap().parameters(), total_steps)
+        on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
+        has_metric = run.valid_loader is not None or self.trainer.history.watches_training
+        found.notes += check_schedules(schedulers, on_batch, is_set, *run.spans(found.steps_per_epoch), has_metric)
+        found.kernels = optim.fused_hints(optimizers)
+        stepped = [each for each in schedulers.values() if not is_plateau(each)]
+        if len(stepped) < len(schedulers):
+            found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
+        ends = {step for _, step in found.epoch_ends}
+        last = 0 if found.steps is None else found.first_step + min(found.steps, _LONGEST) - 1
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
+            for step in range(found.first_step, last + 1):
+                for name, rate in optim.learning_rates(optimizers).items():
+                    found.learning_rates.setdefault(name, []).append(rate)
+                if on_batch or step in ends:
+                    for scheduler in stepped:
+                        scheduler.step()
+        if found.steps is not None and found.steps > _LONGEST:
+            found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+
+    # --------------------------------------------------------------------------------------------------- metrics
+
+    def find_metrics(self) -> None:
+        """Find the names of the metrics, and refuse a monitor that is not among them."""
+        split = "train" if self.run.valid_loader is None or self.trainer.history.watches_training else "valid"
+        try:
+            tried = Trial(self.trainer).of(self.run.loader if split == "train" else self.run.valid_loader, split)
+            if tried.fault is not None:
+                raise tried.fault
+        except NotTried as reason:
+            self.found.notes.append(f"{split} metrics are not known: {reason}")
+            return
+        except Exception as error:
+            said = f"one batch was tried, and {type(error).__name__}: {error}"
+            self.found.notes.append(f"{split} metrics are not known: {said}")
+            return
+        self.found.metrics = tried.names
+        self._check_monitor(tried.names, split)
+
+    def _check_monitor(self, names: list[str], split: str) -> None:
+        """Refuse a ``monitor`` that is not among the names of the metrics of a split."""
+        history, schedulers = self.trainer.history, optim.as_dict(self.trainer.scheduler).values()
+        prefix, bare = split_prefix(history.monitor)
+        if prefix == "train" and (split == "valid" or bare in names):
+            return
+        if history.score_of(dict.fromkeys(names, 0.0)) is None and any(map(is_plateau, schedulers)):
+            raise MonitorError(f"no step returns {history.monitor!r}; available: {', '.join(names)}; give monitor=...")
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def measure_checkpoint(self) -> None:
+        """Find the size of a checkpoint, where the trainer saves any."""
+        trainer, found, optimization = self.trainer, self.found, self.trainer.optimization
+        if "state" not in slots_of(type(trainer)):
+            return
+        parameters = list(trainer.unwrap().parameters())
+        if optim.has_lazy(parameters):
+            found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
+            return
+        settings = copy.copy(optimization.settings)
+        try:
+            stepped = {name: state_after_a_step(each) for name, each in optimization.made_optimizers(parameters)}
+            state, add_ons = trainer.state_dict(), [each.__name__ for each in add_ons_of(type(trainer))]
+            archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"
+            sizes = checkpoint_bytes(state, stepped, found, add_ons, bool(trainer.gradient_clip), archived)
+        except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
+            found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
+            return
+        finally:
+            # A state notes the settings that it was read with; the run does so itself.
+            optimization.settings = settings
+        found.bytes_per_checkpoint, *found._within_epoch = sizes
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the samples of a batch, where the loader states it."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return leading_dimension(loader[0]) if isinstance(loader, (list, tuple)) and loader else None
+
+
+# ------------------------------------------------------------------------------------- the methods of the Trainer
+
+
+@seam
+def plan_lines(self: Any, plan: RunPreview) -> list[str]:
+    """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
+    return []
+
+
+def plan(
+    self: Trainer,
+    n_epoch: int | None,
+    loader: Iterable[Any],
+    valid_loader: Any = None,
+    *,
+    max_steps: int | None = None,
+    valid_every: Every | int | None = None,
+    steps_per_epoch: int | None = None,
+) -> RunPreview:
+    """Preview what ``run`` would do with the same arguments, without changing anything.
+
+    One batch of ``valid_loader`` (without it, of ``loader``) is tried with a copy of the model for the names of the
+    metrics, unless loading a batch cannot be undone.
+
+    Parameters
+    ----------
+    n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch
+        As for ``run``.
+
+    Returns
+    -------
+    RunPreview
+        It prints as a page.
+
+    Raises
+    ------
+    ConfigError, LoaderError
+        What ``run`` would refuse.
+    MonitorError
+        No metric has the name ``monitor``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     def test_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean(), "accuracy": 1.0}
+    >>> model = torch.nn.Linear(2, 1)
+    >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> trainer.plan(2, [torch.ones(8, 2)] * 5, [torch.ones(8, 2)])
+    Plan of Task
+      batches    5 an epoch of 8 samples
+      steps      5 an epoch, 10 in this run; 8 samples a step
+      epochs     2 ended, the last at step 10
+      lr         0.1
+      validates  at steps 5, 10
+      logs       at steps 5, 10
+      monitor    loss; there are loss, accuracy
+    """
+    limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+    return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()
