@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zae.testing
-from kit import imports
+from kit import house, imports
 from kit.lines import Task, batches, make
 from zae import AddOnBase, Trainer
 from zae.addons import AMPAddon
@@ -96,8 +96,6 @@ def test_a_step_flows_as_it_is_drawn() -> None:
 
 def test_the_size_of_what_the_rules_limit() -> None:
     """The limits of the page are those that are asserted."""
-    from test_package import FILES, code_lines
-
     assert "at most 40 lines of code, a file 400 (an add-on 250), a folder 12 files" in TEXT
-    assert max(map(code_lines, FILES)) <= 400
-    assert Path(imports.ROOT, "tests", "kit", "house.py").is_file()
+    assert {source.limit for source in house.read_sources()} == {400, 250}
+    assert Path(house.__file__) == Path(imports.ROOT, "tests", "kit", "house.py")
