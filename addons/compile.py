@@ -180,7 +180,11 @@ class CompileAddon(AddOnBase):
         """Choose how to compute this window: eagerly, with a graph of the gradient, or with one of the whole step."""
         if not self._looked:
             self._look()
-        self._begin_window()
+        self._way, self._began, self._made = self.compile_report["kept"], 0.0, None
+        if self._way == "auto":  # During the benchmark, in turn.
+            self._way = self._benchmark.next_way
+            compiler.synchronize(self.device)
+            self._began = time.perf_counter()
         return super().gradients(batch)
 
     def _look(self) -> None:
@@ -258,7 +262,8 @@ class CompileAddon(AddOnBase):
     def _in_graph(self, batch: Any, count: int, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Compute a micro-batch with a graph; return None where it must be eager."""
         whole = self._way == "fused"
-        if any(map(torch_private.has_gradient_hooks, parameters)) or (whole and (count > 1 or self._is_awaited())):
+        has_hooks = any(map(torch_private.has_gradient_hooks, parameters))
+        if has_hooks or (whole and (count > 1 or any(map(torch_private.has_step_hooks, self.optimizers.values())))):
             self._pass_over()
             return None
         before = self.compile_report["graphs"]
@@ -274,10 +279,6 @@ class CompileAddon(AddOnBase):
             self._to_copy |= graphs.shared_gradients(parameters, gradients, list(tensors_in((batch, out))))
         graphs.add_gradients(parameters, gradients, self._to_copy)
         return cast("dict[str, Any]", out)
-
-    def _is_awaited(self) -> bool:
-        """Return whether the optimizer's step has hooks."""
-        return any(map(torch_private.has_step_hooks, self.optimizers.values()))
 
     def _whole(self, batch: Any, parameters: list[Tensor]) -> dict[str, Any] | None:
         """Make the whole step in one graph; return None where the optimizer has no state yet."""
@@ -357,14 +358,6 @@ class CompileAddon(AddOnBase):
             self._benchmark.record(self._way, time.perf_counter() - self._began)
             self._benchmark.decide(self.compile_report)
         return stepped
-
-    def _begin_window(self) -> None:
-        """Choose how to compute a window; during the benchmark, in turn."""
-        self._way, self._began, self._made = self.compile_report["kept"], 0.0, None
-        if self._way == "auto":
-            self._way = self._benchmark.next_way
-            compiler.synchronize(self.device)
-            self._began = time.perf_counter()
 
     def _release_settings(self) -> None:
         compiler.release_settings(self._settings)

@@ -43,7 +43,7 @@ def run_call(run: Callable[P, R]) -> Callable[P, R]:
 
     def check(*args: P.args, **kwargs: P.kwargs) -> None:
         if not _fits(signature, args, kwargs):
-            raise OptionError(_explain(list(signature.parameters)[1:], args[0], list(args[1:]), kwargs))
+            raise OptionError(_explain(list(signature.parameters)[1:], type(args[0]), list(args[1:]), kwargs))
 
     return user_call(run, check)
 
@@ -62,7 +62,7 @@ def _is_loader(value: Any) -> bool:
     return hasattr(value, "__iter__") and not isinstance(value, str) and not is_number
 
 
-def _explain(names: list[str], trainer: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     """Return what is wrong with the arguments, and the line to write."""
     meant = {name: name if name in names else _meant(name, names) for name in kwargs}
     unknown = [name for name in kwargs if name not in names]
@@ -73,7 +73,7 @@ def _explain(names: list[str], trainer: Any, args: list[Any], kwargs: Mapping[st
         args.insert(0, args.pop(counts[0]) if counts else given.get("n_epoch", inspect.Parameter.empty))
     call = f"write {_line(names, args, given)}"
     if unknown:
-        cures = [cure for name in unknown if not meant[name] and (cure := _cure(type(trainer), name))]
+        cures = [cure for name in unknown if not meant[name] and (cure := _cure(cls, name))]
         return (
             f"unknown argument{'s' * (len(unknown) > 1)} {join(map(repr, unknown))} for run(){''.join(cures)}; {call}"
         )

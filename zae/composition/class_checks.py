@@ -316,13 +316,9 @@ def _check_super(cls: Any) -> None:
                 )
             if seams.get(name) is klass or is_marked(value, "__replaces__") or reaches_super(klass, value, name):
                 continue
-            below = [c for c in cls.__mro__[index + 1 :] if is_add_on(c) and _has(c, name)]
+            below = [c for c in cls.__mro__[index + 1 :] if is_add_on(c) and not is_base(c) and name in c.__dict__]
             if below or (is_add_on(klass) and name != "__init__"):
                 _refuse_without_super(klass, name, below)
-
-
-def _has(add_on: Any, name: str) -> bool:
-    return name in add_on.__dict__ and not is_base(add_on)
 
 
 def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
@@ -403,9 +399,9 @@ def check_instance(trainer: Any) -> None:
     cls = type(trainer)
     if "loader_position" not in vars(trainer):
         starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]
-        guilty = next(c for c in starts if not calls_super(c.__dict__["__init__"], "__init__"))
+        owner = next(c for c in starts if not calls_super(c.__dict__["__init__"], "__init__"))
         raise TaskError(
-            f"{guilty.__name__}.__init__ does not call super().__init__, and so the trainer has no model; write "
+            f"{owner.__name__}.__init__ does not call super().__init__, and so the trainer has no model; write "
             "super().__init__(*args, **kwargs) in it"
         )
     for name, value in vars(trainer).items():

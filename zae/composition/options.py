@@ -177,25 +177,25 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     return f"; it has {', '.join(options)}"
 
 
-def missing_attribute(trainer: Any, name: str) -> Any:
-    """Raise an error that says where an attribute is that a trainer does not have; its ``__getattr__``."""
-    if name in dir(type(trainer)):
+def missing_attribute(self: Any, name: str) -> Any:
+    """Raise an error that says where an attribute is which a trainer does not have: ``__getattr__`` of Trainer."""
+    if name in dir(type(self)):
         # A property raised AttributeError: call it again for that error.
-        return object.__getattribute__(trainer, name)
-    raise MissingError(name, explain=lambda: _explain_missing(trainer, name))
+        return object.__getattribute__(self, name)
+    raise MissingError(name, explain=lambda: _explain_missing(type(self), dir(self), name))
 
 
-def _explain_missing(trainer: Any, name: str) -> str:
-    text = f"{type(trainer).__name__} has no attribute {name!r}"
+def _explain_missing(cls: Any, known: Iterable[str], name: str) -> str:
+    text = f"{cls.__name__} has no attribute {name!r}"
     if name.startswith("_"):
         return text
-    owners = [a for a in _known_add_ons(type(trainer)) if name in a.__dict__]
+    owners = [a for a in _known_add_ons(cls) if name in a.__dict__]
     if owners:
         return f"{text}: it belongs to {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
     foreign = foreign_method(name)
     if foreign:
         return f"{text}; {foreign}"
-    near = did_you_mean(name, [n for n in dir(trainer) if not n.startswith("_")])
+    near = did_you_mean(name, [n for n in known if not n.startswith("_")])
     return text + (near or "; set it in __init__, before it is used")
 
 
@@ -206,7 +206,7 @@ def join(names: Iterable[str]) -> str:
 
 
 def _words(init: FunctionType) -> set[str]:
-    """Return the text constants of a function: among them, what it takes out of ``**kwargs``."""
+    """Return the text constants of a function, among them the keys that it reads from ``**kwargs``."""
     return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
 
 

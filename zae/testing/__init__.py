@@ -12,7 +12,7 @@ from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError
 from zae.testing import class_checks, rank_checks, state_checks, step_checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
-from zae.testing.settings import kept
+from zae.testing.settings import restored
 from zae.trainer import Trainer
 
 __all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
@@ -41,7 +41,7 @@ def check_addon(
 
     It trains a small model on the CPU, about forty times for two epochs of six steps, each time in a new folder. The
     settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
-    handlers, functions of torch) are read before the first check, compared after each, and put back.
+    handlers, functions of torch) are read before the first check, compared after each, and restored.
 
     ========== ==================================================================================================
     check      what it finds
@@ -52,7 +52,7 @@ def check_addon(
     pickle     a trainer that cannot be sent to another process
     super      an override that does not call ``super()`` once; see `replaces` and `repeats`
     factory    what fails, or trains in another way, where ``optimizer=`` is a function that makes one
-    shared     state that is kept on the class, and options of the caller that are changed
+    shared     state that is restored on the class, and options of the caller that are changed
     clip       gradients larger than ``gradient_clip`` that reach the optimizer
     scheduler  schedulers that are stepped too often, or not often enough
     batch      batches of the user that are changed in place
@@ -61,7 +61,7 @@ def check_addon(
     evaluation a validation that leaves other weights in the model
     metrics    metrics of the user that are not in the history or in the log
     frozen     frozen parameters and normalization layers that are thawed
-    graph      tensors that are kept with their graph, and tensors that are kept of every step
+    graph      tensors that are restored with their graph, and tensors that are restored of every step
     random     numbers drawn from training's random streams
     transfer   a value that is read from the device at every step
     neutral    an add-on of the layers "observe" and "state" that changes training
@@ -113,7 +113,7 @@ def check_addon(
     if not (is_add_on(add_on) and issubclass(add_on, AddOnBase)):
         raise AddOnFault(f"{add_on!r} is not an add-on; write class MyAddon(AddOnBase)")
     kit = Kit(add_on, options, task, model, batches, beside, transient)
-    with kept(lambda: kit.bare) as kit.settings:
+    with restored(lambda: kit.bare) as kit.settings:
         faults = _faults(kit, allow)
     if faults:
         lines = "".join(f"\n  {index}. {fault}" for index, fault in enumerate(faults, start=1))

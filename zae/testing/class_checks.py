@@ -158,7 +158,7 @@ def check_super(kit: Kit) -> Iterator[str]:
     inner = {f"{name} of Trainer": getattr(Trainer, name) for name in names}
     codes = {_code(value): name for name, value in inner.items()}
     broken: Exception | None = None
-    with watch.kept_busy(kit.add_on), watch.Calls({**outer, **codes}) as calls:
+    with watch.never_idle(kit.add_on), watch.Calls({**outer, **codes}) as calls:
         try:
             kit.run(kit.make())
         except Exception as error:  # Often because super() was not called, which is reported below.
@@ -209,7 +209,9 @@ def check_factory(kit: Kit) -> Iterator[str]:
         return
     if kit.standard.trainer.optimizer is not kit.standard.trainer.notes.given:
         return  # It builds another optimizer, which the schedule that was given does not drive.
-    differing = [each for each in watch.parted(kit.standard.trainer, trainer) if each[0] in ("model", "progress")]
+    differing = [
+        each for each in watch.differing_parts(kit.standard.trainer, trainer) if each[0] in ("model", "progress")
+    ]
     for part, found in differing[:1]:
         yield (
             f"trains in another way where optimizer= and scheduler= are functions that make them: the {part} differs "

@@ -1,4 +1,4 @@
-"""Settings of the process that an add-on may leave changed: read them, compare them, put them back."""
+"""Settings of the process that an add-on may leave changed: read, compare, restore."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from torch import nn
 
 from zae.common import random_state, torch_private
 
-__all__ = ["LASTING", "PATCHED", "Settings", "kept"]
+__all__ = ["LASTING", "PATCHED", "Settings", "restored"]
 
 Read = Callable[[], Any]
 Write = Callable[[Any], object]
 
 
 def _nothing(value: Any) -> None:
-    """Leave alone what cannot be put back from outside."""
+    """Leave a setting as it is: it cannot be restored from outside."""
 
 
 def _set_autocast(value: tuple[Any, ...]) -> None:
@@ -136,10 +136,10 @@ SETTINGS: dict[str, tuple[Read, Write]] = {
     "error settings of numpy": (np.geterr, lambda value: np.seterr(**value)),
     "timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
-"""How each setting is read, and put back, by the name that a message has for it."""
+"""How to read and to restore each setting, by its name in a message."""
 
 LASTING = frozenset(name for name, (_, write) in SETTINGS.items() if write is _nothing)
-"""Settings that cannot be put back from outside."""
+"""Settings that cannot be restored from outside."""
 
 PATCHED: dict[str, Any] = {
     "torch": torch,
@@ -190,7 +190,7 @@ class Settings:
         self.folder = os.getcwd()
 
     def changed(self) -> dict[str, str]:
-        """Say what is different now, by the name of the setting."""
+        """Describe what has changed, by the name of the setting."""
         found = {}
         for name, (read, _) in SETTINGS.items():
             if (now := read()) != self._values[name]:
@@ -217,7 +217,7 @@ class Settings:
                     yield label, name, value, now.get(name)
 
     def restore(self) -> None:
-        """Put back what is different now; what torch does not let one put back stays."""
+        """Restore what has changed, except for what torch does not let one restore."""
         for name, (read, write) in SETTINGS.items():
             if read() != self._values[name]:
                 write(self._values[name])
@@ -235,8 +235,8 @@ class Settings:
 
 
 @contextlib.contextmanager
-def kept(warm_up: Callable[[], object]) -> Iterator[Settings]:
-    """Put every setting and every random stream of the process back at the end.
+def restored(warm_up: Callable[[], object]) -> Iterator[Settings]:
+    """Restore every setting and every random stream of the process at the end.
 
     ``warm_up`` is called first: torch imports much of itself, and sets a variable, when it trains for the first time.
     """

@@ -20,7 +20,7 @@ from zae.testing.kit import Kit, Loader, in_new_folder
 __all__ = ["check_again", "check_exception", "check_state"]
 
 PLACES = ("setup", "train_step", "backward", "step_one", "test_step", "metric_on_epoch_end", "loader")
-"""Where the user's part of a run may fail."""
+"""Where code of the user may fail."""
 
 KINDS: tuple[type[Exception], ...] = (
     *(RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, NotImplementedError),
@@ -43,11 +43,11 @@ class Stopped(KeyboardInterrupt):
 
 def check_exception(kit: Kit) -> Iterator[str]:
     """Find resources that an exception leaves behind, and exceptions that do not reach the caller."""
-    task, told = kit.derive(_failing(kit)), set[str]()
+    task, reported = kit.derive(_failing(kit)), set[str]()
     for place, error in [*((place, Interruption) for place in PLACES), ("train_step", Stopped)]:
         for kind, fault in _fail(kit, task, place, error):
-            if kind not in told:
-                told.add(kind)
+            if kind not in reported:
+                reported.add(kind)
                 yield fault
 
 
@@ -76,7 +76,7 @@ def _fail(kit: Kit, task: Any, place: str, error: type[BaseException]) -> Iterat
         trainer = kit.make(task)
         hooks = watch.hooks_of(trainer.unwrap(), [trainer.optimizer])
         raised, changed = _raised_by(kit, trainer, place, error), kit.changed
-        yield from _judge(kit, task, place, error, raised) if trainer.notes.has_failed else ()
+        yield from _error_faults(kit, task, place, error, raised) if trainer.notes.has_failed else ()
         for name, how in changed.items():
             if name not in kit.reported:
                 kit.reported.add(name)
@@ -101,7 +101,7 @@ def _raised_by(kit: Kit, trainer: Any, place: str, error: type[BaseException]) -
     return None
 
 
-def _judge(
+def _error_faults(
     kit: Kit, task: Any, place: str, error: type[BaseException], raised: BaseException | None
 ) -> Iterator[tuple[str, str]]:
     if raised is None:
@@ -264,7 +264,7 @@ def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Itera
             f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "
             f"under the key {kit.name!r}, or name it in transient= when no resume needs it"
         )
-    for part, found in list(watch.parted(whole, resumed))[: not lost]:
+    for part, found in list(watch.differing_parts(whole, resumed))[: not lost]:
         yield f"does not resume: saved at step {step}, the {part} ends as another ({found}); save what it needs"
 
 
@@ -278,7 +278,7 @@ def check_again(kit: Kit) -> Iterator[str]:
     if any("on_run_end" in klass.__dict__ for klass in kit.own_classes):
         return
     trainer = kit.run(kit.run(kit.make(), 1), 1)
-    for part, found in list(watch.parted(kit.standard.trainer, trainer))[:1]:
+    for part, found in list(watch.differing_parts(kit.standard.trainer, trainer))[:1]:
         yield (
             f"forgets something between two calls of run: run(1) and run(1) end with another {part} than run(2) "
             f"({found}); do not reset in setup(), on_run_begin() or teardown() what the next call needs"

@@ -79,7 +79,7 @@ def check_loader(kit: Kit) -> Iterator[str]:
 
 
 def check_mode(kit: Kit) -> Iterator[str]:
-    """Find steps that run in the mode of another."""
+    """Find steps that run with the model in the wrong mode."""
     trainer = kit.standard.trainer
     for step, training in dict.fromkeys(trainer.notes.modes):
         if training != (step == "train_step"):
@@ -133,7 +133,7 @@ def check_frozen(kit: Kit) -> Iterator[str]:
 
         trainer.notes.watched = look
         before = watch.snapshot(model)
-        with in_new_folder(), contextlib.suppress(Exception):  # One that cannot take a frozen layer says so itself.
+        with in_new_folder(), contextlib.suppress(Exception):  # Some add-ons refuse a frozen layer.
             kit.run(trainer, 1)
         now = watch.snapshot(model)
         kept = [name for name, _ in frozen] + [k for k in before for n, _ in still if k.startswith(f"{n}.")]
@@ -229,7 +229,7 @@ def check_neutral(kit: Kit) -> Iterator[str]:
     """Find an observer, or an add-on that keeps state, that changes training."""
     if kit.add_on.layer not in _OBSERVING:
         return
-    for part, found in list(watch.parted(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
+    for part, found in list(watch.differing_parts(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
         yield (
             f"is in layer {kit.add_on.layer!r} and changes training: the {part} ends as another than without it "
             f"({found}); only look at what there is, or move to the layer 'loop'"
@@ -237,12 +237,12 @@ def check_neutral(kit: Kit) -> Iterator[str]:
 
 
 def check_idle(kit: Kit) -> Iterator[str]:
-    """Find an add-on that says it is idle and is not: a step that leaves it out is another."""
-    with in_new_folder(), watch.kept_busy(kit.add_on) as says:
-        if not says:
+    """Find an ``is_idle`` that returns True where a seam has something to do."""
+    with in_new_folder(), watch.never_idle(kit.add_on) as overrides:
+        if not overrides:
             return
         busy = kit.run(kit.make())
-    for part, found in list(watch.parted(busy, kit.standard.trainer))[:1]:
+    for part, found in list(watch.differing_parts(busy, kit.standard.trainer))[:1]:
         yield (
             f"says that it is idle and is not: passed by in the steps, the {part} ends as another ({found}); let "
             "is_idle() return False whenever a seam of the step does something"

@@ -32,14 +32,14 @@ __all__ = [
     "class_values",
     "copy_of_plain",
     "difference",
+    "differing_parts",
     "effects",
     "graph_in",
     "groups_of",
     "held_in",
     "hooks_of",
-    "kept_busy",
+    "never_idle",
     "output",
-    "parted",
     "snapshot",
     "streams",
     "tensors_in",
@@ -176,7 +176,7 @@ def class_values(classes: list[Any]) -> dict[str, Any]:
 
 
 def held_in(value: Any, wanted: Mapping[int, str], where: str) -> str | None:
-    """Return the first place in a nested value with one of the wanted objects, which are given by id."""
+    """Return the first place in a nested value with one of the wanted objects, which ``wanted`` maps by id."""
 
     def found(each: Any) -> str | None:
         if id(each) in wanted:
@@ -288,21 +288,19 @@ class Transfers(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def kept_busy(add_on: Any) -> Iterator[bool]:
-    """Have the seams of an add-on called, whatever is_idle says; yield whether it says anything."""
+def never_idle(add_on: Any) -> Iterator[bool]:
+    """Let ``is_idle`` of an add-on return False; yield whether the add-on overrides it."""
     owner = next(c for c in add_on.__mro__ if "is_idle" in c.__dict__)
-    says = not is_base(owner)
-    before = owner.is_idle
-    if says:
+    before, overrides = owner.is_idle, not is_base(owner)
+    if overrides:
         owner.is_idle = lambda self: False
     try:
-        yield says
+        yield overrides
     finally:
-        if says:
-            owner.is_idle = before
+        owner.is_idle = before
 
 
-def parted(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
+def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the parts in which two trainers differ at the end; with ``may_add``, ``b`` may have more metrics."""
     rows: dict[str, Callable[[Any], Any]] = {
         "model": lambda t: dict(t.unwrap().state_dict()),
