@@ -28,22 +28,31 @@ from kit.rank_tasks import (
     same,
     weights,
 )
-from kit.ranks import on_ranks
+from kit.ranks import each_rank, on_ranks
 from zae import ConfigError, DistributedError
 from zae.addons import CompileAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
+SIZES = list(itertools.product(range(1, 10), ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))))
 
-@on_ranks(2, 3)
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_size_is_the_big_batch(world):
     """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
-    kinds = ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))
-    for size, (batch_size, task, accumulate) in itertools.product(range(1, 10), kinds):
+    singles = []
+    for size, (batch_size, task, accumulate) in SIZES:
         options = {"gradient_accumulation_steps": accumulate}
-        add_ons = (GradientAccumulationAddon,)
-        trainer = build(task, (*add_ons, MultiGPUAddon), model=network(dtype=F64), **options)
-        single = build(task, add_ons, model=network(dtype=F64), **options)
-        here = trainer.run(2, loader(size, batch_size, 3, F64), loader(size, 2, dtype=F64))
+        single = build(task, (GradientAccumulationAddon,), model=network(dtype=F64), **options)
         there = single.run(2, loader(size, batch_size * world, 3, F64), loader(size, 2, dtype=F64))
+        singles.append((single, there))
+    each_rank(world, compare_with_the_big_batch, world, singles)
+
+
+def compare_with_the_big_batch(world, singles):
+    """Train on several ranks what one process has trained with the batches of all of them."""
+    for (size, (batch_size, task, accumulate)), (single, there) in zip(SIZES, singles, strict=True):
+        options = {"gradient_accumulation_steps": accumulate}
+        trainer = build(task, (GradientAccumulationAddon, MultiGPUAddon), model=network(dtype=F64), **options)
+        here = trainer.run(2, loader(size, batch_size, 3, F64), loader(size, 2, dtype=F64))
         assert trainer.world_size == world
         assert distance(trainer, single) < 1e-12, (size, batch_size, task, accumulate)
         assert here["step"] == there["step"]

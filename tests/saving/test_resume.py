@@ -217,7 +217,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
         model = faults.classifier()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         made = faults.Task.add_on(StateManagerAddon, KillAddon)(
-            model, "cpu", optimizer=optimizer, save_path=place, save_every=1, resume="auto", seed=7, log_bar=False,
+            model, "cpu", optimizer=optimizer, save_path=place, save_every=at, resume="auto", seed=7, log_bar=False,
             **options, **more,
         )  # fmt: skip
         made.run(EPOCHS, loader)
