@@ -9,7 +9,7 @@ import torch
 
 from zae.addon import AddOnBase
 from zae.common.device import can_copy_async, plain_tensors
-from zae.data.loaders import describe, gives_pinned
+from zae.data.loaders import describe, has_pinned_batches
 from zae.trainer import Trainer
 
 __all__ = ["PrefetchAddon"]
@@ -116,7 +116,7 @@ class PrefetchAddon(AddOnBase):
 
 def _why_not(loader: Any) -> str:
     """Return why batches of a loader cannot be copied at the same time as a step; empty if they can."""
-    if gives_pinned(loader):
+    if has_pinned_batches(loader):
         return ""
     return (
         f"the loader ({describe(loader)}) does not return each batch in its own pinned memory; "

@@ -469,7 +469,7 @@ def test_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture
     assert "dataset.transform.transforms.2.stream" in said[0]
     with pytest.raises(CheckpointMismatch, match=r"transforms\.0\.stream does not fit"):
         restore_parts(DataLoader(dataset, 4), {"dataset.transform.transforms.0.stream": random.Random(1).getstate()})
-    with pytest.raises(CheckpointMismatch, match="the loader's sampler, which has none now"):
+    with pytest.raises(CheckpointMismatch, match="the loader's sampler, which has no state now"):
         restore_parts(DataLoader(dataset, 4), {"sampler": {"at": 3}})
 
 
@@ -506,7 +506,7 @@ def test_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCaptureFixt
     again.load_state_dict(states[8])
     again.progress_checker.run_calls.made = 0
     run(again)
-    assert "the loader generator draws from the global random streams as it goes" in caplog.text
+    assert "the loader generator draws from the global random streams while it is iterated" in caplog.text
 
 
 class Collator:

@@ -26,7 +26,7 @@ from kit.hand import digest, network
 from kit.table import Task, core_of, fingerprint
 from zae import LoaderError
 from zae.addons import GradientAccumulationAddon
-from zae.data.loaders import check_loader, describe, gives_pinned, length_of
+from zae.data.loaders import check_loader, describe, has_pinned_batches, length_of
 from zae.storage.encoding import decode, encode
 
 
@@ -381,7 +381,7 @@ def test_only_batches_pinned_by_workers_are_copied_without_waiting(monkeypatch: 
     data = hand.data(8)
     pinned = DataLoader(data, batch_size=4, num_workers=1, pin_memory=True)
     others = [DataLoader(data), DataLoader(data, pin_memory=True), DataLoader(data, num_workers=1), [data[:4]]]
-    assert [gives_pinned(loader) for loader in (pinned, *others)] == [True, False, False, False, False]
+    assert [has_pinned_batches(loader) for loader in (pinned, *others)] == [True, False, False, False, False]
 
     class Moving(Task):
         """Asks, in each step, how a batch would be moved to a GPU."""

@@ -81,7 +81,7 @@ def test_resume_of_what_deals_by_itself_is_refused() -> None:
     """P-24: a DistributedSampler, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    assert why_not_reshard(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler deals by itself"]
+    assert why_not_reshard(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler shards the dataset itself"]
     assert why_not_reshard(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
     assert why_not_reshard(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
         "a map has no order that can be resharded"

@@ -311,9 +311,9 @@ def test_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog
 
 @pytest.mark.covers("F-B4")
 def test_a_lazy_sampler_is_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: a sampler that draws from the global stream as it goes: one warning says that, and its name."""
+    """F-B4: a sampler that draws from the global stream while it is iterated: one warning names it."""
     straight_and_resumed(folder, lambda: DataLoader(hand.data(), batch_size=4, sampler=Lazy(22)), 9)
-    said = [r.getMessage() for r in caplog.records if "as it goes" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "while it is iterated" in r.getMessage()]
     assert len(said) == 1
     assert "Lazy" in said[0]
 

@@ -1,6 +1,6 @@
-"""Loaders, and where a run stands in them.
+"""Loaders, and the position of a run in them.
 
-`loading` walks a loader from its beginning or from a position; `loader_state` is what a checkpoint holds of a
-loader; `gather` makes the batches of tensors in memory; `sharding` splits data between ranks; `reshard`
-continues an epoch on another number of ranks; `workers` deals with loader workers that die.
+`position` resumes an epoch; `skip` iterates over a loader from a batch on; `loader_state` captures and restores the
+parts of a loader; `gather` builds batches of tensors in memory; `sharding` splits data between ranks; `reshard`
+continues an epoch on another number of ranks; `workers` handles loader workers that die.
 """

@@ -3,8 +3,8 @@
 A DataLoader without workers fetches one sample after another and stacks them. For tensors in memory that takes most
 of the step of a small model, and one ``index_select`` returns the same batch. The exact data path iterates over the
 batch sampler of the loader, and draws from its generators what the iterator of the DataLoader draws, in the same order:
-the batches and every random state are bitwise those of the plain loader. A loader that is not recognised is used as it
-is; `why_not` returns the reason. Where a step changes the dataset, the next batch has the change, as with the plain
+the batches and every random state are bitwise those of the plain loader. A loader that is not recognised is used
+unchanged; `why_not` returns the reason. A change of the dataset in a step is in the next batch, as with the plain
 loader; only the indices of a ``Subset`` that are changed in place are read when an epoch begins.
 """
 
@@ -33,11 +33,11 @@ from zae.common.torch_private import find
 
 __all__ = ["batches_of", "why_not"]
 
-_PIECES = 256  # Pieces that are split off at once: their views are all alive.
+_PIECES = 256  # Batches that are split at once: all their views are alive.
 # Types that index_select and stack treat alike: both copy the bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
 _COPIED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
-# This path takes the place of these functions. Where one was replaced, or does not exist, they are called instead.
+# The functions that this path replaces. Where one was patched, or does not exist, the plain loader is used.
 _COLLATE = "torch.utils.data._utils.collate"
 _STACK = find(_COLLATE, "collate_tensor_fn")
 _NAMES: dict[Any, tuple[str, ...]] = {
@@ -69,7 +69,7 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
         return _gather_batches(loader, _sequential_rows(batches))
     if kind is RandomSampler and batches.sampler.data_source is dataset and _is_permutation(batches.sampler):
         return _gather_batches(loader, _random_rows(batches))
-    # It does not know the data. Where it has weights for rows that do not exist, the dataset raises the error.
+    # Where it has weights for rows that do not exist, the dataset raises the error.
     if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(dataset):
         return _gather_batches(loader, _weighted_rows(batches))
     return _gather_batches(loader, _sampled_rows(entries, len(dataset)))
@@ -134,7 +134,7 @@ def _why_not_tensor(tensor: Any) -> str | None:
 
 
 def _stacks_tensors() -> bool:
-    """Whether tuples of tensors are stacked: anyone may change ``default_collate_fn_map``."""
+    """Whether tuples of tensors are stacked: ``default_collate_fn_map`` is public and may be changed."""
     functions = find(_COLLATE, "default_collate_fn_map") or {}
     return functions.get(Tensor) is _STACK and not any(isinstance((), kind) for kind in functions)
 
@@ -177,7 +177,7 @@ def _random_rows(batches: Any) -> Iterator[Tensor]:
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     order = torch.randperm(length, generator=generator)
-    # For its end, the sampler draws another order: it takes nothing of it, or as many rows as a step has added.
+    # At its end, the sampler draws another order, of which it uses as many rows as steps have added.
     yield from _split_indices(
         order, batches, lambda: torch.randperm(length, generator=generator)[: batches.sampler.num_samples % length]
     )
@@ -193,7 +193,7 @@ def _weighted_rows(batches: Any) -> Iterator[Tensor]:
 
 
 def _split_indices(order: Tensor, batches: Any, more: Callable[[], Tensor] | None = None) -> Iterator[Tensor]:
-    """Split an order into batches, many at a time, which takes a third of the time of slices.
+    """Split an order into batches, many at a time, which is three times faster than slices.
 
     A BatchSampler that does not drop the last batch reads its batch size for each batch.
     """
@@ -221,7 +221,7 @@ def _sampled_rows(entries: Iterable[Any], length: int) -> Iterator[Any]:
 
 
 def _gather_batches(loader: Any, pieces: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches of these rows. A step may give the dataset other tensors or indices, which are then used."""
+    """Yield batches of these rows; a step may replace the tensors or indices of the dataset."""
     dataset, length = loader.dataset, len(loader.dataset)
     parts: list[Any] = []
     tensors: Any = None
@@ -257,7 +257,7 @@ def _sources_of(dataset: Any) -> list[Any]:
 
 
 def _source_of(dataset: Any, length: int = 0) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return the tensors of a dataset and its rows in them (None for all); None if the dataset has to be asked."""
+    """Return the tensors of a dataset and its rows in them (None for all), or None if the dataset has to be asked."""
     if type(dataset) is not Subset:
         fits = _has_tensors(dataset) and len(dataset) >= length and _why_not_over(dataset) is None
         return (dataset.tensors, None) if fits else None
@@ -274,7 +274,7 @@ def _source_of(dataset: Any, length: int = 0) -> tuple[tuple[Tensor, ...], Tenso
 
 
 def _fetch(loader: Any, entry: Any) -> Any:
-    """Fetch a batch from the dataset, with its errors."""
+    """Fetch a batch from the dataset, which raises its own errors."""
     if getattr(loader.dataset, "__getitems__", None):
         return loader.collate_fn(loader.dataset.__getitems__(entry))
     return loader.collate_fn([loader.dataset[index] for index in entry])

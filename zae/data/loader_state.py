@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a loader: its description, and the states and random streams of its parts."""
+"""Describe a loader for a checkpoint, and capture and restore the states and random streams of its parts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from zae.storage.encoding import encode
 __all__ = [
     "STREAMS",
     "Padded",
-    "Passing",
+    "SamplerProxy",
     "as_begun",
-    "bare",
-    "begins_again",
     "capture_parts",
     "changes_of",
     "facts_of",
     "global_streams",
+    "is_exhausted",
+    "preserve_streams",
     "read_stream",
     "restore_parts",
-    "undrawn",
+    "unwrap_sampler",
 ]
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -41,12 +41,12 @@ STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Gene
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
-# Iterators come and go.
+# Not searched; iterators are temporary.
 _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """Return what must be the same for a resumed epoch to have the same batches: names, with text or numbers."""
+    """Return the properties that decide the batches of an epoch, by name, as str or int."""
     facts: dict[str, Any] = {"loader": type(loader).__name__, "number of batches": length_of(loader)}
     facts["dataset length"] = length_of(getattr(loader, "dataset", None))
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -54,7 +54,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
     facts["sampler"] = _kind(_sampler_of(loader))
-    facts["batch sampler"] = _kind(bare(batch_sampler))
+    facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 
@@ -67,10 +67,10 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def capture_parts(loader: Any) -> dict[str, Any]:
     """Return the states of the parts of a loader, by their places: their ``state_dict``, or their random streams.
 
-    A sampler, a dataset or a ``collate_fn`` with ``state_dict`` and ``load_state_dict`` is asked for its state. Any
-    other is searched for ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and
-    ``torch.Generator``: its attributes, theirs (of transforms, for example), and short lists and dicts. What
-    `zae.common.random_state` saves of a loader is left out. The copies of a dataset in workers cannot be read.
+    The state of a sampler, a dataset or a ``collate_fn`` is that of its ``state_dict``, if it has ``load_state_dict``
+    too. Else its attributes, their attributes (of transforms, for example), and short lists and dicts are searched for
+    ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and ``torch.Generator``. The generators
+    that `zae.common.random_state` saves are left out. The copies of a dataset in workers cannot be read.
     """
     return {place: read_stream(owner) for place, owner in _owners(loader)}
 
@@ -78,16 +78,15 @@ def capture_parts(loader: Any) -> dict[str, Any]:
 def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> None:
     """Restore the parts of a loader.
 
-    A part with a ``state_dict`` that has this state already is not changed: some samplers take a state that they load
-    for the position at which their next epoch begins.
+    A part that already has this state does not load it: some samplers begin their next epoch at a state that they load.
     """
     found = dict(_owners(loader))
     for place, state in states.items():
         if place not in found:
             if _is_part(place):
                 raise CheckpointMismatch(
-                    f"the checkpoint contains a state of the loader's {place}, which has none now; build the loader "
-                    "and its dataset as they were"
+                    f"the checkpoint contains a state of the loader's {place}, which has no state now; build the "
+                    "loader and its dataset as they were"
                 )
             _warn_of_absent(place)
             continue
@@ -104,26 +103,26 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states for an epoch that begins again: parts as at its beginning, with the present random streams."""
+    """Return the states to repeat an epoch: the parts at its beginning, with the present random streams."""
     return {place: begin.get(place, state) if _is_part(place) else state for place, state in present.items()}
 
 
-def begins_again(loader: Any) -> bool | None:
-    """Return whether a sampler, or a stream, with a state is at its end, so that it begins again when it is used."""
+def is_exhausted(loader: Any) -> bool | None:
+    """Return whether a sampler, or a stream, with a state is at its end; None if no part has a state."""
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-    walked: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
-    parts = [_sampler_of(loader), bare(batch_sampler)]
+    iterable: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
+    parts = [_sampler_of(loader), unwrap_sampler(batch_sampler)]
     if isinstance(dataset, IterableDataset):
-        parts, walked = [None if getattr(loader, "num_workers", 0) else dataset], dataset
+        parts, iterable = [None if getattr(loader, "num_workers", 0) else dataset], dataset
     if not any(is_stateful(part) for part in parts):
         return None
     end = object()
-    return next(iter(walked), end) is end
+    return next(iter(iterable), end) is end
 
 
 @contextlib.contextmanager
-def undrawn(loader: Any) -> Iterator[None]:
-    """Restore the random streams in the parts of a loader when the block ends; training may share them."""
+def preserve_streams(loader: Any) -> Iterator[None]:
+    """Restore the random streams in the parts of a loader when the block ends, as training may share them."""
     kept = [(owner, read_stream(owner)) for owner in _streams_in(loader)]
     try:
         yield
@@ -131,12 +130,12 @@ def undrawn(loader: Any) -> Iterator[None]:
         for owner, state in kept:
             _write(owner, state)
         known = {id(owner) for owner, _ in kept}
-        for made in [owner for owner in _streams_in(loader) if id(owner) not in known]:
-            _seed_again(made)
+        for owner in [each for each in _streams_in(loader) if id(each) not in known]:
+            _seed_again(owner)
 
 
-class Passing:
-    """A sampler with the entries and the attributes of another one."""
+class SamplerProxy:
+    """A sampler with the entries and attributes of another one."""
 
     def __init__(self, entries: Any) -> None:
         self.passed = entries
@@ -150,8 +149,8 @@ class Passing:
         return getattr(self.passed, name)
 
 
-class Padded(Passing):
-    """A sampler with entries before those of another one, in place of the used ones: they are skipped, never loaded."""
+class Padded(SamplerProxy):
+    """A sampler with placeholders for used entries before those of another one: they are skipped, never loaded."""
 
     def __init__(self, entries: Any, count: int) -> None:
         super().__init__(entries)
@@ -168,9 +167,9 @@ class Padded(Passing):
         yield from entries
 
 
-def bare(sampler: Any) -> Any:
-    """Return the sampler in a `Passing`, at any depth; any other sampler itself."""
-    while isinstance(sampler, Passing):
+def unwrap_sampler(sampler: Any) -> Any:
+    """Return the sampler in a `SamplerProxy`, at any depth; any other sampler unchanged."""
+    while isinstance(sampler, SamplerProxy):
         sampler = sampler.passed
     return sampler
 
@@ -185,7 +184,7 @@ def global_streams() -> tuple[Any, ...]:
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield every part with a ``state_dict``, and every random stream in the others, with its place."""
     batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    parts = {"sampler": _sampler_of(loader), "batch_sampler": bare(batch_sampler)}
+    parts = {"sampler": _sampler_of(loader), "batch_sampler": unwrap_sampler(batch_sampler)}
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -200,7 +199,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     for name, part in parts.items():
         if part is None or id(part) in seen:
             continue
-        # A bound method as collate_fn: its object may be the trainer itself, and is only searched.
+        # The object of a bound method as collate_fn may be the trainer, and is only searched.
         if _is_part(name) and is_stateful(part) and (name != "collate_fn" or part is collate):
             seen.add(id(part))
             yield name, part
@@ -213,7 +212,7 @@ def _streams_in(loader: Any) -> list[Any]:
 
 
 def _seed_again(stream: Any) -> None:
-    """Seed a stream again that was created in the block, for example at the first use of a `collate_fn`."""
+    """Reset a stream that was created in the block, for example at the first use of a `collate_fn`, to its seed."""
     if isinstance(stream, torch.Generator):
         stream.manual_seed(stream.initial_seed())
     elif isinstance(stream, np.random.Generator):
@@ -223,7 +222,7 @@ def _seed_again(stream: Any) -> None:
 
 
 def _is_part(place: str) -> bool:
-    """Whether a place is that of a part itself, not of a stream in it."""
+    """Whether a place is a part itself, not a stream in it."""
     return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
 
 
@@ -231,14 +230,14 @@ def _is_part(place: str) -> bool:
 def _warn_of_absent(place: str) -> None:
     """Warn, once in a process, that a saved random stream does not exist; it may be created when it is used."""
     _log.warning(
-        "the checkpoint holds the random stream %s of the loader, which is not there now: what it draws is not exact; "
-        "make it when the object is made", place,
+        "the checkpoint contains the random stream %s of the loader, which does not exist now: what it draws is not "
+        "exact; create it in __init__ of its object", place,
     )  # fmt: skip
 
 
 def _sampler_of(loader: Any) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return bare(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
+    return unwrap_sampler(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
 
 
 def read_stream(stream: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from zae.errors import LoaderError
 
-__all__ = ["check_loader", "copy_with", "describe", "gives_pinned", "is_stateful", "length_of"]
+__all__ = ["check_loader", "copy_with", "describe", "has_pinned_batches", "is_stateful", "length_of"]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 
@@ -24,8 +24,8 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def gives_pinned(loader: Any) -> bool:
-    """Return whether each batch of a loader has its own pinned memory, so that it can be copied without waiting."""
+def has_pinned_batches(loader: Any) -> bool:
+    """Return whether each batch of a loader has its own pinned memory, so that copies can be asynchronous."""
     return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
 
 
@@ -59,16 +59,16 @@ def check_loader(loader: Any, name: str = "loader") -> None:
     if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
         raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give a dict: valid_loader={{name: loader}}")
     if length_of(loader) == 0:
-        raise LoaderError(f"{name} has 0 batches ({describe(loader)}); give it data, or drop_last=False")
+        raise LoaderError(f"{name} has 0 batches ({describe(loader)}); use a larger dataset, or drop_last=False")
 
 
 def copy_with(loader: _Loader, **changes: Any) -> _Loader:
     """Return a copy of a DataLoader with other attributes: samplers, or a number of workers.
 
-    A DataLoader refuses to change these, because of the workers and the iterator that it has. The copy has none.
+    A DataLoader refuses to change these because of its workers and iterator, which the copy does not have.
     """
     made = copy.copy(loader)
-    if not hasattr(loader, "_iterator"):  # A copy with persistent workers would take over the iterator of the loader.
+    if not hasattr(loader, "_iterator"):  # With persistent workers a copy would use the iterator of the loader.
         changes.setdefault("persistent_workers", False)
     for name, value in {"_iterator": None, **changes}.items():
         object.__setattr__(made, name, value)

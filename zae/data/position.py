@@ -1,4 +1,4 @@
-"""Where a run stands in its training data, and how it goes on from there."""
+"""The position of a run in its training data, and how an epoch is resumed from it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from zae.common import random_state
-from zae.data.loader_state import as_begun, begins_again, capture_parts, changes_of, facts_of, restore_parts
-from zae.data.loaders import describe, gives_pinned, is_stateful, length_of
+from zae.data.loader_state import as_begun, capture_parts, changes_of, facts_of, is_exhausted, restore_parts
+from zae.data.loaders import describe, has_pinned_batches, is_stateful, length_of
 from zae.data.reshard import own_batch_sampler, padded, place_of, why_not_reshard
 from zae.data.skip import iterate_on, skip_batches
-from zae.data.workers import deaths_expected, mute_workers, part_from_workers, unmute_workers
+from zae.data.workers import abandon_workers, deaths_expected, mute_workers, unmute_workers
 from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ _log = logging.getLogger("zae")
 
 
 class LoaderPosition:
-    """Where a run stands in its training loader: the random state at the beginning of the epoch, and the present one.
+    """The position of a run in its training loader: the random states at the beginning of the epoch, and now.
 
-    An epoch is resumed by restoring the state of its beginning, which gives the same order of samples, skipping the
-    samples that were used, in the sampler where possible, and restoring the present state.
+    To resume an epoch, the state of its beginning is restored, so that the order of samples is the same; the used
+    samples are skipped, in the sampler where possible; and the present state is restored.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class LoaderPosition:
         # After how many batches of this epoch a None was skipped, and how many were skipped before this epoch.
         self._absent: list[int] = []
         self._absent_before = 0
-        self._another = False  # Whether the run continues with another loader than it was saved with.
+        self._another = False  # Whether the run continues with another loader than that of the checkpoint.
         self._ended_with: Any = None  # The loader of the call of `run` that was saved, if that call has ended.
         self._expected: int | None = None  # The batches of the epoch, for a sampler that may change their number.
         self._kept: Any = None  # The last state of a loader whose workers are gone.
@@ -60,7 +60,7 @@ class LoaderPosition:
         self._padded: tuple[Any, Any] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the loader out, which may not be picklable: a copy resumes as if it had loaded this state."""
+        """Leave the loader out, which may not be picklable: a copy resumes as after loading this state."""
         twin = self
         if self._resume is None and self.loader is not None:
             twin = LoaderPosition(self._fast)
@@ -103,7 +103,7 @@ class LoaderPosition:
         return self._padded[1] if self._pad else loader
 
     def reshard(self, trainer: Trainer, given: Any) -> None:
-        """Continue, where that is allowed, with another batch size or number of ranks: each sample left comes once.
+        """Continue, where that is allowed, with another batch size or number of ranks: each remaining sample once.
 
         Parameters
         ----------
@@ -127,7 +127,7 @@ class LoaderPosition:
             return
         reasons = why_not_reshard(given, before, ranks, self._pad, progress.epoch_batch)
         if progress.epoch_batch and resume["loader"] is not None:
-            reasons.append(f"a {type(given).__name__} keeps its own position, counted in the batches of before")
+            reasons.append(f"a {type(given).__name__} has its own position, counted in the previous batches")
         if reasons:
             raise CheckpointMismatch(
                 f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it "
@@ -139,7 +139,7 @@ class LoaderPosition:
             wrapped = trainer.wrap_loader(given, True)
             steps, batches = trainer.steps_in(wrapped) or 0, length_of(wrapped) or 1
             progress.epoch_step = -(-steps * progress.epoch_batch // batches)
-            _log.info("epoch %d is resharded: every sample that was not used comes once", progress.epoch + 1)
+            _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
         kept = {key: value for key, value in resume.items() if key not in ("may_reshard", "ranks")}
         self._resume = {**kept, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
         self._absent = []
@@ -157,8 +157,8 @@ class LoaderPosition:
             absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
             begin = self._resume["begin"] or present
             present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
-            anew = {"begin": None, "first": None, "loader": None, "pad": 0}
-            self._resume = {**self._resume, **anew, "present": present, **absent}
+            unset = {"begin": None, "first": None, "loader": None, "pad": 0}
+            self._resume = {**self._resume, **unset, "present": present, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to resume with another loader than the run was saved with.
@@ -189,8 +189,8 @@ class LoaderPosition:
             self._expected = before["number of batches"] if self._resume["begin"] else None
             return
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
-        anew = {"begin": None, "first": None, "loader": None, "persists": False}
-        self._resume = {**self._resume, **anew, "present": present}
+        unset = {"begin": None, "first": None, "loader": None, "persists": False}
+        self._resume = {**self._resume, **unset, "present": present}
         self._another = True
 
     def note_loader(self, loader: Any) -> None:
@@ -247,9 +247,9 @@ class LoaderPosition:
         resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
         self._note_workers(loader, used, resume)
         self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
-        self.loader, self.pinned, self._is_copied, self._ended_at = loader, gives_pinned(loader), False, None
+        self.loader, self.pinned, self._is_copied, self._ended_at = loader, has_pinned_batches(loader), False, None
         unmute_workers()
-        once = isinstance(loader, Iterator)  # It does not start again, but continues where it was left.
+        once = isinstance(loader, Iterator)  # It cannot start again.
         if resume is None and (once or not used):
             self._begin = self._begin if used else self._capture()
             self._first = self._first or self._begin
@@ -277,7 +277,7 @@ class LoaderPosition:
             raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
         self._begin = begin
         if used or earlier:
-            # Workers may have begun their first batches already; they have random streams of their own.
+            # Workers that have begun their first batches have their own random streams.
             self._restore(present)
         return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
 
@@ -288,12 +288,12 @@ class LoaderPosition:
         iterator = iter(loader)
         if used or not isinstance(loader, DataLoader) or loader.persistent_workers:
             return iterator
-        # It ended, and began again, with draws that an uninterrupted run makes once.
+        # The loader ended, and started again, with draws that an uninterrupted run makes once.
         self._restore(present)
         return iter(loader)
 
     def _note_workers(self, loader: Any, used: int, resume: Mapping[str, Any] | None) -> None:
-        """Note whether the workers of an uninterrupted run would persist here: they have been given their seed."""
+        """Note whether the workers of an uninterrupted run would persist here, and have their seed already."""
         if resume is not None:
             self._persisted = bool(resume.get("persists"))
         elif not used:
@@ -301,11 +301,11 @@ class LoaderPosition:
         self._persists = bool(getattr(loader, "persistent_workers", False))
 
     def _open(self, loader: Any, count: int) -> Iterator[Any]:
-        """Skip the first batches of a loader, without drawing a seed for workers that have one."""
+        """Skip the first batches of a loader, without drawing a seed for persistent workers, which have one."""
         if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
             iterator, self._is_copied = skip_batches(loader, count, self._fast)
             return iterator
-        own, loader.generator = loader.generator, torch.Generator()  # The seed of the workers is drawn from it.
+        own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
         try:
             iterator, self._is_copied = skip_batches(loader, count, self._fast)
         finally:
@@ -313,7 +313,7 @@ class LoaderPosition:
         return iterator
 
     def _present(self, iterator: Iterator[Any], given: int, before: int) -> Iterator[Any]:
-        """Skip batches that are None; refuse a loader that has more of them than of others."""
+        """Skip batches that are None; refuse a loader with more of them than of others."""
         try:
             for batch in iterator:
                 if batch is None:
@@ -322,13 +322,13 @@ class LoaderPosition:
                 given += 1
                 yield batch
         except Exception:
-            mute_workers()  # Until the run has dealt with it: a worker may have died.
+            mute_workers()  # Until the run has handled the error: a worker may have died.
             raise
         finally:
             if deaths_expected():
                 if is_stateful(self.loader) and not self._is_copied:
                     self._kept = self.loader.state_dict()  # Without its workers, it would return its initial state.
-                part_from_workers(iterator, self.loader)
+                abandon_workers(iterator, self.loader)
         if isinstance(self.loader, Iterator):
             self._ended_at = before + given
         absent = len(self._absent)
@@ -351,11 +351,11 @@ class LoaderPosition:
         restore_parts(self.loader, state["parts"], only_streams)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Restore the beginning of an epoch, also where a sampler was still at the end of the one before."""
+        """Restore the beginning of an epoch, also where a sampler is at the end of the previous one."""
         self._restore(state)
-        again = begins_again(self.loader)
-        if again is not None:
-            self._restore(state, only_streams=again)
+        at_end = is_exhausted(self.loader)
+        if at_end is not None:
+            self._restore(state, only_streams=at_end)
 
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""An open epoch on another number of ranks, or with another batch size: each sample that is left comes exactly once."""
+"""Continue an epoch on another number of ranks, or with another batch size: each remaining sample is used once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
 
 class _PaddedList(Sequence[Any]):
-    """A sequence of batches with some before its own, in place of the used ones."""
+    """A sequence of batches with placeholders for used ones before them."""
 
     def __init__(self, batches: Sequence[Any], count: int) -> None:
         self._batches, self._count = batches, count
@@ -29,7 +29,7 @@ class _PaddedList(Sequence[Any]):
 
 
 def padded(loader: Any, count: int) -> Any:
-    """Return a loader whose order begins with additional entries, which are never loaded."""
+    """Return a loader whose order begins with placeholders, which are never loaded."""
     if not count:
         return loader
     if not isinstance(loader, DataLoader):
@@ -47,13 +47,13 @@ def padded(loader: Any, count: int) -> Any:
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
-    """Return where an epoch continues, in steps of the present layout."""
-    gone, step = used * ranks[0] - pad, ranks[1]
+    """Return the placeholders and the steps before the position where an epoch continues, in the present layout."""
+    used_entries, step = used * ranks[0] - pad, ranks[1]
     if _is_by_sample(before):
-        gone = min(used * ranks[0] * before["batch_size"] - pad, len(loader.batch_sampler.sampler))
+        used_entries = min(used * ranks[0] * before["batch_size"] - pad, len(loader.batch_sampler.sampler))
         step = ranks[1] * loader.batch_size
-    count = -gone % step
-    return count, (gone + count) // step
+    count = -used_entries % step
+    return count, (used_entries + count) // step
 
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
@@ -68,14 +68,14 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     if not (is_map or (has_length and not isinstance(loader, DataLoader))):
         return [f"a {type(loader).__name__} has no order that can be resharded"]
     if isinstance(sampler, DistributedSampler):
-        return ["a DistributedSampler deals by itself"]
+        return ["a DistributedSampler shards the dataset itself"]
     names = ["dataset length"]
     if _is_by_sample(before) != _is_by_sample(now):
         names.append("batch sampler")
     elif _is_by_sample(before):
         names.append("sampler")
     else:
-        now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # As that many ranks would have had them.
+        now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # In batches of that many ranks.
         names.append("number of batches")
     return changes_of(*({name: facts[name] for name in names if name in facts} for facts in (before, now)))
 

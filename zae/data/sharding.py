@@ -1,4 +1,4 @@
-"""Shard loaders over ranks: each sample once, in equal numbers of training steps, and in whole evaluation batches."""
+"""Shard loaders over ranks: each sample once, the same number of training steps, and whole batches in evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from zae.common import random_state
 from zae.common.device import leading_dimension
-from zae.data.loader_state import bare
+from zae.data.loader_state import unwrap_sampler
 from zae.data.loaders import copy_with, describe, length_of
 from zae.errors import LoaderError
 
@@ -64,7 +64,7 @@ class Shares(Protocol):
 
 def shares_of(loader: Any) -> Shares | None:
     """Return the shares of a loader that `shard` returned; None for a stream, whose shares are unknown."""
-    for each in (loader, bare(getattr(loader, "batch_sampler", None))):
+    for each in (loader, unwrap_sampler(getattr(loader, "batch_sampler", None))):
         if isinstance(each, (SampleShards, BatchShards, ListShards)):
             return each
     return None
@@ -96,7 +96,7 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     if length_of(inner) is None:
         raise LoaderError(
             f"the {type(inner).__name__} of the loader has no length ({describe(loader)}), so {ranks.size} ranks "
-            "cannot share what it gives; give it a __len__, and let it end"
+            "cannot share its entries; define __len__, and let it end"
         )
     shards: Any = BatchShards(inner, each_is_batch, training, ranks)
     if training and type(inner) is BatchSampler:
@@ -105,7 +105,7 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
         if inner.drop_last and not len(shards):
             raise LoaderError(
                 f"a step of {ranks.size} ranks takes {ranks.size * inner.batch_size} samples, {inner.batch_size} each, "
-                f"and the loader's sampler gives {len(entries)}: drop_last=True leaves no step; give it more "
+                f"and the loader's sampler has {len(entries)}: drop_last=True leaves 0 steps; use more "
                 "data, a smaller batch_size, or drop_last=False"
             )
     return _with_batches(loader, shards, each_is_batch, training, ranks.rank)
@@ -116,9 +116,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
-        tell = getattr(each, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        method = getattr(each, "set_epoch", None)
+        if callable(method):
+            method(epoch)
 
 
 # ------------------------------------------------------------------------------------------------- the shares
@@ -205,8 +205,8 @@ class ListShards(Sequence[Any]):
 
 def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
     """Return all entries of a sampler in this epoch, drawn on every rank from the random streams of rank 0."""
-    generators = list({id(g): g for s in (sampler, getattr(sampler, "sampler", None)) for g in _generator(s)}.values())
-    streams = {key: value for key, value in random_state.capture().items() if key in ("torch", "numpy", "python")}
+    generators = random_state.generators_of(sampler)
+    streams = {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
     main = ranks.from_main((streams, [generator.get_state() for generator in generators]))
     if ranks.rank == 0:
         entries = list(sampler)
@@ -228,29 +228,24 @@ def _is_of_torch(sampler: Any) -> bool:
 
 
 def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
-    """Refuse a custom sampler with which samples would be lost, or come twice."""
+    """Refuse a custom sampler with which samples would be lost or repeated."""
     who, length = f"the {type(sampler).__name__} of the loader", length_of(sampler)
     if length != len(entries):
         raise LoaderError(
-            f"{who} has a length of {length} and gave {len(entries)} entries, and {ranks.size} ranks share them by "
-            "its length; fix its __len__"
+            f"{who} has a length of {length} and yielded {len(entries)} entries, which {ranks.size} ranks share "
+            "by its length; fix its __len__"
         )
     try:
         main = ranks.from_main(entries)
         differs = bool(main != entries)
-    except (RuntimeError, ValueError):  # Of tensors or arrays, which compare in their own way.
+    except (RuntimeError, ValueError):  # Tensors and arrays compare by element.
         differs = False
     if not ranks.all_agree(not differs):
         raise LoaderError(
-            f"{who} does not give every one of {ranks.size} ranks the same entries. If it deals them to the ranks "
-            "itself, say so: loader.is_sharded = True. If it draws at random, let it draw from torch, numpy.random or "
-            "random themselves, or from a generator with a seed that all ranks have"
+            f"{who} yields different entries on the {ranks.size} ranks. If it shards them itself, set "
+            "loader.is_sharded = True. If it draws at random, let it draw from torch, numpy.random or random directly, "
+            "or from a generator with the same seed on all ranks"
         )
-
-
-def _generator(owner: Any) -> list[torch.Generator]:
-    found = getattr(owner, "generator", None)
-    return [found] if isinstance(found, torch.Generator) else []
 
 
 # ------------------------------------------------------------------------------------------------- the loaders
@@ -275,7 +270,7 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
 
 
 def _without_state(kind: type) -> type:
-    """Return a subclass without a state, which would be a position in an order that one rank draws alone."""
+    """Return a subclass without a state, which would be a position in the order of one rank alone."""
 
     def absent(_: Any) -> Any:
         raise AttributeError("a rank's shard of a loader has no state")
@@ -284,7 +279,7 @@ def _without_state(kind: type) -> type:
 
 
 class _Collate:
-    """The collate function of the user, called only with samples."""
+    """Call the collate function of the user, but not for empty batches."""
 
     def __init__(self, collate: Callable[[Any], Any], each_is_batch: bool, training: bool) -> None:
         self._collate, self._each_is_batch, self._training = collate, each_is_batch, training
@@ -297,11 +292,11 @@ class _Collate:
 
 
 def _present(batch: Any) -> Any:
-    """Refuse a batch that is None: this rank would have fewer steps than the others, which would wait for it."""
+    """Refuse a batch that is None: this rank would have fewer steps than the others, which would wait."""
     if batch is None:
         raise LoaderError(
-            "a training batch is None (what the collate_fn returned), and with several ranks none may be left out; "
-            "return the samples that are good, or drop the bad ones from the dataset"
+            "a training batch is None (the return value of the collate_fn), and with several ranks batches cannot be "
+            "skipped; return the valid samples, or remove the others from the dataset"
         )
     return batch
 
@@ -326,25 +321,25 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
     if isinstance(loader, Mapping) or not (hasattr(loader, "__getitem__") and length_of(loader) is not None):
         raise LoaderError(
             f"the loader is a {type(loader).__name__}, of which each of {ranks.size} ranks would get every batch; give "
-            "a DataLoader or a list of batches, or one that gives each rank its own and says so: "
-            "loader.is_sharded = True"
+            "a DataLoader or a list of batches, or a loader that yields the batches of its rank only, with the "
+            "attribute loader.is_sharded = True"
         )
     return ListShards(loader, training, ranks)
 
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
-    """Accept a stream with ``is_sharded``, and let all ranks end together."""
+    """Accept a stream with ``is_sharded``; all ranks end together."""
     if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
-            "would get every sample; let its __iter__ give every world-size-th one, beginning at the rank "
-            "(torch.distributed.get_rank()), and say so: dataset.is_sharded = True"
+            "would get every sample; let its __iter__ yield every world-size-th one, beginning at the rank "
+            "(torch.distributed.get_rank()), and set dataset.is_sharded = True"
         )
     return _together(loader, training, ranks)
 
 
 def _together(loader: Any, training: bool, ranks: Ranks) -> Any:
-    """Accept a loader with other batches on each rank; in training, all must have the same number of steps."""
+    """Accept a loader with other batches on each rank; in training, all ranks get the same number of steps."""
     kind = _TogetherOnce if isinstance(loader, Iterator) else _Together
     return kind(loader, ranks) if training else loader
 
@@ -365,7 +360,7 @@ class _Together:
 
 
 class _TogetherOnce(_Together):
-    """The same for an iterator, which continues where it was left, and does not begin again."""
+    """The same for an iterator, which does not start again."""
 
     def __iter__(self) -> Iterator[Any]:
         return self

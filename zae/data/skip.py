@@ -1,4 +1,4 @@
-"""Iterate over a loader from its batch number N, without loading the batches before where that can be avoided."""
+"""Iterate over a loader from a batch on, without loading the batches before where that is possible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def skip_batches(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bo
 
 
 def iterate_on(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator has left, without calling ``iter()``, which makes some begin again."""
+    """Yield the rest of an iterator, without calling ``iter()``, which restarts some iterators."""
     while True:
         try:
             batch = next(iterator)
@@ -61,7 +61,7 @@ class _SkipFirst:
         self._turn = threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
-        # A DataLoader draws its base seed after this call and before the first entry. So nothing is skipped here.
+        # Nothing is skipped here: a DataLoader draws its base seed after this call and before the first entry.
         self._rest = iter(self._sampler)
         return self._entries()
 
@@ -78,7 +78,7 @@ class _SkipFirst:
     def skip(self) -> None:
         """Drop the first entries now, while the random state is that of the beginning of the epoch."""
         assert self._rest is not None
-        with self._turn:  # A loader that fetches its batches in a thread may be here at the same time.
+        with self._turn:  # A loader may fetch its batches in a thread.
             count, self._skip = self._skip, 0
             _drop(self._rest, count, f"sampler {type(getattr(self._sampler, 'sampler', self._sampler)).__name__}")
 
@@ -90,15 +90,15 @@ class _SkipFirst:
 
 
 def _drop(iterator: Iterator[Any], count: int, what: str) -> None:
-    """Drop the first entries, and warn where the next ones may depend on random numbers drawn between them."""
+    """Drop the first entries; warn if the iterator draws from the global random streams between them."""
     before = None
     for _ in range(count):
         next(iterator, None)
         before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
     if count and before != global_streams():
         _log.warning(
-            "the %s draws from the global random streams as it goes: the order of the samples may not be exactly that "
-            "of an uninterrupted run; give it its own generator", what,
+            "the %s draws from the global random streams while it is iterated: the order of the samples may differ "
+            "from that of an uninterrupted run; give it its own generator", what,
         )  # fmt: skip
 
 

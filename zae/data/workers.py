@@ -1,4 +1,4 @@
-"""Dead workers of a loader: keep torch from raising for one in the wrong place, and from waiting for its locks."""
+"""Handle dead workers of a loader: keep torch from raising in the wrong place, and from waiting for their locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from zae.common.torch_private import shut_down_workers
 
-__all__ = ["dead_workers", "deaths_expected", "mute_workers", "part_from_workers", "undisturbed", "unmute_workers"]
+__all__ = ["abandon_workers", "dead_workers", "deaths_expected", "mute_workers", "undisturbed", "unmute_workers"]
 
 _CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
 _PATIENCE = 1.0
@@ -23,15 +23,15 @@ _expected = False
 def mute_workers(expected: bool = False) -> None:
     """Keep the signal handler of torch from raising that a worker of a loader has died.
 
-    It is called while an error is handled that may come from that death: a second one would take its place. A loader
-    that waits for a dead worker raises by itself within seconds.
+    Called while an error is handled that the death may have caused, which a second error would replace. A loader that
+    waits for a dead worker raises within seconds in any case.
     """
     global _expected
     _expected = _expected or expected
     handler = None if _CHILD is None else signal.getsignal(_CHILD)
     is_torch_s = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
     if is_torch_s and threading.current_thread() is threading.main_thread():
-        _muted[:] = [handler]  # Kept first: signal.signal itself raises for a signal that is waiting.
+        _muted[:] = [handler]  # Stored first: signal.signal raises for a pending signal.
         signal.signal(_CHILD, signal.SIG_DFL)
 
 
@@ -50,11 +50,10 @@ def deaths_expected() -> bool:
     return _expected
 
 
-def part_from_workers(iterator: Any, loader: Any = None) -> None:
-    """Tell the workers of a DataLoader iterator to end, without waiting for a lock that a killed worker may hold.
+def abandon_workers(iterator: Any, loader: Any = None) -> None:
+    """Signal the workers of a DataLoader iterator to end, without waiting for a lock that a killed worker may hold.
 
-    torch does so when the iterator is freed, and then waits for the lock of the event without a limit. A worker may be
-    killed while it holds that lock.
+    When the iterator is freed, torch signals the same and waits for the lock of the event without a time limit.
     """
     event = getattr(iterator, "_workers_done_event", None)
     lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
@@ -64,7 +63,7 @@ def part_from_workers(iterator: Any, loader: Any = None) -> None:
         flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for the event.
         flag.release()
         lock.release()
-    iterator._workers_done_event = _Told()
+    iterator._workers_done_event = _SetEvent()
     if getattr(loader, "_iterator", None) is iterator:
         loader._iterator = None
 
@@ -80,10 +79,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def dead_workers(error: Exception) -> str:
-    """Describe the dead workers of the loader that raised; the error itself may only name a broken connection."""
-    # Read without __getattr__: an object whose creation was interrupted may answer with any error.
-    selves: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [getattr_static(each, "_workers", None) for each in selves]
+    """Describe the dead workers of the loader that raised; its error may name a broken connection only."""
+    # Read without __getattr__, which may raise any error in an object whose creation was interrupted.
+    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [getattr_static(each, "_workers", None) for each in owners]
     dead = []
     for index, worker in enumerate(next((each for each in found if isinstance(each, list)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
@@ -91,16 +90,16 @@ def dead_workers(error: Exception) -> str:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
             dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
     if dead:  # End the other workers, so that torch does not raise for this one again when they end.
-        for iterator in selves:
+        for iterator in owners:
             if getattr_static(iterator, "_shutdown_workers", None) is not None:
-                part_from_workers(iterator)
+                abandon_workers(iterator)
                 with suppress(Exception):
                     shut_down_workers(iterator)
     return "".join(dead)
 
 
-class _Told:
-    """Replaces an event that was set, or could not be."""
+class _SetEvent:
+    """Replace an event that was set, or that could not be set."""
 
     def set(self) -> None:
         """Do nothing."""

@@ -13,10 +13,10 @@ from torch import nn
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
 from zae.composition import binding
-from zae.data.loader_state import undrawn
-from zae.data.loaders import check_loader, describe, gives_pinned
+from zae.data.loader_state import preserve_streams
+from zae.data.loaders import check_loader, describe, has_pinned_batches
 from zae.data.sharding import shares_of
-from zae.data.workers import part_from_workers
+from zae.data.workers import abandon_workers
 from zae.errors import LoaderError
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
@@ -109,7 +109,7 @@ class Evaluation:
                 metrics = trainer.history.summarize("test", trainer.gather_data, trainer.data_size, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
-            part_from_workers(batches, wrapped)
+            abandon_workers(batches, wrapped)
             raise EvaluationAborted
         # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
         if not len(trainer.log_test) and not any(trainer.gather(count)):
@@ -163,11 +163,11 @@ class Evaluation:
         training, before = modules_in_training(root), (trainer.mode, position.pinned, position.is_evaluating)
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
-            trainer.mode, position.pinned, position.is_evaluating = "test", gives_pinned(loader), True
+            trainer.mode, position.pinned, position.is_evaluating = "test", has_pinned_batches(loader), True
             binding.bind(trainer)
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
-            with torch.no_grad(), isolated, undrawn(loader), trainer.evaluation_context():
+            with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
                 yield
         finally:
             for module in training:

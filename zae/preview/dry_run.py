@@ -29,7 +29,7 @@ from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
 from zae.composition import binding
 from zae.composition.introspect import set_by
-from zae.data.loader_state import undrawn
+from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
 from zae.loop.step_output import call_step
@@ -146,7 +146,7 @@ def first_batch(loader: Any) -> Any:
 def _first_of(loader: DataLoader[Any]) -> Any:
     """Take the first batch of a DataLoader in this process."""
     twin = copy_with(loader, num_workers=0, persistent_workers=False, timeout=0, prefetch_factor=None)
-    with random_state.isolated(*random_state.generators_of(loader)), undrawn(loader), _put_back(loader):
+    with random_state.isolated(*random_state.generators_of(loader)), preserve_streams(loader), _put_back(loader):
         try:
             return next(iter(twin), None)
         except Exception as error:
