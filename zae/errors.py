@@ -4,21 +4,21 @@ The tree, with the built-in family each one also belongs to, so that an
 ``except ValueError`` written before zae keeps working::
 
     ZaeError (Exception)
-    |-- OptionError (TypeError)            an argument nobody takes, or one that is missing
+    |-- OptionError (TypeError)            an unknown argument, or one that is missing
     |-- MissingError (AttributeError)      a method or an attribute that the trainer does not have
-    |-- ConfigError (ValueError)           an argument with a value that cannot be meant
+    |-- ConfigError (ValueError)           an argument with an invalid value
     |-- StepError (TypeError, ValueError)  what train_step or test_step returned
-    |-- LoaderError (ValueError)           what a loader gave, or did not give
-    |-- MonitorError (KeyError, ValueError)  a metric name that nothing records
+    |-- LoaderError (ValueError)           a loader, or what it yielded
+    |-- MonitorError (KeyError, ValueError)  the name of a metric that is not recorded
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
-    |-- TaskError (TypeError)              a trainer class that cannot work as it is written
-    |   `-- AddOnError                     an add-on, or a class made of add-ons, that cannot
+    |-- TaskError (TypeError)              a trainer class that cannot work
+    |   `-- AddOnError                     an add-on, or a composed class, that cannot work
     |       |-- AddOnConflict              two add-ons that exclude each other
     |       |-- AddOnRequirement           an add-on that needs another one, or a package
-    |       `-- AddOnOrder                 relations that no order fulfils
+    |       `-- AddOnOrder                 relations that cannot be ordered
     |-- CheckpointError (ValueError)       a state that was not loaded, or not saved
     |   |-- CheckpointNotFound (FileNotFoundError)
-    |   |-- CheckpointDamaged              a file is absent, cut, changed or hostile
+    |   |-- CheckpointDamaged              a file is missing, truncated, changed or hostile
     |   `-- CheckpointMismatch             a whole state, of another model or composition
     |-- LoggerError (RuntimeError)         a logger that was required, and failed
     `-- DistributedError (RuntimeError)    ranks that failed, died or disagree
@@ -60,22 +60,22 @@ __all__ = [
 class ZaeError(Exception):
     """Base of every error that zae raises on purpose.
 
-    What its text quotes, a name in a checkpoint for instance, is shown without anything that a terminal acts on.
+    Control characters in the text, in a name of a checkpoint for instance, are escaped.
     """
 
     def __str__(self) -> str:
-        # Not by the next class: KeyError shows the repr of its argument, which would print "\n" as two characters.
+        # Not super(): KeyError shows the repr of its argument, with "\n" as two characters.
         return printable(Exception.__str__(self))
 
 
 class OptionError(ZaeError, TypeError):
-    """An argument that nobody takes, or one that is missing."""
+    """An unknown argument, or one that is missing."""
 
 
 class MissingError(ZaeError, AttributeError):
     """A trainer has no method or attribute of this name.
 
-    What to write instead is looked up when the text is asked for: ``hasattr`` does not wait for it.
+    The remedy is computed when the text is read, so that ``hasattr`` is fast.
     """
 
     def __init__(self, *args: object, explain: Callable[[], str] | None = None) -> None:
@@ -90,7 +90,7 @@ class MissingError(ZaeError, AttributeError):
 
 
 class ConfigError(ZaeError, ValueError):
-    """An argument whose value cannot be meant."""
+    """An argument with an invalid value."""
 
 
 class StepError(ZaeError, TypeError, ValueError):
@@ -154,19 +154,19 @@ class DistributedError(ZaeError, RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Return a text with everything escaped in it that a terminal would act on.
+    """Return a text with its control characters escaped.
 
     Parameters
     ----------
     text : str
         Any text.
     kept : str
-        What stays as it is all the same; nothing of one line.
+        Control characters that are kept; an empty str for a single line.
 
     Returns
     -------
     str
-        The same, where all of it can be printed.
+        The text.
 
     Examples
     --------
@@ -183,10 +183,10 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Remove zae's frames from a traceback, except those that call somebody else's code.
+    """Remove zae's frames from a traceback, except those that call other code.
 
-    An error that zae raises on purpose ends in the user's frame: its text says what to do. The traceback of any other
-    error that was raised in zae stays whole, for it may be a bug.
+    An error that zae raises on purpose ends in the user's frame: its text has the remedy. The traceback of any other
+    error that was raised in zae is kept, because it may be a bug.
     """
     entries: list[TracebackType] = []
     entry = error.__traceback__
@@ -205,18 +205,18 @@ def shorten_traceback(error: BaseException) -> None:
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    """Whether a frame belongs to zae; the kit of `zae.testing` stands for the user."""
+    """Whether a frame belongs to zae; `zae.testing` counts as user code."""
     name = str(entry.tb_frame.f_globals.get("__name__"))
     return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))
 
 
 def exit_status(number: int) -> int:
-    """Return the status that a process ends with after a signal asked it to stop, and its state is saved.
+    """Return the exit status of a process that saved its state after a signal.
 
     Parameters
     ----------
     number : int
-        The signal: SIGHUP has its own status, and all others have that of SIGTERM.
+        The signal; SIGHUP has its own status, all others have that of SIGTERM.
 
     Examples
     --------

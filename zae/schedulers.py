@@ -1,7 +1,7 @@
 """Learning-rate schedules that are functions of the step, and what a trainer needs to know about any scheduler.
 
-Each of them computes the rate from the number of steps alone, never from the rate before. So a resumed schedule
-is bitwise the one that was interrupted, and a chain is nothing but its parts, each with its own share of the steps.
+Each of them computes the rate from the number of steps alone, never from the previous rate. So a resumed schedule is
+bitwise the same as an uninterrupted one, and a chain is only its parts, each with its own steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _RATES = ("base_lrs", "_last_lr")
 
 
 class _StepSchedule(LRScheduler):
-    """A schedule whose rates are a function of the step: subclasses give ``total_iters`` and ``lr_at``."""
+    """A schedule whose rates are a function of the step; subclasses define ``total_iters`` and ``lr_at``."""
 
     total_iters: int
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        # An optimizer made with lr=tensor(...) gives tensors; the schedule itself is computed, and saved, in floats.
+        # With lr=tensor(...) these are tensors; the schedule is computed, and saved, in floats.
         self.base_lrs: list[Any] = [float(lr) for lr in self.base_lrs]
 
     def lr_at(self, step: int) -> list[float]:
@@ -153,7 +153,7 @@ class WarmUpScheduler(_Ramp):
     Raises
     ------
     ConfigError
-        If an argument cannot be meant.
+        If an argument has an invalid value.
 
     Examples
     --------
@@ -170,26 +170,8 @@ class WarmUpScheduler(_Ramp):
     """
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps.
-
-        Parameters
-        ----------
-        step : int
-            Number of scheduler steps.
-
-        Returns
-        -------
-        list[float]
-            One rate per param group.
-
-        Examples
-        --------
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> WarmUpScheduler(optimizer, total_iters=4, eta_min=0.5).lr_at(2)
-        [0.75]
-        """
-        if step >= self.total_iters:  # the base rate itself: the formula may miss it by a rounding
+        """Return the rate of every param group after ``step`` scheduler steps."""
+        if step >= self.total_iters:  # The formula may differ from the base rate by a rounding.
             return list(self.base_lrs)
         low = self.eta_min
         return [low + (base - low) * step / self.total_iters for base in map(float, self.base_lrs)]
@@ -214,7 +196,7 @@ class CosineAnnealingScheduler(_Ramp):
     Raises
     ------
     ConfigError
-        If an argument cannot be meant.
+        If an argument has an invalid value.
 
     Examples
     --------
@@ -226,26 +208,8 @@ class CosineAnnealingScheduler(_Ramp):
     """
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps.
-
-        Parameters
-        ----------
-        step : int
-            Number of scheduler steps.
-
-        Returns
-        -------
-        list[float]
-            One rate per param group.
-
-        Examples
-        --------
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> CosineAnnealingScheduler(optimizer, total_iters=4, eta_min=0.5).lr_at(2)
-        [0.75]
-        """
-        if step <= 0:  # the base rate itself: the formula may miss it by a rounding
+        """Return the rate of every param group after ``step`` scheduler steps."""
+        if step <= 0:  # The formula may differ from the base rate by a rounding.
             return list(self.base_lrs)
         low = self.eta_min
         if step >= self.total_iters:
@@ -293,33 +257,14 @@ class SchedulerChain(_StepSchedule):
     """
 
     def __init__(self, *schedulers: LRScheduler) -> None:
-        # Not called "_schedulers": torch's SequentialLR would then rewind the parts and forget the chain itself.
+        # Not called "_schedulers": SequentialLR of torch would then rewind the parts, and not the chain.
         self.schedulers = _chainable(schedulers)
         self.total_iters = sum(part.total_iters for part in self.schedulers)
         self._starts = [0, *accumulate(part.total_iters for part in self.schedulers)][:-1]
         super().__init__(self.schedulers[0].optimizer)
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps.
-
-        Parameters
-        ----------
-        step : int
-            Number of scheduler steps.
-
-        Returns
-        -------
-        list[float]
-            One rate per param group.
-
-        Examples
-        --------
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> chain = SchedulerChain(WarmUpScheduler(optimizer, 2), CosineAnnealingScheduler(optimizer, 4))
-        >>> chain.lr_at(1), chain.lr_at(2)
-        ([0.5], [1.0])
-        """
+        """Return the rate of every param group after ``step`` scheduler steps."""
         index = max((i for i, start in enumerate(self._starts) if start <= step), default=0)
         return self.schedulers[index].lr_at(step - self._starts[index])
 
@@ -363,7 +308,7 @@ def planned_length(scheduler: object) -> int | None:
     """Return the number of ``step()`` calls after which a scheduler must not be stepped, or None.
 
     ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler` and :class:`SchedulerChain`
-    do not, but the rate that they stay at is not one to go on training with. Among torch's combinations,
+    do not, but should not be trained further at their last rate. Among torch's combinations,
     ``ChainedScheduler`` ends with the first of its parts, ``SequentialLR`` with its last part, or with a
     ``OneCycleLR`` that ends before its milestone.
 
@@ -517,7 +462,7 @@ def _sequential_length(scheduler: SequentialLR) -> int | None:
         return None
     for part, start, stop in zip(parts_of(scheduler), [0, *milestones], [*milestones, None], strict=True):
         length = planned_length(part)
-        # Before the last milestone only OneCycleLR is an end: the others wait at their last rate for the next part.
+        # Before the last milestone only OneCycleLR ends: the others keep their last rate until the next part.
         if length is not None and (stop is None or (isinstance(part, OneCycleLR) and stop - 1 - start > length)):
             limits.append(start + length)
     return min(limits, default=None)

@@ -346,8 +346,8 @@ REFUSED: dict[str, Any] = {
     "the step of optimizer 0, a Rprop, which is not SGD, Adam or AdamW": ((), {"optimizer": torch.optim.Rprop}),
     "the step of optimizer 0, a OwnAdamW, which is not SGD": ((), {"optimizer": OwnAdamW}),
     "hooks of the step of optimizer 0": ((), {"optimizer": with_hook}),
-    "a step() of your own in optimizer 0": ((), {"optimizer": with_own_step}),
-    "a step() of your own in optimizer": ((), {"optimizer": with_step_in_a_wrapper}),  # One that says what it wraps.
+    "a custom step() of optimizer 0": ((), {"optimizer": with_own_step}),
+    "a custom step() of optimizer": ((), {"optimizer": with_step_in_a_wrapper}),  # One that says what it wraps.
     "parameters of torch.bfloat16": ((), {"model": lambda: network().bfloat16()}),
     "windows of several batches": ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 2}),
     "clip() of ClippingAddon": ((ClippingAddon,), {"largest": 0.001}),

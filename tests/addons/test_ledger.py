@@ -1,4 +1,4 @@
-"""The ledger of a run, and `python -m zae diff`, which names where two runs part."""
+"""The ledger of a run, and `python -m zae diff`, which names where two runs differ."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_ledger_that_a_kill_cut_short_is_read_up_to_there(tmp_path: Path) -> Non
     (tmp_path / "a").write_text(text[: len(text) - 40])
     assert list(read_ledger(tmp_path / "a")) == list(range(1, 12))
     (tmp_path / "a").write_text("no ledger\n" + text)
-    with pytest.raises(ConfigError, match="line 1 is not one of a ledger: no ledger"):
+    with pytest.raises(ConfigError, match="line 1 is not a line of a ledger: no ledger"):
         read_ledger(tmp_path / "a")
 
 
@@ -396,7 +396,7 @@ def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "the same in all 12 steps" in capsys.readouterr().out
     assert main(["diff", str(a.parent), str(c.parent)]) == 1
     told = capsys.readouterr().out
-    assert "the runs part at step 7, in the stage 'clip'" in told
+    assert "the runs differ at step 7, in the stage 'clip'" in told
     assert "the same up to step 6" in told
     assert main(["diff", "--json", str(a), str(c)]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -405,10 +405,10 @@ def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "contains no ledger (No such file or directory)" in capsys.readouterr().err
     (tmp_path / "weights").write_bytes(b"\xff\xfe\n{}\n")
     assert main(["diff", str(a), str(tmp_path / "weights")]) == 2  # Not 1: nothing was compared.
-    assert "weights, line 1 is not one of a ledger" in capsys.readouterr().err
+    assert "weights, line 1 is not a line of a ledger" in capsys.readouterr().err
     train(b, n_epoch=2)
     assert main(["diff", str(a), str(b)]) == 1
-    assert "runA goes on to step 12, runB to step 8" in capsys.readouterr().out
+    assert "runA ends at step 12, runB at step 8" in capsys.readouterr().out
 
 
 def test_ledger_diff_is_a_command_that_needs_no_torch(tmp_path: Path) -> None:

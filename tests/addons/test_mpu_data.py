@@ -199,12 +199,12 @@ def test_a_sampler_of_one_s_own_loses_nothing(world):
         seen = itertools.chain(*trainer.gather(trainer.seen.get(epoch, [])))
         assert sorted(seen) == list(range(2 * world + epoch))
     own = range(dist.get_rank(), 4 * world, world)
-    dealt = DataLoader(dataset(4 * world), 2, sampler=Given(own, 4))
-    with pytest.raises(LoaderError, match=r"the Given .* not give every one .* same entries.*is_sharded = True"):
-        build(Seen, (MultiGPUAddon,)).run(1, dealt)
-    dealt.is_sharded = True
+    sharded = DataLoader(dataset(4 * world), 2, sampler=Given(own, 4))
+    with pytest.raises(LoaderError, match=r"the Given .* yields different entries.*is_sharded = True"):
+        build(Seen, (MultiGPUAddon,)).run(1, sharded)
+    sharded.is_sharded = True
     trainer = build(Seen, (MultiGPUAddon,))
-    assert trainer.run(1, dealt, dealt)["valid_metrics_history"][0]["valid_n_seen"] == 4 * world
+    assert trainer.run(1, sharded, sharded)["valid_metrics_history"][0]["valid_n_seen"] == 4 * world
     assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
 
 

@@ -81,7 +81,7 @@ def test_an_older_one_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) 
     (run / "step-00000006" / "state.json").unlink()
     status, text = doctor(capsys, run)
     assert status == 0
-    assert "delete what is damaged: step-00000006" in text
+    assert "delete the damaged ones: step-00000006" in text
 
 
 def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """The commands of `python -m zae`: one module for each, imported only when it is used.
 
-A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, whose result is the exit status: 0 when
-all is well, 1 when it found something, 2 for wrong usage and for what cannot be read. Neither this module nor theirs
-may import torch at the top: ``--help`` answers at once.
+The module of a command has ``add_arguments(parser)`` and ``run(arguments) -> int``, which returns the exit status: 0
+for no findings, 1 for findings, 2 for wrong usage and unreadable files. These modules do not import torch at the top,
+so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and say what is wrong and what to do"),
-    "diff": ("zae.cli.diff", "name the first step and stage at which two runs part"),
+    "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and explain what to do about damaged ones"),
+    "diff": ("zae.cli.diff", "name the first step and stage at which two runs differ"),
 }
 """Each command with its module and its line in the help."""
 
@@ -26,7 +26,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command."""
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does: the status tells all the same.
+        if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does; the status is still returned.
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     given = list(sys.argv[1:] if argv is None else argv)
     # Only the module of the given command is imported; the help of all commands needs no module.

@@ -50,7 +50,7 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
     path = Path(path)
     file = path / "ledger.jsonl" if path.is_dir() else path
     try:
-        if file.exists() and not file.is_file():  # A pipe would wait for ever.
+        if file.exists() and not file.is_file():  # Reading a pipe would block.
             raise OSError(errno.EINVAL, "not a plain file")
         lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError as error:
@@ -66,13 +66,15 @@ def read_ledger(path: str | Path) -> dict[int, dict[str, Any]]:
                 if entry["begins_after"] == 0:
                     entries.clear()
                 continue
-            if not 0 <= (step := int(entry["step"])) < 2**63:  # Larger ones collide as keys, if that is wanted.
+            if not 0 <= (step := int(entry["step"])) < 2**63:  # Larger ones may collide as keys.
                 raise ValueError
             entries[step] = {**entry, "stages": dict(entry["stages"])}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if number == len(lines) or (line[:1] == "{" and lines[number].startswith('{"ledger"')):
-                continue  # A run that was killed leaves half a line; resumed, it goes on in the next.
-            raise ConfigError(f"{file}, line {number} is not one of a ledger: {line:.60}") from None
+                continue  # A killed run leaves half a line; the resumed run begins a new one.
+            raise ConfigError(
+                f"{file}, line {number} is not a line of a ledger: {line:.60}; give a file that LedgerAddon wrote"
+            ) from None
     return entries
 
 
@@ -85,7 +87,7 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
             # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
             names = [what for what in a if what in b] if a and b else [*a, *b]
             for what in names if not are_ranks else filter(_ALIKE.__contains__, names):
-                if repr(a.get(what)) != repr(b.get(what)):  # NaN is what it was.
+                if repr(a.get(what)) != repr(b.get(what)):  # NaN equals NaN.
                     return Difference(step, stage, what, a.get(what), b.get(what))
     return None
 
@@ -117,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(found) + "\n")
         return 0 if found["same"] else 1
     if difference is None:
-        longer = "" if ends[0] == ends[1] else f"; runA goes on to step {ends[0]}, runB to step {ends[1]}"
-        sys.stdout.write(f"the same in all {len(common)} steps that both have, up to step {common[-1]}{longer}\n")
+        longer = "" if ends[0] == ends[1] else f"; runA ends at step {ends[0]}, runB at step {ends[1]}"
+        sys.stdout.write(f"the same in all {len(common)} common steps, up to step {common[-1]}{longer}\n")
         return 0 if ends[0] == ends[1] else 1
     sys.stdout.write(_describe(difference, common) + "\n")
     return 1
@@ -127,12 +129,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _describe(found: Difference, common: list[int]) -> str:
     """Describe a difference in words."""
     before = [step for step in common if step < found.step]
-    same = f"the same up to step {before[-1]}" if before else "no step before it was compared"
+    same = f"the same up to step {before[-1]}" if before else "the first step that was compared"
     begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
     begun = begun if before and found.step - before[-1] > 1 else ""
     what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
     return (
-        f"the runs part at step {found.step}, in the stage {found.stage!r}: {what} "
+        f"the runs differ at step {found.step}, in the stage {found.stage!r}: {what} "
         f"({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
     )
 

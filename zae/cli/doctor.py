@@ -1,4 +1,4 @@
-"""`python -m zae doctor PATH`: list the checkpoints of a run, verify them, and say what to do about damaged ones."""
+"""`python -m zae doctor PATH`: list and verify the checkpoints of a run, and explain what to do about damaged ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _examined(path: Path) -> dict[str, Any]:
 
 
 def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what to do."""
+    """Return what to do, one line for each action."""
     if not checkpoints:
         return ['there is no checkpoint: resume="auto" starts a new run here']
     damaged = [each["name"] for each in checkpoints if not each["whole"]]
@@ -82,12 +82,12 @@ def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any
     if not whole:
         return [
             "all are damaged: restore one from a copy, or move them away to start a new run",
-            "weights whose own file is whole can be saved: resume=<path>, allow_partial=['state.json', "
+            "weights whose own file is intact can be used: resume=<path>, allow_partial=['state.json', "
             "'state.safetensors']",
         ]
     names = ", ".join(damaged)
     if checkpoints[0]["whole"]:
-        return [f"resume=True resumes from {whole[0]['name']}", f"delete what is damaged: {names}"]
+        return [f"resume=True resumes from {whole[0]['name']}", f"delete the damaged ones: {names}"]
     lost = "" if checkpoints[0].get("step") is None else f" of step {checkpoints[0]['step']}"
     return [
         f"resume=True skips {names} and resumes from {whole[0]['name']} (step {whole[0]['step']})",
@@ -110,7 +110,7 @@ def _table(report: dict[str, Any]) -> str:
             lines.append(f"{_plain(each['name'])}: {each['wrong']}")
     if report["left_behind"]:
         names = ", ".join(_plain(name) for name in report["left_behind"])
-        lines.append(f"left behind by killed saves, removed by the next one: {names}")
+        lines.append(f"left by interrupted saves, removed by the next save: {names}")
     if report["holder"]:
         lines.append(f"in use: {report['holder']}")
     lines += [f"-> {_plain(line)}" for line in report["advice"]]
@@ -129,12 +129,12 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _left_behind(folder: Path) -> list[str]:
-    """List what interrupted saves and removals have left."""
+    """List the files of interrupted saves and removals."""
     return sorted(p.name for p in folder.glob(".*") if p.name.startswith((".staging-", ".replaced-", ".deleting-")))
 
 
 def _holder(folder: Path) -> str | None:
-    """Say which process is saving into the folder."""
+    """Return the process that saves into the folder."""
     from zae.errors import ConfigError
     from zae.storage.locks import FolderLock
 

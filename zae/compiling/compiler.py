@@ -1,4 +1,4 @@
-"""What `CompileAddon` asks of torch.compile: its settings, its options, and why it refuses a step."""
+"""Settings, options and refusals of torch.compile for `CompileAddon`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
     if fallback_random and backend == "inductor":
         options["options"] = {"fallback_random": True}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        # Else all trainers of a process share the few graphs that one function may have.
+        # Else all trainers of a process share the limit on the graphs of one function.
         options["isolate_recompiles"] = True
     return options
 
@@ -81,11 +81,11 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def reason_of(refusal: Exception) -> str:
-    """Say why the compiler refuses a step."""
+    """Return why the compiler refuses a step."""
     if type(refusal).__name__ == "FailOnRecompileLimitHit":
         return (
-            "torch.compile had to recompile it again and again: it reads a Python value that changes from step to "
-            "step, a counter for instance (TORCH_LOGS=recompiles says which)"
+            "torch.compile recompiled it too often: it reads a Python value that changes with each step, a counter "
+            "for instance (TORCH_LOGS=recompiles names it)"
         )
     return f"torch.compile refuses it: {str(refusal).strip()[:500]}"
 
@@ -105,7 +105,7 @@ def _count_users(settings: Mapping[str, Any], change: int) -> None:
     for place, value in settings.items():
         path, _, name = place.rpartition(".")
         owner = compiler(path)
-        if not hasattr(owner, name):  # Another torch's compiler.
+        if not hasattr(owner, name):  # Another version of torch.
             continue
         count, before = _in_use.get(place, (0, None))
         before = before if count else getattr(owner, name)

@@ -25,7 +25,7 @@ __all__ = ["Update", "clipped", "is_finite", "update", "why_not"]
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
-# The seams in which there is no ".grad" to read. zae's own overrides do not read it, except in clip().
+# The seams that cannot read ".grad" in one graph. Overrides of zae do not read it, except in clip().
 _SEAMS = (
     "clip", "gradients", "micro_step", "sync_context", "normalize", "unscale", "may_step", "optimizer_step", "step_one",
     "zero_grad",
@@ -50,7 +50,7 @@ def why_not(trainer: Trainer) -> str | None:
     layers = trainer._module.named_modules()
     moving = [n or "the model itself" for n, m in layers if getattr(m, "track_running_stats", False)]
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
-    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _acting(trainer)]
+    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _overrides_with_gradients(trainer)]
     reasons: dict[str, Any] = {
         f"the device {trainer.device}: it is tested against the manual loop on a CPU only": trainer.device.type
         != "cpu",
@@ -58,7 +58,7 @@ def why_not(trainer: Trainer) -> str | None:
         f"optimizer {name}, which is capturable or differentiable": any(
             group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups
         ),
-        f"a step() of your own in optimizer {name}": not is_stepped_by_class(optimizer),
+        f"a custom step() of optimizer {name}": not is_stepped_by_class(optimizer),
         f"hooks of the step of optimizer {name}": has_step_hooks(optimizer),
         f"parameters of {', '.join(sorted(dtypes))}": dtypes,
         "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1,
@@ -68,8 +68,8 @@ def why_not(trainer: Trainer) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _acting(trainer: Trainer) -> list[tuple[str, type]]:
-    """List the overrides of seams that would find no gradient."""
+def _overrides_with_gradients(trainer: Trainer) -> list[tuple[str, type]]:
+    """List the overrides of seams that need ``.grad``."""
     idle, found = idle_add_ons(trainer), []
     for seam in _SEAMS:
         for owner in owners_of(type(trainer), seam):
@@ -89,7 +89,7 @@ class Update:
         self.optimizer = optimizer
         self.layout: tuple[Recipe | None, ...] = ()
         self._groups: dict[int, int] = {}
-        self._listed: list[list[int]] = []
+        self._parameters: list[list[int]] = []
         self._without: set[int] = set()
         self._counters: list[Tensor | None] = []
 
@@ -103,9 +103,10 @@ class Update:
         None where some state is missing, which an eager step of the optimizer creates.
         """
         groups = self.optimizer.param_groups
-        listed = [[*map(id, group["params"])] for group in groups]
-        if listed != self._listed:
-            self._listed, self._groups = listed, {each: n for n, ids in enumerate(listed) for each in ids}
+        parameter_ids = [[*map(id, group["params"])] for group in groups]
+        if parameter_ids != self._parameters:
+            self._parameters = parameter_ids
+            self._groups = {each: n for n, ids in enumerate(parameter_ids) for each in ids}
         recipes = [_recipe(self.optimizer, group) for group in groups]
         known: dict[Any, list[float]] = {}
         layout, rows, states, counters = [], [], [], []

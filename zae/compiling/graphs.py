@@ -1,4 +1,4 @@
-"""What a compiled graph depends on: the shapes of a batch, what it cannot do, and the memory of its gradients."""
+"""Conditions of a compiled graph: the shapes of a batch, what is not supported, and the memory of its gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["add_gradients", "detach", "full_batch", "is_full", "shapes_of", "sha
 
 
 def shapes_of(batch: Any) -> Any:
-    """Return what a graph is specialized on: the shapes and types in a batch, and its plain values."""
+    """Return what a graph is specialized on: shapes, types and plain values in a batch."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return tuple(batch.shape), batch.dtype
     if isinstance(batch, Mapping):
@@ -67,7 +67,7 @@ def detach(value: Any) -> Any:
 
 
 def why_not(trainer: Trainer, add_on: type) -> str | None:
-    """Return what a graph of forward and backward cannot do for a trainer; None if it can do everything."""
+    """Return what a graph of forward and backward does not support in a trainer, or None."""
     cls = type(trainer)
     hooked = [name for name, p in trainer.unwrap().named_parameters() if has_gradient_hooks(p)]
     inside = cls.__mro__[cls.__mro__.index(add_on) + 1 :]

@@ -1,4 +1,4 @@
-"""What other trainers call the same thing: only ever read for the text of an error."""
+"""Names of other trainers, and what they are called here; read only for the text of an error."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
     "train_dataloaders": ("Lightning", "run(n_epoch, loader)"),
     "eval_dataloader": ("Composer", "run(n_epoch, loader, valid_loader)"),
     "val_dataloaders": ("Lightning", "run(n_epoch, loader, valid_loader)"),
-    "args": ("Transformers", "keyword arguments, each on its own"),
+    "args": ("Transformers", "keyword arguments, one for each option"),
     "model_init": ("Transformers", "model, which may be a function that returns one"),
 }
-"""Option names of other trainers, whose they are, and what to write here."""
+"""Option names of other trainers, their origin, and what to write here."""
 
 FOREIGN_ARGUMENTS = {
     "n_epoch": "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs nb_epoch max_epoch epoch",
@@ -122,7 +122,7 @@ FOREIGN_ARGUMENTS = {
     "valid_every": "val_every eval_every validate_every val_check_interval eval_interval",
     "steps_per_epoch": "epoch_length limit_train_batches",
 }
-"""What other trainers call each argument of ``run``."""
+"""Names of other trainers for each argument of ``run``."""
 
 FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
     "training_step": ("Lightning", "train_step(batch)"),
@@ -151,7 +151,7 @@ FOREIGN_HOOKS: dict[str, tuple[str, str]] = {
     "compute_loss": ("Transformers", "train_step(batch), which returns {'loss': ...}"),
     "training_loss": ("a common name", "train_step(batch), which returns {'loss': ...}"),
 }
-"""Hook names of other trainers, whose they are, and which seam does it here."""
+"""Hook names of other trainers, their origin, and the seam to override here."""
 
 FOREIGN_METHODS: dict[str, tuple[str, str]] = {
     "fit": ("Lightning", "run(n_epoch, loader, valid_loader)"),
@@ -177,25 +177,25 @@ FOREIGN_METHODS: dict[str, tuple[str, str]] = {
     "callback_metrics": ("Lightning", "metrics"),
     "lr_scheduler": ("Transformers", "scheduler"),
 }
-"""Attributes of other trainers, whose they are, and what has it here."""
+"""Attributes of other trainers, their origin, and what to write here."""
 
 
 def foreign_argument(name: str) -> str:
-    """Return what another trainer's argument of ``run`` is called here; empty when the name is not known."""
+    """Return the argument of ``run`` for the name of another trainer; empty if the name is unknown."""
     return next((here for here, names in FOREIGN_ARGUMENTS.items() if name in names.split()), "")
 
 
 def foreign_option(name: str) -> str:
-    """Say what another trainer's option is called here; empty when the name is not known."""
-    return _named_here(FOREIGN_OPTIONS, name)
+    """Explain the option of another trainer; empty if the name is unknown."""
+    return _explain(FOREIGN_OPTIONS, name)
 
 
 def foreign_method(name: str) -> str:
-    """Say what another trainer's method or attribute is here; empty when the name is not known."""
-    return _named_here(FOREIGN_METHODS, name)
+    """Explain the method or attribute of another trainer; empty if the name is unknown."""
+    return _explain(FOREIGN_METHODS, name)
 
 
-def _named_here(table: dict[str, tuple[str, str]], name: str) -> str:
+def _explain(table: dict[str, tuple[str, str]], name: str) -> str:
     if name not in table:
         return ""
     origin, here = table[name]
@@ -203,7 +203,7 @@ def _named_here(table: dict[str, tuple[str, str]], name: str) -> str:
 
 
 def foreign_hook(name: str) -> str:
-    """Say which seam another trainer's hook, or one spelt nearly so, is here; empty when there is none."""
+    """Explain a hook of another trainer, which may be misspelt; empty if it is unknown."""
     near = difflib.get_close_matches(name, FOREIGN_HOOKS, n=1, cutoff=0.9)
     if not near:
         return ""

@@ -1,4 +1,4 @@
-"""Where the records of a run go.
+"""Destinations of the records of a run.
 
 `base` has Sink and JSONLSink; `worker` calls a sink in a thread with a deadline; `redact` removes secrets.
 """

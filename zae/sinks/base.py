@@ -21,7 +21,7 @@ _log = logging.getLogger("zae")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink knows about the run when it is opened.
+    """Information about the run that a sink is opened for.
 
     Attributes
     ----------
@@ -30,13 +30,13 @@ class RunInfo:
     continued : bool
         Whether records of this run were written before.
     resumed_at : int or None
-        The step of the state that was loaded since: records of later steps will be written again.
+        The step of the state that was loaded: records of later steps will be written again.
     records : int or None
         How many records had been logged when that state was saved.
     timeout : float
         Seconds that opening and closing may take.
     config : mapping
-        How the trainer was made, without secrets.
+        The options of the trainer, without secrets.
 
     Examples
     --------
@@ -55,13 +55,13 @@ class RunInfo:
 class Sink:
     """A destination of records; subclass it for another client.
 
-    Its methods are called one after the other, all but ``load`` in a separate thread: when they block or fail, training
-    continues. A `zae.ZaeError` raised by ``load`` or ``open`` is a mistake of the user, and ends the run.
+    Its methods are called in sequence, all but ``load`` in a separate thread, so that training continues when they
+    block or fail. A `zae.ZaeError` raised by ``load`` or ``open`` is a mistake of the user, and ends the run.
 
     Attributes
     ----------
     name : str
-        For messages, and for the name of the local file.
+        Used in messages, and in the name of the local file.
     remedy : str
         What to do when it fails, as the end of a sentence.
 
@@ -79,7 +79,7 @@ class Sink:
     remedy: ClassVar[str] = "see the message above"
 
     def load(self) -> None:
-        """Import the client, in the main thread; this does not count for the time limit."""
+        """Import the client, in the main thread; the time limit does not apply."""
 
     def open(self, info: RunInfo) -> None:
         """Begin a run, or continue it.
@@ -118,8 +118,8 @@ class Sink:
 class JSONLSink(Sink):
     """A file with one JSON object a line; NaN and the infinities are the texts "nan", "inf" and "-inf".
 
-    Every line is flushed. After a resume, lines of what the loaded state has not seen yet are cut off, and so is a line
-    that was written in part: each record is there exactly once.
+    Every line is flushed. After a resume, lines that are newer than the loaded state, and incomplete ones, are removed,
+    so that each record is in the file once.
     """
 
     name = "jsonl"
@@ -130,7 +130,7 @@ class JSONLSink(Sink):
         self._file: IO[str] | None = None
 
     def open(self, info: RunInfo) -> None:
-        """Make the file, or bring it back to where the run stands."""
+        """Create the file, or remove the lines after the position of the run."""
         path = self.path = self.path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         if not info.continued:
@@ -147,7 +147,7 @@ class JSONLSink(Sink):
         self._file.flush()
 
     def flush(self) -> None:
-        """Wait until the disk has it: a loss of power takes nothing that a checkpoint counts on."""
+        """Wait until the lines are on the disk, as a checkpoint relies on them after a loss of power."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -171,12 +171,12 @@ def _move_aside(path: Path) -> None:
 
 
 def _strict(value: Any) -> Any:
-    # A float64 of NumPy is a float, and shows itself otherwise.
+    # float(): a float64 of NumPy has another repr.
     return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
-    """Keep the first so many lines, of these the whole ones up to a step; the file is changed at once or not at all."""
+    """Keep the complete lines up to a step among the first ``records`` lines; the file is replaced atomically."""
     if not path.exists():
         return
     staging = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
@@ -201,7 +201,7 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
 
 
 def _step_of(line: bytes) -> float | None:
-    """The step of a whole line, else None."""
+    """Return the step of a complete line, else None."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -1,4 +1,4 @@
-"""Hashes of tensors, computed where they are."""
+"""Hash tensors on their device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _keys: dict[torch.device, Tensor] = {}
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Hash tensors where they are: a sum of their 64-bit words, each multiplied by another odd random number.
+    """Hash tensors on their device: a sum of their 64-bit words, each multiplied by another odd random number.
 
-    Any change of one word changes the sum, and others do but for a chance of about 2**-63 (Dietzfelbinger et al. 1997,
-    "A reliable randomized algorithm for the closest-pair problem": multiply-shift hashing). Only the sums travel to
-    the host, in one piece.
+    A change of one word always changes the sum, any other change with a probability of about 1 - 2**-63 (multiply-shift
+    hashing: Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the closest-pair problem"). Only the sums
+    are copied to the host, at once.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     small: dict[torch.device, list[Tensor]] = {}
@@ -72,7 +72,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that one is made of: it is one itself, or nested, or sparse."""
+    """Return the dense tensors of a tensor that may be nested or sparse."""
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.layout is torch.sparse_coo:
@@ -81,7 +81,7 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _sums(data: Tensor) -> Iterator[Tensor]:
-    """The keyed sums of a tensor of bytes, one for each half megabyte."""
+    """Yield the keyed sums of a tensor of bytes, one for each half megabyte."""
     left = data.numel() % 8
     if left or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(8 - left if left else 0)])
@@ -89,12 +89,12 @@ def _sums(data: Tensor) -> Iterator[Tensor]:
     for start in range(0, words.numel(), _WORDS):
         part = words[start : start + _WORDS]
         key = _key(part.device)[: part.numel()]
-        # A processor multiplies and adds whole numbers in one go; elsewhere dot is for floats only.
+        # Outside of the CPU, dot does not support integers.
         yield torch.dot(part, key) if part.is_cpu else (part * key).sum()
 
 
 def _key(device: torch.device) -> Tensor:
-    """Odd random numbers, the same everywhere, drawn from a generator of their own."""
+    """Return odd random numbers, the same in all processes, drawn from a separate generator."""
     if device not in _keys:
         drawn = np.random.Generator(np.random.PCG64(2718)).integers(-(2**63), 2**63 - 1, _WORDS, dtype=np.int64)
         _keys[device] = torch.from_numpy(drawn | 1).to(device)

@@ -1,4 +1,4 @@
-"""Keep secrets out of whatever is written down: states, configs, warnings, errors and local files."""
+"""Remove secrets from all that is written: states, configs, warnings, errors and local files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["HIDDEN", "redact", "secrets_in"]
 
 HIDDEN = "***"
-"""What stands in the place of a secret."""
+"""The replacement of a secret."""
 
 _WORD = (
     r"(?:api[_-]?(?:keys?|token|tkn)|(?:access|account|app|auth|client|db|encryption|licen[cs]e|private|secret|service"
@@ -57,19 +57,19 @@ _FORMS = {
     "vault-service-token, vault-batch-token": r"hv[bs]\.[\w-]{20,}",
     "weights and biases": r"wandb_v1_[\w-]{8,}",
 }
-"""What can be told by its form: the names are those of the rules of gitleaks (github.com/gitleaks, MIT), where it has
-one; the forms are what the services themselves publish."""
+"""Secrets that are recognised by their form. Names are those of the rules of gitleaks (github.com/gitleaks, MIT), where
+it has one; the forms are those that the services publish."""
 
 _FORM = re.compile("|".join(rf"(?<![A-Za-z0-9_]){form}" if form[:3] != "(?<" else form for form in _FORMS.values()))
-_LEAST = 11  # Nothing that has such a form is shorter.
+_LEAST = 11  # The shortest text with such a form.
 _SHORT = 6  # A shorter value is not a real secret, and would hide parts of ordinary words.
 
 
 def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
     """Return a copy in which every secret reads ``***``.
 
-    Hidden are text under a key such as ``api_key``, ``token``, ``password``, ``secret``, ``auth`` or ``cookie``, the
-    user and password of a URL, what has the form of a secret (``hf_...``, ``AKIA...``, ``eyJ...``, the address of a
+    Hidden are str values under a key such as ``api_key``, ``token``, ``password``, ``secret``, ``auth`` or ``cookie``,
+    the user and password of a URL, what has the form of a secret (``hf_...``, ``AKIA...``, ``eyJ...``, the address of a
     webhook, a private key), and the values of environment variables with such a name (``WANDB_API_KEY``,
     ``NEPTUNE_API_TOKEN``, ``HF_TOKEN``). Numbers stay as they are.
     """
@@ -78,7 +78,7 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
 
 
 def secrets_in(value: Any) -> list[str]:
-    """List the texts that stand under a key that looks like a secret."""
+    """List the str values under keys that look like those of secrets."""
     if isinstance(value, Mapping):
         return [text for key, item in value.items() for text in (_texts(item) if _is_secret(key) else secrets_in(item))]
     if isinstance(value, (list, tuple)):
@@ -102,7 +102,7 @@ def _redact(value: Any, known: list[str]) -> Any:
 
 
 def _without_patterns(text: str) -> str:
-    """Hide what looks like a secret; most texts are option names without any of the characters of a secret."""
+    """Hide what looks like a secret, with a fast path for texts without ":" and "=", as option names are."""
     if ":" in text or "=" in text:
         text = _COOKIE.sub(rf"\g<1>{HIDDEN}", _OF_URL.sub(f"{HIDDEN}@", text))
         text = _NAMED.sub(rf"\g<1>{HIDDEN}", _BEARER.sub(rf"\g<1>{HIDDEN}", text))
@@ -115,13 +115,13 @@ def _is_secret(key: Any) -> bool:
     return isinstance(key, str) and _is_name_of_secret(key)
 
 
-@lru_cache(maxsize=1024)  # The names of the environment and of the options are asked for again and again.
+@lru_cache(maxsize=1024)  # The same names of options and of the environment recur.
 def _is_name_of_secret(name: str) -> bool:
     return _KEY.search(_CAMEL.sub("_", name)) is not None
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, whatever it stands under."""
+    """Yield every str in a value, under any key."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
