@@ -376,7 +376,7 @@ def test_fault_a_metric_that_nothing_records(monitor, add_ons):
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
     trainer = make(cls.add_on(*add_ons), monitor=monitor, monitor_mode="max", **options)
     with pytest.raises(
-        MonitorError, match=r"^\W*unknown metric .*; did you mean 'accuracy'\?; available: loss, accuracy"
+        MonitorError, match=r"^\W*unknown metric .*; did you mean 'accuracy'\? Available: loss, accuracy"
     ):
         trainer.run(5, loader(), loader())
     assert trainer.progress_checker.step == 0

@@ -185,7 +185,7 @@ def test_nothing_of_the_run_is_validated_before_training() -> None:
 def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
     """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
     trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
-    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy"):
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy"):
         trainer.run(5, loader(), valid())
     assert trainer.progress_checker.epoch == 1
     for misspelt, meant in (

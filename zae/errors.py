@@ -182,6 +182,12 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def kind_of(value: object) -> str:
+    """Return ``"None"``, or the type of a value with its article."""
+    name = type(value).__name__
+    return "None" if value is None else f"a{'n' * (name[0] in 'AEIOUaeiou')} {name}"
+
+
 def shorten_traceback(error: BaseException) -> None:
     """Remove zae's frames from a traceback, except those that call other code.
 

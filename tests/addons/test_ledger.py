@@ -393,7 +393,7 @@ def test_ledger_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     train(b)
     train(c, astray=("clip", 7))
     assert main(["diff", str(a), str(b.parent)]) == 0
-    assert "the same in all 12 steps" in capsys.readouterr().out
+    assert "the same in all 12 common steps" in capsys.readouterr().out
     assert main(["diff", str(a.parent), str(c.parent)]) == 1
     told = capsys.readouterr().out
     assert "the runs differ at step 7, in the stage 'clip'" in told

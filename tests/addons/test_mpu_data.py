@@ -188,7 +188,7 @@ def test_a_sampler_of_one_s_own_loses_nothing(world):
         assert sorted(itertools.chain(*trainer.gather(trainer.seen.get(epoch, [])))) == list(range(12))
     for given in (10, 12):
         bad = DataLoader(dataset(12), 2, sampler=Given(range(given), 22 - given))
-        with pytest.raises(LoaderError, match=f"length of {22 - given} and gave {given} entries.*fix its __len__"):
+        with pytest.raises(LoaderError, match=f"length of {22 - given} and yielded {given} entries.*fix its __len__"):
             build(Seen, (MultiGPUAddon,)).run(1, bad)
     short = loader(2 * world - 1, 2, drop_last=True)
     with pytest.raises(LoaderError, match=f"takes {2 * world} samples, 2 each, .* gives {2 * world - 1}: drop_last"):

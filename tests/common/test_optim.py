@@ -36,7 +36,7 @@ def test_optimizers_that_cannot_train_the_model() -> None:
         Task(model, "cpu")
     with pytest.raises(ConfigError, match="optimizer is a str"):
         Task(model, "cpu", optimizer="adam")
-    with pytest.raises(ConfigError, match=r"optimizer\['c'\] is a int"):
+    with pytest.raises(ConfigError, match=r"optimizer\['c'\] is an int"):
         Task(model, "cpu", optimizer={"g": SGD(model.parameters()), "c": 3})
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="was made for another optimizer than the one given"):

@@ -21,7 +21,7 @@ from zae.addons import GradientAccumulationAddon
         (list, r"loader has 0 batches \(list\); give it data"),
         (
             lambda: loader(4, drop_last=True),
-            r"length 4, batch_size=8, drop_last=True\); use a larger dataset, or drop_last=False",
+            r"length 4, batch_size=8, drop_last=True\); use more data, or drop_last=False",
         ),
         (lambda: iter([]), "the loader yielded 0 batches in epoch 1"),
         (lambda: (b for b in ()), r"the loader yielded 0 batches in epoch 1 \(generator\); give it data"),

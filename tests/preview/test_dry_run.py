@@ -175,7 +175,7 @@ def test_a_fault_of_test_step_is_raised_before_the_first_step() -> None:
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy"])
 def test_an_unknown_monitor_is_refused_before_the_first_step(monitor: str) -> None:
     trainer = make(monitor=monitor, monitor_mode="max")
-    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy") as caught:
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy") as caught:
         trainer.run(2, batches(), batches())
     assert caught.value.__notes__[0].startswith(NOTE)
     assert trainer.progress_checker.step == 0

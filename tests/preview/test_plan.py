@@ -332,7 +332,7 @@ def test_plan_of_a_stream_says_what_cannot_be_known() -> None:
 def test_plan_refuses_an_unknown_monitor_with_the_names_there_are() -> None:
     """P-35: a typo is found before the first batch."""
     loader, valid = loaders()
-    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\?; available: loss, accuracy, spread"):
+    with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy, spread"):
         make(monitor="acuracy", monitor_mode="max").plan(2, loader, valid)
     with pytest.raises(MonitorError, match="available: loss, size"):
         make(monitor="accuracy").plan(2, loader)

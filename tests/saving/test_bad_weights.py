@@ -22,7 +22,7 @@ def _weights(**changes):
     [
         (_weights(bias=None), r"1 missing \(bias\); nothing was loaded"),
         (_weights(extra=torch.ones(1)), r"1 unexpected \(extra\)"),
-        (_weights(weight=torch.ones(2, 3)), r"1 shapes differ \(weight is \(2, 3\) and must be \(1, 3\)\)"),
+        (_weights(weight=torch.ones(2, 3)), r"1 of another shape \(weight is \(2, 3\) and must be \(1, 3\)\)"),
         (
             {f"layer{i}.weight": torch.ones(1) for i in range(30)},
             r"2 missing \(weight, bias\); 30 unexpected \(lay.*\.\.\.\)",
@@ -58,7 +58,7 @@ def test_what_fits_can_be_loaded_and_the_rest_is_returned():
     weights = _weights(bias=None, extra=torch.ones(1), weight=torch.full((1, 3), 2.0))
     assert trainer.apply_weights(weights, strict=False) == (["bias"], ["extra"])
     assert trainer.unwrap().weight.tolist() == [[2.0, 2.0, 2.0]]
-    with refused(trainer, CheckpointMismatch, "1 shapes differ"):
+    with refused(trainer, CheckpointMismatch, "1 of another shape"):
         trainer.apply_weights(_weights(weight=torch.ones(2, 3)), strict=False)
 
 

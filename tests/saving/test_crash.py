@@ -406,7 +406,7 @@ def test_what_could_not_be_removed_is_no_other_run(folder: Path) -> None:
     assert ended.progress_checker.step == 4
     train(folder / "other", 1)
     shutil.copytree(folder / "other" / "step-00000001", folder / "run" / "step-00000001", dirs_exist_ok=True)
-    with pytest.raises(ConfigError, match=r"1 checkpoints of another run.*step-00000001"):
+    with pytest.raises(ConfigError, match=r"1 checkpoint of another run.*step-00000001"):
         train(folder / "run", 5, keep_last=1)
 
 

@@ -731,7 +731,7 @@ def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.
     groups = [{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:]}]
     double = faults.classifier().double()
     for network, optimizer, message in (
-        (wide, torch.optim.AdamW(wide.parameters()), "shapes differ"),
+        (wide, torch.optim.AdamW(wide.parameters()), "of another shape"),
         (model, torch.optim.AdamW(groups), r"parameter groups of \[2, 4\]"),
         (model, torch.optim.SGD(model.parameters(), lr=0.1), "optimizer 0 was saved by AdamW, and is SGD here"),
         (double, torch.optim.AdamW(double.parameters()), r"0\.weight was torch.float32 and is torch.float64"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from zae.errors import ConfigError, StepError, did_you_mean
+from zae.errors import ConfigError, StepError, did_you_mean, kind_of
 
 __all__ = [
     "check_count",
@@ -38,7 +38,7 @@ def check_model(model: Any, seeded: AbstractContextManager[None]) -> nn.Module:
         with seeded:
             model = model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that returns one")
+        raise ConfigError(f"model is {kind_of(model)}; give a torch.nn.Module, or a function that returns one")
     return model
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.torch_private import has_step_hooks, is_profiling
-from zae.errors import CheckpointMismatch, ConfigError, StepError
+from zae.errors import CheckpointMismatch, ConfigError, StepError, kind_of
 
 __all__ = [
     "as_dict",
@@ -420,8 +420,8 @@ def call_factories(
         made = call(each, argument(name))
         if not isinstance(made, (kind, ReduceLROnPlateau)):
             raise ConfigError(
-                f"the function given as {label(what, value, name)} returned a {type(made).__name__}; return a torch "
-                f"{kind.__name__}"
+                f"the function given as {label(what, value, name)} returned {kind_of(made)}; return a "
+                f"torch {kind.__name__}"
             )
         return made
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.common.optim import as_dict, label, optimizer_for, parameters_of
-from zae.errors import ConfigError
+from zae.errors import ConfigError, kind_of
 
 __all__ = ["check_optimizers"]
 
@@ -70,7 +70,7 @@ def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
             _refuse_pair(what, where, *each)
         if not callable(each):
             raise ConfigError(
-                f"{where} is a {type(each).__name__}; give a {kinds[0].__module__.removesuffix('.optimizer')}."
+                f"{where} is {kind_of(each)}; give a {kinds[0].__module__.removesuffix('.optimizer')}."
                 f"{kinds[0].__name__}, or a function that makes one: {_lambda(what, _EXAMPLES[what])}"
             )
         _check_factory(what, where, each)

@@ -199,7 +199,7 @@ def _explain(table: dict[str, tuple[str, str]], name: str) -> str:
     if name not in table:
         return ""
     origin, here = table[name]
-    return f"it is {here}" if origin == "zae" else f"it is {_owner(origin)}; here: {here}"
+    return f"it is {here}" if origin == "zae" else f"it is {_owner(origin)} for {here}"
 
 
 def foreign_hook(name: str) -> str:
@@ -209,7 +209,7 @@ def foreign_hook(name: str) -> str:
         return ""
     origin, here = FOREIGN_HOOKS[near[0]]
     spelt = "it" if near[0] == name else f"did you mean {near[0]!r}? That"
-    return f"{spelt} is {_owner(origin)}; here: {here}"
+    return f"{spelt} is {_owner(origin)} for {here}"
 
 
 def _owner(origin: str) -> str:

@@ -59,7 +59,8 @@ def check_loader(loader: Any, name: str = "loader") -> None:
     if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
         raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give a dict: valid_loader={{name: loader}}")
     if length_of(loader) == 0:
-        raise LoaderError(f"{name} has 0 batches ({describe(loader)}); use a larger dataset, or drop_last=False")
+        remedy = "use more data, or drop_last=False" if getattr(loader, "drop_last", False) else "give it data"
+        raise LoaderError(f"{name} has 0 batches ({describe(loader)}); {remedy}")
 
 
 def copy_with(loader: _Loader, **changes: Any) -> _Loader:

@@ -67,7 +67,8 @@ class Metrics(dict[str, Any]):
             known = f"{', '.join(self)}; use one of these" if self else ""
             known = known or "none: no epoch (or no validation) has returned the monitored metric"
             names = [*(split_prefix(name)[1] for name in self), *self]
-            raise MonitorError(f"unknown metric {key!r}{did_you_mean(key, names)}; available: {known}")
+            hint = did_you_mean(key, names)
+            raise MonitorError(f"unknown metric {key!r}{f'{hint} A' if hint else '; a'}vailable: {known}")
         return self[found]
 
     def __contains__(self, key: object) -> bool:
@@ -308,8 +309,9 @@ class History:
                 return float(source[name])
         if self.monitor == "loss":
             return None
+        hint = did_you_mean(bare, source)
         raise MonitorError(
-            f"unknown metric {self.monitor!r} in monitor{did_you_mean(bare, source)}; available: "
+            f"unknown metric {self.monitor!r} in monitor{f'{hint} A' if hint else '; a'}vailable: "
             f"{', '.join(source) or 'none'}; give one of these, or return it from the step"
         )
 

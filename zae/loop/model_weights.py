@@ -130,7 +130,7 @@ def fit_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) 
         if not _accepts(module, key.rpartition(".")[0], weights)
     ]
     # With strict=False too, or torch would raise in the middle of loading.
-    wrong = {"shapes differ": shapes} | ({"missing": missing, "unexpected": unexpected} if strict else {})
+    wrong = {"of another shape": shapes} | ({"missing": missing, "unexpected": unexpected} if strict else {})
     parts = [
         f"{len(v)} {k} ({', '.join(v[:_SHOWN])}{', ...' if len(v) > _SHOWN else ''})" for k, v in wrong.items() if v
     ]

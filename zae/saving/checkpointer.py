@@ -106,9 +106,9 @@ class Checkpointer:
         others = [path for path in others if not (known and self._is_left_over(path, step))]
         if others and not overwrite:
             raise ConfigError(
-                f"save_path={str(self.folder)!r} contains {len(others)} checkpoints of another run, or newer than this "
-                f"one (newest: {others[0].name}); write resume='auto' to resume from it, give another "
-                "save_path, or overwrite=True to replace them"
+                f"save_path={str(self.folder)!r} contains {len(others)} checkpoint{'s' * (len(others) > 1)} of "
+                f"another run, or newer than this one (newest: {others[0].name}); write resume='auto' to "
+                "resume from it, give another save_path, or overwrite=True to replace them"
             )
         self._replaced = others
 
@@ -252,8 +252,8 @@ class Checkpointer:
             return path
         if self.last is None and (older := list_checkpoints(self.folder)):
             raise CheckpointNotFound(
-                f"{self.folder} contains {len(older)} checkpoints of another run (newest: {older[0].name}), and none "
-                "of this trainer; write resume=True to continue that run"
+                f"{self.folder} contains {len(older)} checkpoint{'s' * (len(older) > 1)} of another run (newest: "
+                f"{older[0].name}), and none of this trainer; write resume=True to continue that run"
             )
         raise CheckpointNotFound(
             f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; give run() a "
