@@ -191,7 +191,7 @@ def test_a_sampler_of_one_s_own_loses_nothing(world):
         with pytest.raises(LoaderError, match=f"length of {22 - given} and yielded {given} entries.*fix its __len__"):
             build(Seen, (MultiGPUAddon,)).run(1, bad)
     short = loader(2 * world - 1, 2, drop_last=True)
-    with pytest.raises(LoaderError, match=f"takes {2 * world} samples, 2 each, .* gives {2 * world - 1}: drop_last"):
+    with pytest.raises(LoaderError, match=f"takes {2 * world} samples, 2 each, .* has {2 * world - 1}: drop_last"):
         build(Seen, (MultiGPUAddon,)).run(1, short)
     trainer = build(Seen, (MultiGPUAddon,))
     trainer.run(2, DataLoader(Grows(dataset(2 * world + 1)), 2))
