@@ -18,7 +18,7 @@ from zae.common.walk import tensors_in
 from zae.compiling import compiler, fused, graphs, kernels
 from zae.compiling.benchmark import Benchmark, Report
 from zae.errors import ConfigError, did_you_mean
-from zae.loop.step_output import StepOutput
+from zae.loop.step_output import read_output
 
 __all__ = ["CompileAddon"]
 
@@ -219,7 +219,7 @@ class CompileAddon(AddOnBase):
         parameters = [p for p in held if p.requires_grad]
         out = self._in_graph(batch, count, parameters)
         if out is not None:
-            return StepOutput.read(self, out, batch)
+            return read_output(self, out, batch)
         eager = super().micro_step(batch, count)
         if self._update is not None:
             self._update.note(parameters)

@@ -37,7 +37,7 @@ from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
-from zae.loop.step_output import StepOutput, count_of, explain_failure
+from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
 from zae.preview import explain, preview
 from zae.storage.checkpoint import Weights, read_weights, save_weights
 
@@ -392,16 +392,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
         micro_batches = self.micro_batches(batch)
-        count = len(micro_batches)
-        run, num_targets = self.current_run, []
+        run, count = self.current_run, len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
-        for index, micro_batch in enumerate(micro_batches, start=1):
-            run.batch = micro_batch
-            with self.sync_context(index == count):
-                values, _ = output = self.micro_step(self.to_device(micro_batch), count)
-            outputs.append(output)
-            num_targets.append(values.get("num_targets"))
-        self.normalize(num_targets)
+        for run.batch in micro_batches:
+            with self.sync_context(len(outputs) == count - 1):
+                outputs.append(self.micro_step(self.to_device(run.batch), count))
+        self.normalize([values.get("num_targets") for values, _ in outputs])
         return outputs
 
     # ------------------------------------------------------------------------- the seams of a step, in its order
@@ -445,13 +441,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
         with self.forward_context():
             out = self.train_step(batch)
         try:
-            values, _ = output = StepOutput.read(self, out, batch)
+            values, _ = output = read_output(self, out, batch)
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(self, out, batch, error)
             raise
         # In a window a copy: a step may return the same dict for each of its batches.
-        return output if count == 1 else StepOutput((dict(values), output[1]))
+        return output if count == 1 else (dict(values), output[1])
 
     @seam
     def forward_context(self) -> AbstractContextManager[None]:
@@ -535,7 +531,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def optimizer_step(self) -> bool:
         """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
-        return not [each for each in self.optimization.optimizers.values() if not self.step_one(each)]
+        stepped = True
+        for optimizer in self.optimization.optimizers.values():
+            stepped = self.step_one(optimizer) and stepped
+        return stepped
 
     @seam
     def step_one(self, optimizer: Optimizer) -> bool:

@@ -16,7 +16,7 @@ from zae.errors import StepError
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["StepOutput", "call_step", "count_of", "explain_failure"]
+__all__ = ["StepOutput", "call_step", "count_of", "explain_failure", "read_output"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -52,22 +52,22 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
         """The number of targets that the loss is the mean over; None where the step did not count them."""
         return self[0].get("num_targets")
 
-    @classmethod
-    def read(cls, trainer: Trainer, out: Any, batch: Any) -> StepOutput:
-        """Read what a step of the present mode returned for a batch, or raise StepError with what is wrong with it."""
-        if type(out) is not dict and not isinstance(out, Mapping):
-            is_number = isinstance(out, (int, float, np.number)) and trainer.mode == "test"
-            if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
-                raise _not_a_mapping(trainer, out, batch)
-            out = {"loss": out}
-        return cls((out, trainer.sample_weight(batch, out.get("num_targets"))))
+
+def read_output(trainer: Trainer, out: Any, batch: Any) -> tuple[Mapping[str, Any], Any]:
+    """Return as a pair of values and weight what a step of the present mode returned; raise StepError if it cannot."""
+    if type(out) is not dict and not isinstance(out, Mapping):
+        is_number = isinstance(out, (int, float, np.number)) and trainer.mode == "test"
+        if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
+            raise _not_a_mapping(trainer, out, batch)
+        out = {"loss": out}
+    return out, trainer.sample_weight(batch, out.get("num_targets"))
 
 
-def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> StepOutput:
+def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> tuple[Mapping[str, Any], Any]:
     """Call a step of the present mode on a batch that is on the device, and read what it returns."""
     with trainer.forward_context():
         out = step(batch)
-    return StepOutput.read(trainer, out, batch)
+    return read_output(trainer, out, batch)
 
 
 def _name_of(trainer: Trainer, batch: Any) -> str:
@@ -85,7 +85,7 @@ def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) ->
     if isinstance(out, Tensor) and out.numel() == 1:
         out = {"loss": out}
     if not isinstance(out, Mapping):
-        return  # `StepOutput.read` has refused it.
+        return  # `read_output` has refused it.
     try:
         _check_output(trainer, out, batch)
     except StepError as refused:
