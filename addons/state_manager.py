@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,11 @@ from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_flags, check_folder, check_partial
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
-from zae.errors import (
-    CheckpointError,
-    CheckpointMismatch,
-    ConfigError,
-    MonitorError,
-    NonFiniteError,
-)
+from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.model_weights import named_parameters
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer, Content
-from zae.saving.crash import CrashSaver, warn_of_lost_ranks
+from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import OLD_ATTRIBUTES, Resumption
 from zae.saving.retention import Retention
@@ -31,7 +25,6 @@ from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start, parts_of
 from zae.saving.stop_signals import StopSignals
 from zae.storage.checkpoint import newest_valid
-from zae.storage.manifest import check_progress
 
 __all__ = ["StateManagerAddon"]
 
@@ -150,35 +143,30 @@ class StateManagerAddon(AddOnBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         model_format = format_for(self.unwrap(), save_format)
-        folder = check_folder(save_path, "save_path").absolute()  # The script may change its directory.
+        self.save_path = folder = check_folder(save_path, "save_path").absolute()  # A script may change its own.
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         last, best = check_count("keep_last", keep_last, optional=True), check_count("keep_best", keep_best, least=0)
         start = Start(start_from, start_with, parts_of(type(self)), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
-        if on_save_error not in ("raise", "warn"):
-            raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
         flags = check_flags(overwrite=overwrite, save_async=save_async, save_on_signal=save_on_signal)
         self.overwrite, in_background, self.save_on_signal = flags
         self.on_save_error = on_save_error
         retention = Retention(last, best or 0, 1 if self.monitor_mode == "min" else -1)
-        self.checkpointer = Checkpointer(folder, model_format, retention, in_background=in_background)
+        on_error: dict[str, Any] = {
+            "on_save_error": on_save_error,
+            "warns_of_nonfinite": self.nonfinite.policy != "raise",
+        }
+        self.checkpointer = Checkpointer(folder, model_format, retention, in_background=in_background, **on_error)
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder)
-
-    @property
-    def save_path(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.checkpointer.folder
 
     @property
     def last_path(self) -> Path | None:
         """The newest checkpoint of this run, None before the first."""
-        self._settle_save()
         return self.checkpointer.last
 
     @property
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
-        self._settle_save()
         return self.checkpointer.best
 
     # ---------------------------------------------------------------------------------------------- during a run
@@ -202,6 +190,7 @@ class StateManagerAddon(AddOnBase):
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
+        self.checkpointer.has_failed = False
         if self.is_main:
             self.checkpointer.open(self.progress_checker.step, self.overwrite)
         self._resumption.unsaved.begin(self)
@@ -223,10 +212,9 @@ class StateManagerAddon(AddOnBase):
         progress, retention = self.progress_checker, self.checkpointer.retention
         self._crash.rest(progress)
         if self.checkpointer.saver.is_open:
-            self._sync_save()
+            self.checkpointer.sync(self.gather)
         is_best = bool(retention.best) and self.best.get("step") == progress.step
-        every, in_epoch = self.save_every, progress.epoch_batch > 0
-        is_due = every.due_at_step(progress.step) if in_epoch else every.due_at_epoch(progress.epoch)
+        in_epoch, is_due = progress.epoch_batch > 0, self.save_every.is_due(progress)
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             name = self.checkpointer.path_at(progress.step).name
             is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
@@ -238,11 +226,10 @@ class StateManagerAddon(AddOnBase):
         """Save the end of the run, unless that was just done; after a signal, end the process."""
         super().on_run_end()
         signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
-        self._sync_save()
+        self.checkpointer.sync(self.gather)
         if self.checkpointer.saved_at != self.progress_checker.moment:
             self.save_state()
         if signal is not None:
-            self._settle_save()
             if self.is_main:
                 _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
             self._stop_signals.end(signal)
@@ -250,7 +237,7 @@ class StateManagerAddon(AddOnBase):
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""
         super().on_exception(error)
-        self._crash.has_failed = True
+        self.checkpointer.has_failed = True
         run, progress = self.current_run, self.progress_checker
         in_step = self._crash.was_in_step(progress, run.batch is not None)  # None before the first step.
         if progress.pending_validation and run.signals:
@@ -276,10 +263,10 @@ class StateManagerAddon(AddOnBase):
         self._crash.end()
         self._resumption.leave(self.progress_checker.run_calls)
         try:
-            self._settle_save()
+            self.checkpointer.settle()
         finally:
             self.checkpointer.close()
-            signal = None if self._crash.has_failed else self._stop_signals.received
+            signal = None if self.checkpointer.has_failed else self._stop_signals.received
             try:
                 super().teardown()
             finally:
@@ -307,7 +294,7 @@ class StateManagerAddon(AddOnBase):
         CheckpointError
             The disk refuses; what was there is unchanged.
         """
-        self._settle_save()
+        self.checkpointer.settle()
         checkpointer, progress, is_saved = self.checkpointer, self.progress_checker, False
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
@@ -315,7 +302,7 @@ class StateManagerAddon(AddOnBase):
         checkpointer.saver.begin(self.world_size)
         score = self._present_score()
         kept = (target.name, score) if path is None else None
-        with self._tolerating_failed_save(), checkpointer.adding(kept, self.progress_checker.moment) as replaces:
+        with checkpointer.adding(kept, progress.moment) as replaces:
             self._write_state(target, replaces, {"score": score})
             is_saved = True
         self.barrier()
@@ -325,7 +312,7 @@ class StateManagerAddon(AddOnBase):
 
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
         """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
-        checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self._crash.has_failed
+        checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self.checkpointer.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.loader_position.is_evaluating, in_step and self.is_main)
         state = RankStates.add_entries(self, self.state_dict())
@@ -340,29 +327,6 @@ class StateManagerAddon(AddOnBase):
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""
         return self.history.score_at(self.progress_checker.step, self.current_run.valid_loader is not None)
-
-    def _settle_save(self) -> None:
-        """Wait for a background save, and raise or log what it failed with."""
-        with self._tolerating_failed_save():
-            self.checkpointer.settle()
-
-    def _sync_save(self) -> None:
-        """Learn on every rank what became of the last save, so that all agree on what is due."""
-        with self._tolerating_failed_save():
-            self.checkpointer.settle(wait=False)
-        self.checkpointer.sync(self.gather)
-
-    @contextlib.contextmanager
-    def _tolerating_failed_save(self) -> Iterator[None]:
-        """Warn of a save that failed instead of raising, if ``on_save_error`` or ``on_nonfinite`` allow it."""
-        try:
-            yield
-        except BaseException as error:
-            by_disk = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
-            not_finite = isinstance(error, NonFiniteError) and self.nonfinite.policy != "raise"
-            if not ((by_disk and (self.on_save_error == "warn" or self._crash.has_failed)) or not_finite):
-                raise
-            _log.warning("not saved at step %d: %s", self.progress_checker.step, error)
 
     # --------------------------------------------------------------------------------------------------- loading
 
@@ -385,7 +349,7 @@ class StateManagerAddon(AddOnBase):
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
             With what to do.
         """
-        self._settle_save()
+        self.checkpointer.settle()
         found = Path(path).expanduser() if path is not None else self.save_path
         found, content, _ = newest_valid(found, self.checkpointer.read) or (found, None, [])
         self._load_content(found, content, strict, check_partial(allow_partial))
@@ -407,8 +371,6 @@ class StateManagerAddon(AddOnBase):
     def _load_content(self, found: Path, content: Content | None, strict: bool, allow_partial: Sequence[str]) -> None:
         """Load what was read of a checkpoint."""
         manifest, model, state = content or self.checkpointer.read(found, allow_partial)
-        check_progress(found, manifest, state)
-        warn_of_lost_ranks(found, manifest)
         if allow_partial and not (model and state):
             rest = "all but the weights" if model else "the model"
             _log.warning("%s is damaged: %s starts a new run", found, rest)

@@ -130,7 +130,9 @@ class AddOnOrder(AddOnError):
 
 
 class CheckpointError(ZaeError, ValueError):
-    """A state was not loaded, or not saved."""
+    """A state was not loaded, or not saved; ``errno`` is the system's number where a disk has refused."""
+
+    errno: int | None = None
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):

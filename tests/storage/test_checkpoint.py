@@ -451,7 +451,7 @@ def test_a_full_or_broken_disk(
         for part in (" bytes are needed and ", " are free there", "Free some space, or give another path"):
             assert (part in text) == is_full, "no more space helps against a broken disk"
         assert is_full or "; Give another path" in text
-        assert isinstance(caught.value.__cause__, OSError)
+        assert (caught.value.errno, caught.value.__cause__) == (code, None)
         watch()
         assert is_of(parent / checkpoint_name(1), 1)
         if once:

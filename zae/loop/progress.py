@@ -104,6 +104,10 @@ class Every:
             return cls(steps=value)
         raise ConfigError(f"{name}={value!r}; write Every(steps=...) or Every(epochs=...), or a number of steps")
 
+    def is_due(self, progress: ProgressChecker) -> bool:
+        """Return whether it is due now: after a step in an open epoch, else at the end of an epoch."""
+        return self.due_at_step(progress.step) if progress.epoch_batch else self.due_at_epoch(progress.epoch)
+
     def due_at_step(self, step: int) -> bool:
         """Whether it is due after this optimizer step.
 

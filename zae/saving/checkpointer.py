@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from zae.saving.crash import crashes_in, forget_claims
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
+from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
 from zae.saving.retention import Retention
 from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
 from zae.storage.locks import FolderLock
-from zae.storage.manifest import Manifest, read_manifest
+from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
 
 __all__ = ["Checkpointer", "Content"]
@@ -43,11 +43,17 @@ class Checkpointer:
         The rule for which checkpoints stay.
     in_background : bool
         Whether a thread writes while training goes on.
+    on_save_error : {"raise", "warn"}
+        What happens if the disk refuses.
+    warns_of_nonfinite : bool
+        Whether a save only warns if weights are not finite.
 
     Attributes
     ----------
     run_id : str
         The run whose checkpoints these are.
+    has_failed : bool
+        Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
         Epoch, step and pending validation of the newest checkpoint that was saved or loaded.
 
@@ -58,9 +64,21 @@ class Checkpointer:
     (None, None, 'step-00000012')
     """
 
-    def __init__(self, folder: Path, model_format: str, retention: Retention, *, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model_format: str,
+        retention: Retention,
+        *,
+        in_background: bool = False,
+        on_save_error: str = "raise",
+        warns_of_nonfinite: bool = False,
+    ) -> None:
         self.folder, self.model_format, self.retention = folder, model_format, retention
-        self.run_id = ""
+        if on_save_error not in ("raise", "warn"):
+            raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
+        self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
+        self.run_id, self.has_failed = "", False
         self.saved_at: _Place | None = None
         self.saver = Saver(in_background)
         self._lock = FolderLock(folder)
@@ -68,6 +86,7 @@ class Checkpointer:
         self._damaged: set[str] = set()  # Newer ones that the resume has passed over.
         self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
         self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
+        self._step = 0  # That of the last save.
 
     def path_at(self, step: int) -> Path:
         """Return the place of the checkpoint of a step."""
@@ -76,11 +95,13 @@ class Checkpointer:
     @property
     def last(self) -> Path | None:
         """The newest checkpoint of this run, None before the first."""
+        self.settle()
         return self.folder / max(self.retention.scores) if self.retention.scores else None
 
     @property
     def best(self) -> Path | None:
         """The existing checkpoint with the best score, None if there is no score."""
+        self.settle()
         there = self._names()
         return next((self.folder / name for name in self.retention.ranked() if name in there), None)
 
@@ -131,22 +152,26 @@ class Checkpointer:
     def adding(self, kept: tuple[str, float | None] | None, place: _Place) -> Iterator[list[Path]]:
         """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
 
-        All ranks call it; None is a checkpoint elsewhere. After an error in the block, or in the thread that writes
-        (see `settle`), everything is as before.
+        All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
+        as before, and the error is raised or logged.
         """
         scores = self.retention.scores
-        self._before = (dict(scores), self._replaced)
-        if kept is None:
-            with self._forgetting():
-                yield []
+        self._before, self._step = (dict(scores), self._replaced), place[1]
+        names: list[str] = []
+        replaced: list[Path] = []
+        if kept is not None:
+            scores[kept[0]] = kept[1]
+            names = self.retention.to_delete()
+            replaced = [path for path in self._replaced if path.name not in scores]
+        try:
+            yield [*(self.folder / name for name in names), *replaced]
+        except BaseException as error:
+            self._fail(error)
             return
-        scores[kept[0]] = kept[1]
-        names = self.retention.to_delete()
-        with self._forgetting():
-            yield [*(self.folder / name for name in names), *(p for p in self._replaced if p.name not in scores)]
-        self.saved_at, self._replaced = place, []
-        for name in names:
-            del scores[name]
+        if kept is not None:
+            self.saved_at, self._replaced = place, []
+            for name in names:
+                del scores[name]
 
     def write(self, job: Job, is_writer: bool) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
@@ -159,22 +184,26 @@ class Checkpointer:
             self.saver.save(job)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Raise what a save in the background failed with, and forget that save; by default wait for it."""
-        with self._forgetting():
+        """Raise, or log, what a save in the background failed with, and forget that save; by default wait for it."""
+        try:
             self.saver.wait() if wait else self.saver.poll()
+        except BaseException as error:
+            self._fail(error)
 
     def sync(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Forget on every rank a save that failed where it was written, so that all agree on what is due."""
+        """Learn on every rank what became of the last save, so that all agree on what is due."""
+        self.settle(wait=False)
         if self.saver.learns(gather):
             self._forget_save()
 
-    @contextlib.contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._forget_save()
+    def _fail(self, error: BaseException) -> None:
+        """Forget a save that failed with the error that is handled, and raise that unless a warning is enough."""
+        self._forget_save()
+        by_disk = isinstance(error, CheckpointError) and error.errno is not None
+        is_told = by_disk and (self.on_save_error == "warn" or self.has_failed)
+        if not (is_told or (isinstance(error, NonFiniteError) and self.warns_of_nonfinite)):
             raise
+        _log.warning("not saved at step %d: %s", self._step, error)
 
     def _forget_save(self) -> None:
         """Forget the last save, which failed: what it was to replace still exists."""
@@ -201,7 +230,7 @@ class Checkpointer:
         folder = self.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
         if folder != self.folder and not list_checkpoints(folder):
             return folder, None
-        found = newest_valid(folder, load_checkpoint)
+        found = newest_valid(folder, self.read)
         _refuse_links(folder, found[0] if found else None)
         if found is None:
             crashed = next(iter(crashes_in(folder)), None)
@@ -221,8 +250,11 @@ class Checkpointer:
         return path, content
 
     def read(self, path: Path, allow_partial: Collection[str] = ()) -> Content:
-        """Read a checkpoint."""
-        return load_checkpoint(path, allow_partial=allow_partial)
+        """Read a checkpoint, and warn if other ranks have lost their part of it."""
+        manifest, model, state = load_checkpoint(path, allow_partial=allow_partial)
+        check_progress(path, manifest, state)
+        warn_of_lost_ranks(path, manifest)
+        return manifest, model, state
 
     def adopt(self, path: Path, manifest: Manifest, place: _Place) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""

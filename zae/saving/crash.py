@@ -32,7 +32,7 @@ def crashes_in(folder: Path) -> list[Path]:
 
 
 class CrashSaver:
-    """Knows whether a run was within a step when it failed, and saves its state beside the checkpoints.
+    """Note whether a run is within a step, and save the state of a failed one beside the checkpoints.
 
     Of several ranks the first one to fail saves, without the others: weights, optimizer and counters are the same on
     all of them, but the random streams of the others are lost, and the manifest says so.
@@ -40,13 +40,12 @@ class CrashSaver:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.has_failed = False
         self._token = ""  # The same on every rank, and another in every run.
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
 
     def begin(self, progress: ProgressChecker, token: str) -> None:
         """Note that a run begins."""
-        self.has_failed, self._began_at, self._rested_at, self._token = False, progress.batch, -1, token
+        self._began_at, self._rested_at, self._token = progress.batch, -1, token
 
     def rest(self, progress: ProgressChecker) -> None:
         """Note that the run is between two steps."""

@@ -131,10 +131,11 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
                 disk.mkdir(place)
             disk.fsync_directory(place.parent)
     except OSError as error:
-        raise not_saved(path, error, 0) from error
+        raise not_saved(path, error, 0) from None
     if not path.is_dir():
-        refused = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        raise CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints") from refused
+        refused = CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints")
+        refused.errno = errno.ENOTDIR
+        raise refused
     return path
 
 
@@ -150,7 +151,7 @@ def staged(target: Path, needed: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             clear(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise not_saved(target, error, needed, free) from error
+            raise not_saved(target, error, needed, free) from None
         raise
     finally:
         staging_now.discard(staging.name)
@@ -262,7 +263,9 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
     else:
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         cure = "Give another path" + ", or change its permissions" * is_refused
-    return CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
+    made = CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
+    made.errno = error.errno or errno.EIO
+    return made
 
 
 def _free_bytes(path: Path) -> int:

@@ -99,7 +99,7 @@ class FolderLock:
         except OSError as error:
             with contextlib.suppress(OSError):
                 filesystem.disk.remove_file(staged)
-            raise not_saved(self.folder / _NAME, error, len(text)) from error
+            raise not_saved(self.folder / _NAME, error, len(text)) from None
 
     def release(self) -> None:
         """Remove the lock."""
