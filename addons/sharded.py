@@ -89,13 +89,22 @@ class ShardingAddon(AddOnBase):
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Refuse to train in one process with a list of devices."""
+        """Refuse to train in one process with a list of devices; explain a batch of one sample."""
         if self._world == 1 and len(self.devices) > 1:
             raise ConfigError(
                 f"device is a list of {len(self.devices)}, and run_epoch or run_batch was called here, in one process; "
                 "call run(), which starts the ranks"
             )
-        return super().gradients(batch)
+        try:
+            return super().gradients(batch)
+        except ValueError as error:
+            if self._world > 1 and "Expected more than 1 value per channel" in str(error):
+                error.add_note(
+                    f"zae: this step has left a single sample to rank {self._rank} of {self._world}, of which batch "
+                    "normalization cannot compute a variance; leave the short last step of an epoch out, "
+                    "DataLoader(..., drop_last=True), or choose another batch_size"
+                )
+            raise
 
     def zero_grad(self) -> None:
         """Count the batches without samples too, so that all ranks count alike."""

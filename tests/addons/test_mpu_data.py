@@ -115,7 +115,7 @@ def test_streams_are_declared_or_refused(world):
 
     trainer = build(Task, (MultiGPUAddon,))
     for bad in (DataLoader(Stream(), 2), iter([dataset(4)[0]]), map(dataset(4).__getitem__, range(4))):
-        with pytest.raises(LoaderError, match="is_sharded = True"):
+        with pytest.raises(LoaderError, match=r"(dataset|loader)\.is_sharded = True"):
             trainer.run(1, bad)
     assert trainer.progress_checker.batch == 0
     metrics = trainer.run(2, DataLoader(Own(), 2), DataLoader(Own(), 2))
@@ -272,3 +272,16 @@ def test_old_names_of_seams(world):
         results.append(weights(trainer))
     assert same(results[0], results[1])
     assert same(results[2], results[3])
+
+
+@on_ranks(2)
+def test_a_single_sample_under_batch_norm_names_drop_last(world):
+    """P-39: the last step of 10 samples leaves one to each rank."""
+    trainer = build(Task, (MultiGPUAddon,), model=network(True))
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        trainer.run(1, loader(10, 2))
+    assert trainer.progress_checker.step == 2
+    assert dist.get_world_size() == world
+    notes = "\n".join(caught.value.__notes__)
+    assert f"a single sample to rank {dist.get_rank()} of 2" in notes
+    assert "DataLoader(..., drop_last=True)" in notes

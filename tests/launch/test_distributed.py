@@ -196,16 +196,19 @@ def test_a_port_in_use_is_said_before_anything_starts():
 
 @pytest.mark.covers("P-38")
 def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
-    """P-38: what is typed into an interpreter cannot be imported elsewhere; a script needs its guard."""
+    """P-38: what is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
     head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     # A factory: the first optimizer of a process imports as much as torch itself.
     make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
     Path("bare.py").write_text(head + body)
-    typed = subprocess.run([sys.executable, "-"], input=head + body, capture_output=True, text=True, timeout=60)
+    made = make.replace("Mine.", "Task.").replace("network()", "torch.nn.Linear(3, 1)")
+    first = f"print('step', {made}.run(1, loader(4, 2))['step'], flush=True)\n"
+    typed = subprocess.run([sys.executable, "-"], input=head + first + body, capture_output=True, text=True, timeout=60)
     status, _, bare = Script(Path("bare.py")).end(60)
     assert typed.returncode == status == 1
-    assert re.search("ConfigError: Mine: defined where the interpreter was typed into", typed.stderr)
+    assert typed.stdout == "step 1\n", typed.stderr
+    assert re.search(r"ConfigError: Mine cannot travel .*Put it into a file.*from task import Mine\n$", typed.stderr)
     last = 'ConfigError: put what begins the run under: if __name__ == "__main__":'
     assert last in bare.splitlines()[-1]
     assert bare.count("Traceback") == 1  # No process was started.

@@ -332,8 +332,9 @@ def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> An
     if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
-            "would get every sample; let its __iter__ yield every world-size-th one, beginning at the rank "
-            "(torch.distributed.get_rank()), and set dataset.is_sharded = True"
+            "would get every sample. If its __iter__ yields a different share on each rank already, set "
+            "dataset.is_sharded = True. Else let it yield every world-size-th sample, beginning at "
+            "torch.distributed.get_rank(), and set it then"
         )
     return _together(loader, training, ranks)
 

@@ -208,6 +208,18 @@ def _address_of(text: str) -> SplitResult:
     return address
 
 
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide the file of a main module that is none: of standard input it is "<stdin>", which no process can import."""
+    main = vars(sys.modules["__main__"])
+    file = None if transfer.main_is_a_file() else main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main["__file__"] = file
+
+
 class _Ranks:
     """The processes of one run, and their reports."""
 
@@ -227,7 +239,8 @@ class _Ranks:
             for task in self._tasks:
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=main_of_rank, args=(task, theirs), name=f"zae-rank-{task.rank}")
-                process.start()
+                with _importable_main():
+                    process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._connections[ours] = task.rank

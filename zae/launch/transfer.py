@@ -17,7 +17,7 @@ from torch import nn
 
 from zae.errors import ConfigError
 
-__all__ = ["find_unpicklable", "pack", "unpack"]
+__all__ = ["find_unpicklable", "main_is_a_file", "pack", "unpack"]
 
 _DEPTH = 12
 _ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
@@ -32,12 +32,12 @@ def pack(value: Any, path: Path, name: str = "") -> None:
         torch.save(value, path, pickle_module=module)
     except Exception as error:
         raise ConfigError(_refusal(value, name, error)) from error
-    if from_main and not _main_is_a_file():
-        names = ", ".join(sorted({each.__qualname__ for each in from_main}))
+    if from_main and not main_is_a_file():
+        names = sorted({each.__qualname__ for each in from_main})
         raise ConfigError(
-            f"{names}: defined where the interpreter was typed into (module __main__), and another process cannot "
-            "import that; put it into a file, for instance task.py, and write from task import ... (or begin the "
-            "whole script with torchrun)"
+            f"{' and '.join(names)} cannot travel to another process: defined in __main__, which is not a file here "
+            "(but a notebook, standard input or python -c). Put it into a file, for instance task.py, and write from "
+            f"task import {', '.join(names)}"
         )
 
 
@@ -88,7 +88,7 @@ class _Unpickler(pickle.Unpickler):
             ) from error
 
 
-def _main_is_a_file() -> bool:
+def main_is_a_file() -> bool:
     """Return whether another process can import the main module."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
