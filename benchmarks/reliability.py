@@ -212,7 +212,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     text = [f"Measured by `{' '.join(['python', 'benchmarks/reliability.py', *sys.argv[1:]])}`: "
             f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}, CPU. What is done to "
             "each library is at the top of that file.", ""]  # fmt: skip
-    heads = ["", "killed before a file operation: goes on by itself", "to bitwise the same end", "flipped bits noticed",
+    heads = ["", "killed before a file operation: resumes by itself", "to bitwise the same end", "flipped bits noticed",
              "a NaN loss", "then started again"]  # fmt: skip
     text += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, result in results.items():
@@ -223,7 +223,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
             f"| {name} {result['version']} | {kills['went on']} of {kills['points']} | {kills['bitwise']} of "
             f"{kills['points']} | {flips['noticed']} of {flips['flips']} | {said} | {end} |"
         )
-    text += ["", "What was said where a run did not go on:", ""]
+    text += ["", "The message where a run did not continue:", ""]
     for name, result in results.items():
         text += [f"- {name}: {error} ({count} times)" for error, count in result["kills"]["errors"].items()]
     absent = [name for name in CONTESTANTS if name not in results]

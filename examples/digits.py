@@ -1,4 +1,4 @@
-"""Handwritten digits: mixed precision, early stopping, a log, and checkpoints that a second start goes on from."""
+"""Handwritten digits: mixed precision, early stopping, a log, and checkpoints that a second start resumes from."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""No add-on: the trainer beside the loop that one writes by hand, which ends with bitwise the same weights."""
+"""No add-on: the trainer beside the manual loop, whose weights are bitwise the same."""
 
 import torch
 import torch.nn.functional as F

@@ -55,7 +55,7 @@ def _signals_left_alone():
 
 @pytest.fixture(autouse=True)
 def _quiet_folder(tmp_path, monkeypatch):
-    """Run every test in a folder of its own: what writes to the working folder is seen, and harms nobody."""
+    """Run every test in its own folder: what writes to the working folder is seen, and harms nobody."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -597,7 +597,7 @@ def test_what_is_replaced_within_a_run(name):
 
 
 def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
-    """P-51: the loop sets it up itself once more, and a copy made in the run is set up from the beginning."""
+    """P-51: the loop sets it up itself again, and a copy made in the run is set up from the beginning."""
 
     class WrapAddon(AddOnBase):
         """Put the model into another module."""

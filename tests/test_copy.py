@@ -1,4 +1,4 @@
-"""A trainer that is copied or pickled goes on where the original stood, as one that loads its state does."""
+"""A trainer that is copied or pickled continues where the original stood, as one that loads its state does."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def matched(pattern, text):
 
 
 def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
-    """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and once more.
+    """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and again.
 
     Piped, it prints a line for each epoch at once, and takes about 15 seconds of the processor at most.
     """

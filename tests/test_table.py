@@ -176,7 +176,7 @@ def test_triples_commute(triple: Any) -> None:
 
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
 def test_pickles(entries: Any, tmp_path: Any) -> None:
-    """P-38: the class comes back as the same class, and a trainer goes on where it was."""
+    """P-38: the class comes back as the same class, and a trainer continues where it was."""
     assert pickle.loads(pickle.dumps(composed(*entries))) is composed(*entries)
     trainer = build(entries, "biting", tmp_path)
     loaders = hand.loader(), hand.loader(seed=9, shuffle=False)

@@ -60,7 +60,7 @@ def test_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
 
 @pytest.mark.covers("P-55")
 def test_an_endless_stream_in_pieces() -> None:
-    """P-55: a generator goes on where it was left, and steps_per_epoch ends its epochs."""
+    """P-55: a generator continues where it was left, and steps_per_epoch ends its epochs."""
 
     def endless() -> Iterator[Any]:
         generator = torch.Generator().manual_seed(3)

@@ -98,7 +98,7 @@ class StepError(ZaeError, TypeError, ValueError):
 
 
 class LoaderError(ZaeError, ValueError):
-    """A loader gave no batches, or not those it promised."""
+    """A loader without batches, or with other batches than expected."""
 
 
 class MonitorError(ZaeError, KeyError, ValueError):

@@ -365,7 +365,7 @@ def test_a_gradient_in_another_order_of_memory_steps_the_weights_it_is_of(optimi
 
 
 class Replacing(Task):
-    """Begins its classifier anew in the second epoch, and has the optimizer's groups exchange what they hold."""
+    """Resets its classifier in the second epoch, and has the optimizer's groups exchange what they hold."""
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
@@ -449,7 +449,7 @@ def test_a_hook_that_comes_later_is_called() -> None:
 
 
 class Watched(Task):
-    """Halves what its first layer gives, from the second epoch on."""
+    """Halves what its first layer returns, from the second epoch on."""
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
@@ -656,7 +656,7 @@ def resumable(
     loader: Any = None,
     **options: Any,
 ) -> Any:
-    """A run of four epochs that ends early, or goes on from where one ended."""
+    """A run of four epochs that ends early, or continues from where one ended."""
     task = cls.add_on(StateManagerAddon, *add_ons)(
         network(0.2), "cpu", optimizer=OPTIMIZERS["adamw"][0], gradient_clip=0.05, log_bar=False, seed=5,
         save_path=folder, resume="auto", **options,
@@ -743,7 +743,7 @@ def test_weights_may_be_tied_and_batches_dicts() -> None:
 
 
 class Scalar(Trainer):
-    """The mean square of what the model gives."""
+    """The mean square of what the model returns."""
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": self.model(batch).square().mean()}
@@ -794,7 +794,7 @@ class OwnMicroStep(Task):
 
 
 class OuterAddon(AddOnBase):
-    """Notes the micro-batches, whoever computes them."""
+    """Notes the micro-batches, in any code."""
 
     layer = "observe"
 

@@ -226,7 +226,7 @@ def test_a_step_that_is_not_finite_is_what_it_is_in_eager(policy: str, where: st
 
 
 def resumable(folder: Any, max_steps: int | None, add_ons: tuple[Any, ...] = (), **options: Any) -> Any:
-    """A run of four epochs that ends early, or goes on from where one ended."""
+    """A run of four epochs that ends early, or continues from where one ended."""
     task = made(
         Task.add_on(StateManagerAddon, *add_ons), model=network(0.2), seed=5, save_path=folder, resume="auto", **options
     )
@@ -482,7 +482,7 @@ class Branched(Task):
 
 @pytest.mark.parametrize(("unused", "kept"), [(1, "fused"), (0, "eager")])
 def test_a_layer_may_take_part_in_some_steps_only(unused: int, kept: str) -> None:
-    """A step without a gradient is none of its own; one that begins after the graph is no graph's."""
+    """A step without a gradient is none of its own; one that begins after the graph is not a graph's."""
     eager, whole = (type("Branched", (Branched,), {"unused": unused}) for _ in range(2))
     eager = trained(eager, model=Branching())
     whole = trained(whole.add_on(CompileAddon), model=Branching(), **FAST)

@@ -76,7 +76,7 @@ def test_buffers_are_copied() -> None:
 
 
 class Renewing(nn.Module):
-    """Buffers that are made anew in each step, one of them in another shape, and a state of its own."""
+    """Buffers that are made again in each step, one of them in another shape, and its own state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def train(folder, at=None, epochs=3, **options):
 
 @pytest.mark.covers("P-12")
 def test_killed_at_any_step_each_line_is_there_once(tmp_path):
-    """SIGKILL at every step, once more in the resumed run, and resume: the file is that of the uninterrupted run."""
+    """SIGKILL at every step, again in the resumed run, and resume: the file is that of the uninterrupted run."""
     expected = digest(train(tmp_path / "whole"))
     whole = lines(tmp_path / "whole" / "run.jsonl")
     assert [row["step"] for row in whole if "train/loss" in row] == list(range(1, 13))

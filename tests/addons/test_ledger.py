@@ -203,7 +203,7 @@ def test_a_ledger_that_cannot_be_created_names_the_option(tmp_path: Path) -> Non
 
 
 def test_ledger_path_is_settled_when_the_trainer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all other paths: wherever the script goes meanwhile, and of the home folder."""
+    """As all other paths: wherever the script goes in the meantime, and of the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

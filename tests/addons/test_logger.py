@@ -165,7 +165,7 @@ def test_only_the_main_rank_logs():
 
 
 def test_one_run_in_two_calls():
-    """The sinks are opened before the first batch, closed at the end, and told that the run goes on."""
+    """The sinks are opened before the first batch, closed at the end, and told that the run continues."""
     trainer = listing()
     trainer.run(1, loader())
     trainer.run(1, loader())

@@ -160,7 +160,7 @@ def test_a_compiled_model_is_averaged(world):
 
 @on_ranks(2, 3)
 def test_a_schedule_free_optimizer_evaluates_with_its_own_weights(world):
-    """P-02, P-20: the score and the saved weights are those of one process, and training goes on as without them."""
+    """P-02, P-20: the score and the saved weights are those of one process, and training continues as without them."""
     trainers = []
     for add_ons, ranks, valid in (((MultiGPUAddon,), 1, True), ((), world, True), ((MultiGPUAddon,), 1, False)):
         model = network(dtype=F64)

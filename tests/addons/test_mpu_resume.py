@@ -72,7 +72,7 @@ def test_every_add_on_resumes_bitwise(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_a_ledger_changes_nothing(world, tmp_path):
-    """P-48, P-02: where ranks have unlike shares of the last batch, and where one has none; kept ones go on there."""
+    """P-48, P-02: where ranks have unequal shares of the last batch, or none; kept ones continue there."""
     ledger = {"ledger_path": tmp_path / "ledger.jsonl"}
     for size in (4 * world + 1, 6 * world - 1):
         plain, noted = build(Task, (MultiGPUAddon,)), build(Task, (MultiGPUAddon, LedgerAddon), **ledger)

@@ -172,7 +172,7 @@ def test_devices_are_those_asked_for():
 
 
 def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
-    """F-B5: distributed to one process: refused by name; with the add-on and reshard=True it goes on."""
+    """F-B5: distributed to one process: refused by name; with the add-on and reshard=True it continues."""
     trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], save_path=tmp_path / "two", timeout=20.0)
     with forks():
         trainer.run(1, loader(8, 2))

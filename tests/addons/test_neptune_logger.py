@@ -132,7 +132,7 @@ def test_the_weights_are_those_without_a_logger():
 
 @pytest.mark.covers("P-27")
 def test_the_package_is_absent(monkeypatch, caplog):
-    """One warning, every record in a local file, training goes on; an error only where it is required."""
+    """One warning, every record in a local file, training continues; an error only where it is required."""
     plain = build()
     plain.run(3, loader())
     monkeypatch.setitem(sys.modules, "neptune", None)

@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept, what they hold, and going on from them. Faults are attacked in tests of their own."""
+"""Checkpoints: which are kept, what they hold, and going on from them. Faults are attacked in their own tests."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_fault_a_format_that_is_none_is_refused_at_construction(save_format: Any
 @pytest.mark.covers("P-23")
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
 def test_resume_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
-    """P-23: exactly, with an average in the evaluation too; and training may go on from it."""
+    """P-23: exactly, with an average in the evaluation too; and training may continue from it."""
     options = {"decay": 0.5} if more else {}
     trainer = build(tmp_path, (), *more, keep_last=1, keep_best=1, **options)
     with pytest.raises(CheckpointNotFound, match=r"no checkpoint in .* has a score"):
@@ -162,7 +162,7 @@ class Both(Scored):
 
 @pytest.mark.covers("P-23")
 def test_resume_another_monitor_judges_what_was_saved_anew(tmp_path: Path, caplog: Any) -> None:
-    """P-23, P-17: scores of two monitors do not compare: the best is that of the new one, and patience begins anew."""
+    """P-23, P-17: scores of two monitors do not compare: the best is that of the new one, and patience begins again."""
     scores = (0.2, 0.8, 0.4, 0.6, 0.5)
     make = partial(build, tmp_path, scores, EarlyStoppingAddon, task=Both, keep_last=None, patience=4)
     first = make(monitor="accuracy")
@@ -321,7 +321,7 @@ class Fails(Task):
 
 
 class FailsAt(Task):
-    """Fails in a place, from the third step on; a trainer of its own fails in its loader, or in its step."""
+    """Fails in a place, from the third step on; its own trainer fails in its loader, or in its step."""
 
     place = ""
     inner: Any = None
@@ -562,7 +562,7 @@ def test_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -
 
 @pytest.mark.covers("P-17")
 def test_other_add_ons_than_were_saved(tmp_path: Path) -> None:
-    """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run goes on from there."""
+    """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run continues from there."""
     build(tmp_path).run(1, loader(), valid())
     with pytest.raises(CheckpointMismatch, match="the state has no entry of EMAAddon") as caught:
         build(tmp_path, (), EMAAddon, resume="auto").run(2, loader(), valid())

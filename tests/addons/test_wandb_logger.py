@@ -39,7 +39,7 @@ def _alone(monkeypatch, tmp_path):
 
 
 def offline(**more):
-    """The option for a run that stays here; the client would go on with the folder of its first run in the process."""
+    """The option for a local run; the client would continue in the folder of its first run in the process."""
     return {"wandb": {"project": "p", "mode": "offline", "dir": os.getcwd(), **more}}
 
 
@@ -152,7 +152,7 @@ print(forked(lambda: train(8)), forked(lambda: train(None)))
 
 @pytest.mark.covers("P-12", "P-28")
 def test_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
-    """The resumed process goes on with the same W&B run, and what a checkpoint counts on is on the disk."""
+    """The resumed process continues with the same W&B run, and what a checkpoint counts on is on the disk."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the new ones start the client's service themselves
     code = SCRIPT.format(tests=str(Path(__file__).parent.parent))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -171,7 +171,7 @@ def test_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
 
 @pytest.mark.covers("P-29")
 def test_two_ranks_are_one_run(tmp_path):
-    """Rank 0 alone starts a run and writes; the caller's trainer knows its name afterwards, and would go on with it."""
+    """Rank 0 alone starts a run and writes; the caller's trainer knows its name then, and would continue with it."""
     options = {"jsonl_path": "run.jsonl", "web_logger": offline(), "logger_timeout": 30.0}
     trainer = build(MultiGPUAddon, JSONLLoggerAddon, WandBLoggerAddon, device=["cpu", "cpu"], **options)
     with forks():
@@ -322,7 +322,7 @@ def test_disabled_writes_nothing():
 
 
 def test_disabled_by_the_environment(monkeypatch, caplog):
-    """P-30: whoever writes WANDB_DISABLED=true sends nothing; wandb itself reads that no more."""
+    """P-30: a user who writes WANDB_DISABLED=true sends nothing; wandb itself reads that no more."""
     monkeypatch.setenv("WANDB_DISABLED", "true")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     logger(web_logger={"wandb": {"project": "p", "mode": "offline"}}).run(1, loader())

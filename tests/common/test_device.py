@@ -185,7 +185,7 @@ class Graph:
 
 
 class ReadOnly(Mapping[str, Any]):
-    """A mapping that is made from a dict, and is no dict."""
+    """A mapping that is made from a dict, and is not a dict."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
@@ -212,7 +212,7 @@ class Tagged(list[Any]):
 
 
 class Triple(tuple[Any, ...]):
-    """A tuple with a constructor of its own and an attribute."""
+    """A tuple with its own constructor and an attribute."""
 
     source: str
 

@@ -84,7 +84,7 @@ def loss_by_hand(model: Any, batches: Any, *, by_sample: bool = True) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_and_files_have_the_evaluation_weights(kind: str) -> None:
-    """P-02: as by hand with ``optimizer.eval()``; nobody has called ``optimizer.train()``."""
+    """P-02: as by hand with ``optimizer.eval()``; no code has called ``optimizer.train()``."""
     valid = list(loader(seed=4, shuffle=False))
     model, optimizer = by_hand(kind, 2)
     training = digest(model)

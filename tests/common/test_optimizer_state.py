@@ -122,7 +122,7 @@ OTHERS = [MasterWeights, Quantized, Words, Tied, OwnCount, Wrapping, Overriding]
 
 
 def saved_and_read(state: Any) -> Any:
-    """What a file gives back of a state."""
+    """What a file returns of a state."""
     return encoding.decode(*encoding.encode(copy.deepcopy(state)))
 
 
@@ -246,7 +246,7 @@ def test_a_state_that_goes_after_its_weights_to_a_device_keeps_its_types() -> No
 
 
 class Odd(Tensor):
-    """A tensor of a class of its own."""
+    """A tensor of its own class."""
 
 
 class OddState(Base):

@@ -230,7 +230,7 @@ def test_an_output_is_refused_in_the_same_words_whatever_is_overridden(out):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
 def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
-    """It goes on by itself, to the same end, and has none of what the run has bound or opened."""
+    """It continues by itself, to the same end, and has none of what the run has bound or opened."""
     cls = Task.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon)
     trainer, copies = make(cls, precision="fp32", gradient_accumulation_steps=2), []
     trainer.run_epoch(batches())

@@ -129,7 +129,7 @@ class Mover:
 @pytest.mark.covers("E8")
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "to", "nested"])
 def test_batches_of_every_kind(kind):
-    """E8: the type is kept, what is no tensor is untouched, and the weights are those of a plain tuple."""
+    """E8: the type is kept, what is not a tensor is untouched, and the weights are those of a plain tuple."""
     wrap = {
         "tuple": lambda x, y: (x, y),
         "list": lambda x, y: [x, y],

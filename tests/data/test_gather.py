@@ -60,7 +60,7 @@ class Rows(Dataset[Any]):
 
 
 class Named(TensorDataset):
-    """A TensorDataset with a name: it gives what a TensorDataset gives."""
+    """A TensorDataset with a name: it gives what a TensorDataset returns."""
 
     name = "named"
 

@@ -34,7 +34,7 @@ def build() -> Any:
 
 
 class Noise:
-    """A transform with a stream of its own."""
+    """A transform with its own stream."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -82,7 +82,7 @@ class Collate(Noise):
 
 
 class Order(Sampler[int]):
-    """Its generator has a name of its own."""
+    """Its generator has its own name."""
 
     def __init__(self) -> None:
         self.stream = torch.Generator().manual_seed(5)
@@ -363,7 +363,7 @@ def test_workers_that_persist_draw_their_seed_once() -> None:
 
 @pytest.mark.covers("P-12")
 def test_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:
-    """P-12, P-55: as ``for batch in loader`` does; and a later call of run goes on with it where it stands."""
+    """P-12, P-55: as ``for batch in loader`` does; and a later call of run continues with it where it stands."""
     loader = Again(hand.loader(shuffle=False))
     trainer = build()
     given: list[Any] = []

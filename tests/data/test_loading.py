@@ -221,7 +221,7 @@ def test_mostly_none_is_an_error(batches: list[Any]) -> None:
         build().run(1, given)
 
 
-# --- what is no loader, or an empty one
+# --- what is not a loader, or an empty one
 
 
 @pytest.mark.covers("F-E6")

@@ -1,4 +1,4 @@
-"""P-24: whatever the layouts before and after, each sample of an epoch that was dealt anew comes exactly once."""
+"""P-24: whatever the layouts before and after, each sample of an epoch that was resharded is used exactly once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def samples(steps: list[list[Any]]) -> list[int]:
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts: Any, kind: Any) -> None:
-    """P-24, F-B5: twice dealt anew in one epoch, after any number of steps: the same samples, in the same order."""
+    """P-24, F-B5: twice resharded in one epoch, after any number of steps: the same samples, in the same order."""
     seen: list[int] = []
     pad, place, before, world = 0, 0, {}, 1
     for (batch_size, ranks), part in zip((first, then, last), (*parts, 1.0), strict=True):

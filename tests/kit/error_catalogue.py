@@ -1,6 +1,6 @@
 """Mistakes that people make, each a few lines; what they meet is kept in golden/errors.txt.
 
-``python tests/kit/error_catalogue.py`` writes that file anew: read the difference before it is committed.
+``python tests/kit/error_catalogue.py`` writes that file again: read the difference before it is committed.
 """
 
 from __future__ import annotations

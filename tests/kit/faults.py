@@ -1,4 +1,4 @@
-"""Doubles of the disk that count, kill, tear, refuse and forget; and functions that run in a process of their own."""
+"""Doubles of the disk that count, kill, tear, refuse and forget; and functions that run in a separate process."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Outcome:
 
 
 class Child:
-    """A function that runs in a process of its own: a fork, so that torch is imported once."""
+    """A function that runs in its own process: a fork, so that torch is imported once."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         warm()
@@ -300,12 +300,12 @@ def warm() -> None:
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Outcome:
-    """Run a function in a process of its own, and wait for its end."""
+    """Run a function in its own process, and wait for its end."""
     return Child(function, *args).wait()
 
 
 def answer(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own, where it must not fail."""
+    """What a function returns in its own process, where it must not fail."""
     outcome = forked(function, *args)
     assert outcome.status == 0, outcome.error or f"ended with {outcome.status}"
     return outcome.result

@@ -478,7 +478,7 @@ class IgnoresStateAddon(GoodAddon):
 
 
 class HiddenStateAddon(AddOnBase):
-    """Draw from a stream of its own that no checkpoint holds."""
+    """Draw from a separate stream that no checkpoint contains."""
 
     layer = "loop"
 

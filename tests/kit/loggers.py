@@ -111,7 +111,7 @@ def listing(sink=None, **options):
 
 
 def warned(caplog):
-    """The warnings that zae gave."""
+    """The warnings of zae."""
     return [r.getMessage() for r in caplog.records if r.name == "zae" and r.levelname == "WARNING"]
 
 

@@ -155,7 +155,7 @@ def difference(trainer: Any, options: Options) -> str | None:
     random_now = torch.get_rng_state()
     steps = [{"step": r["step"], **_named(r, "train/")} for r in trainer.log_history if any("train/" in k for k in r)]
     steps = steps if trainer.log_every == zae.Every(steps=1) else want.step_rows
-    ends = len(want.train_rows)  # At the end of an epoch its own means are logged once more, only with epochs=1.
+    ends = len(want.train_rows)  # At the end of an epoch its own means are logged again, only with epochs=1.
     have: dict[str, tuple[Any, Any]] = {
         "weights": (want.weights, trainer.model.state_dict()),
         "optimizer state": (want.optimizers, [o.state_dict() for o in trainer.optimizers.values()]),

@@ -45,7 +45,7 @@ class SWAAddon(AddOnBase):
 
 
 class WarmUpAddon(AddOnBase):
-    """Let the learning rate rise from zero in the first steps; it multiplies what the schedule gives."""
+    """Let the learning rate rise from zero in the first steps; it multiplies what the schedule returns."""
 
     layer = "loop"
 

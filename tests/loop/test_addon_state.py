@@ -23,7 +23,7 @@ from zae.testing import check_addon
 
 
 class SlowAddon(AddOnBase):
-    """Move slow weights towards the weights every few steps, and go on from them (Zhang et al. 2019)."""
+    """Move slow weights towards the weights every few steps, and continue from them (Zhang et al. 2019)."""
 
     layer = "control"
     state_attributes = ("slow",)

@@ -210,7 +210,7 @@ def test_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
     class Hit(faults.Task):
         def train_step(self, batch: Any) -> dict[str, Any]:
             if self.progress_checker.step == 2:
-                held[0]()._workers_done_event._cond.acquire()  # As if by a worker that is no more.
+                held[0]()._workers_done_event._cond.acquire()  # As if by a worker that has ended.
                 os.killpg(os.getpid(), signal.SIGTERM)
             return super().train_step(batch)
 
@@ -311,7 +311,7 @@ def test_no_handler_of_a_run_outlives_it(folder: Path) -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
         mine, made = signal.getsignal(signal.SIGUSR1), begun("one")
         of_run = [signal.getsignal(number) for number in numbers]
-        signal.signal(signal.SIGTERM, lambda number, frame: of_run[0](number, frame))  # A library's, which goes on.
+        signal.signal(signal.SIGTERM, lambda number, frame: of_run[0](number, frame))  # A library's, which continues.
         signal.signal(signal.SIGUSR1, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         made.teardown()

@@ -648,7 +648,7 @@ def test_numbers_of_the_host_and_of_a_device_keep_their_order_and_weights() -> N
 
 
 def test_a_buffer_of_a_device_is_recorded_as_it_was() -> None:
-    """A step may return a sum that it goes on adding to; on an accelerator it is read late."""
+    """A step may return a sum that it keeps adding to; on an accelerator it is read late."""
     log, total = EpochLog(), torch.tensor(0.0).as_subclass(Away)
     for _ in range(3):
         total += 1

@@ -136,7 +136,7 @@ def test_log_bar_false_is_quiet_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
-    """The traceback begins on a line of its own."""
+    """The traceback begins on its own line."""
     command = script(tmp_path, pause=0.02)
     path = command[0]
     failing = "        if self.progress_checker.step == 40: raise SystemExit(0)\n        time.sleep"
@@ -171,7 +171,7 @@ def run_quick(leaves: int = -1, master: int = -1) -> Quick:
 
 @pytest.mark.parametrize("leaves", [0, 2, 3, 5])
 def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: Any, leaves: int) -> None:
-    """F-A: somebody logs out, and writing to the terminal fails from then on; training goes on, and shows nothing."""
+    """F-A: somebody logs out, and writing to the terminal fails from then on; training continues, and shows nothing."""
     plain = run_quick()
     master, slave = pty.openpty()
     stream = os.fdopen(slave, "w")

@@ -139,7 +139,7 @@ SAVING: dict[Any, dict[str, Any]] = {
 @pytest.mark.covers("F-E13")
 @pytest.mark.parametrize("add_on", SAVING, ids=lambda add_on: add_on.__name__)
 def test_an_entry_of_an_add_on_that_does_not_fit_changes_nothing(add_on: Any) -> None:
-    """F-E13: without one of its parts, or with another kind of value there: it is refused, or there is no error."""
+    """F-E13: without one of its parts, or with another kind of value there: it is refused, or no error is raised."""
     state = trained(add_on, **SAVING[add_on]).state_dict()
     (name,) = (key for key in state if key.endswith("Addon"))
     own, other = state[name], build(add_on, **SAVING[add_on])
@@ -254,7 +254,7 @@ def chain(order: list[int], kind: Any = AdamW) -> Any:
 @pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)])
 def test_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -> None:
-    """F-B1: those of a set have another order in each process; each of them goes on with the state that is its own."""
+    """F-B1: those of a set have another order in each process; each of them continues with its own state."""
     whole, first, second = (chain(order, kind) for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 3, 2]))
     whole.run(4, list(loader(shuffle=False)))
     first.run(2, list(loader(shuffle=False)))
@@ -332,7 +332,7 @@ class Unfreezes(Task):
 
 @pytest.mark.covers("F-B1")
 def test_a_group_that_training_has_added() -> None:
-    """F-B1, F-B5: what is refused is told how to go on, and that is exact."""
+    """F-B1, F-B5: a refusal has a remedy, which resumes exactly."""
 
     def make() -> Any:
         with torch.random.fork_rng():
@@ -531,7 +531,7 @@ def test_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor: str
     first.run(2, loader(), loader())
     assert (first.scheduler.best, first.scheduler.num_bad_epochs) == (0.4, 1)
     second.load_state_dict(first.state_dict())
-    second.run(2, loader(), loader())  # The accuracy goes on falling, the loss too.
+    second.run(2, loader(), loader())  # The accuracy keeps falling, the loss too.
     bad, best, rate = (1, 0.4, 0.01) if monitor == "accuracy" else (0, 2.0, 0.1)
     found = second.scheduler.num_bad_epochs, second.scheduler.best, second.optimizer.param_groups[0]["lr"]
     assert found == (bad, best, pytest.approx(rate))
@@ -578,7 +578,7 @@ def test_a_load_holds_a_state_once(how: str, tmp_path: Path) -> None:
 
 
 class Scale(Trainer):
-    """The mean square of what the model gives."""
+    """The mean square of what the model returns."""
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": self.model(batch).square().mean()}

@@ -227,7 +227,7 @@ class Bound(Task):
     ],
 )
 def test_what_cannot_be_tried_is_left_out(case: str, reason: str, caplog: Any) -> None:
-    """With a line of the level debug, and the run goes on."""
+    """With a line of the level debug, and the run continues."""
     caplog.set_level(logging.DEBUG, "zae")
     trainer, valid = make(Bound if case == "task" else Task), batches()
     if case == "model":

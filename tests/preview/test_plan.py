@@ -288,7 +288,7 @@ def test_looking_changes_no_scheduler_of_torch(name: str) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """It counts its steps in a tensor and in a list of its own, and draws a number in each."""
+    """It counts its steps in a tensor and in its own list, and draws a number in each."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""Killed, torn, refused and without power at every operation of a save: a run always goes on from a whole state."""
+"""Killed, torn, refused and without power at every operation of a save: a run always continues from a whole state."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Scene:
 @pytest.mark.parametrize("torn", [False, True], ids=["killed", "torn"])
 @pytest.mark.parametrize("keep", [1, 3])
 def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool) -> None:
-    """F-A1, F-A2: SIGKILL before (or in the middle of) each file operation; the run goes on from step 3 or 4."""
+    """F-A1, F-A2: SIGKILL before (or in the middle of) each file operation; the run continues from step 3 or 4."""
     scene = Scene(folder, keep)
     names = scene.operations()
     assert len(names) > 20
@@ -152,7 +152,7 @@ def test_on_save_error_warn_trains_on(folder: Path, caplog: pytest.LogCaptureFix
 @pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_file_in_the_place_of_the_folder_is_a_disk_that_refuses(folder: Path, background: bool, caplog: Any) -> None:
-    """F-A3, F-A9: made while the run goes on; it trains on, and another error is not hidden by it."""
+    """F-A3, F-A9: made while the run continues; it trains on, and another error is not hidden by it."""
 
     class Hindered(Saving):
         def on_epoch_begin(self) -> None:
@@ -604,7 +604,7 @@ def test_an_async_save_is_committed_by_the_same_rules(folder: Path, at: int) -> 
 
 
 def test_an_async_save_is_of_the_step_it_was_asked_at(folder: Path) -> None:
-    """save_async: what is written is a copy, whatever training does meanwhile, and bitwise what a plain save writes."""
+    """save_async: a copy is written, while training continues, and bitwise what a plain save writes."""
     plain = train(folder / "plain", 6, keep_last=None)
     slow = faults.Disk()
 

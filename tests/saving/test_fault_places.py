@@ -105,7 +105,7 @@ def test_a_stale_lock_is_taken_over(folder: Path) -> None:
 
 @pytest.mark.covers("F-D10")
 def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
-    """F-D10: a folder that is copied while its run goes on brings the lock along; a run in the copy begins."""
+    """F-D10: a folder that is copied while its run continues brings the lock along; a run in the copy begins."""
 
     class Copied(faults.Task):
         def on_epoch_begin(self) -> None:
@@ -124,7 +124,7 @@ def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
 
 @pytest.mark.covers("F-D10")
 def test_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
-    """F-D10: with its next save; where another run has made the folder meanwhile, that one has it."""
+    """F-D10: with its next save; where another run has made the folder in the meantime, that one has it."""
     run, others = folder / "run", []
 
     class Removed(faults.Task):

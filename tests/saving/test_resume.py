@@ -161,7 +161,7 @@ class OwnStreams(Asked):
 
 
 class OwnOrder(Sampler[int]):
-    """A new order each epoch, from a stream of its own that goes on from epoch to epoch."""
+    """A new order each epoch, from its own stream that continues from epoch to epoch."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rng = size, np.random.default_rng(11)
@@ -255,7 +255,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     ids=["global", "generator", "own streams", "subset", "own order", "sampler state", "stateful loader", "list"],
 )  # fmt: skip
 def test_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2, P-13: augmentation, generators, samplers and loaders with streams and states of their own: bitwise."""
+    """F-B2, P-13: augmentation, generators, samplers and loaders with their own streams and states: bitwise."""
     whole, resumed, loader = straight_and_resumed(folder, make, at)
     assert resumed == whole
     dataset = getattr(loader, "dataset", None)
@@ -268,7 +268,7 @@ def test_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixt
 @pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("at", [2, 6, 9])
 def test_stateful_loader_with_workers(folder: Path, at: int) -> None:
-    """F-B2: StatefulDataLoader with two workers goes on through its own state: the same batches."""
+    """F-B2: StatefulDataLoader with two workers continues through its own state: the same batches."""
     make = lambda: StatefulDataLoader(hand.data(), batch_size=4, shuffle=True, num_workers=2)  # noqa: E731
     whole, resumed, _ = straight_and_resumed(folder, make, at)
     assert resumed == whole
@@ -344,7 +344,7 @@ def once() -> Iterator[Any]:
     ids=["stream", "sampler", "iterator"],
 )
 def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: with mid_epoch="restart" nothing is read again: the open epoch begins anew, and a message says so."""
+    """F-B4: with mid_epoch="restart" nothing is read again: the open epoch restarts, and a message says so."""
 
     def run(number: int, **more: Any) -> Any:
         model = faults.classifier()
@@ -403,7 +403,7 @@ def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> Non
     ],
 )
 def test_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> None:
-    """P-24: reshard=True: each sample that was left comes exactly once; killed and dealt anew once more, too."""
+    """P-24: reshard=True: each sample that was left comes exactly once; killed and resharded again, too."""
     indexed = torch.utils.data.TensorDataset(hand.data()[:][0], torch.arange(22))
 
     class Noting(faults.Task):
@@ -463,7 +463,7 @@ def test_reshard_refuses_what_has_another_order(folder: Path) -> None:
 
 @pytest.mark.covers("P-24")
 def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
-    """P-24, F-B4: a StatefulDataLoader is not dealt anew; with mid_epoch="restart" any batch size begins the epoch."""
+    """P-24, F-B4: a StatefulDataLoader is not resharded; with mid_epoch="restart" any batch size begins the epoch."""
 
     def run(batch_size: int, **more: Any) -> Any:
         model = faults.classifier()
@@ -485,7 +485,7 @@ def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
 
 @pytest.mark.covers("P-24")
 def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
-    """P-24: two stages with two loaders in one script, killed in either: the second one's loader is no surprise."""
+    """P-24: two stages with two loaders in one script, killed in either: the second one's loader is not refused."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -750,7 +750,7 @@ def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.
 @pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize("between", ["restore_best", "apply_weights"])
 def test_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:
-    """P-12, P-55: killed in the second call of run, it restores the best of the first once more: not upon the state."""
+    """P-12, P-55: killed in the second call of run, it restores the best of the first again: not upon the state."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)

@@ -86,7 +86,7 @@ def test_start_from_reads_each_byte_once(start_with: tuple[str, ...], tmp_path: 
 
 
 def size_of_trained(folder: Path, save_format: str) -> int:
-    """Train in a process of its own: memory that it frees there is not used again by the resume."""
+    """Train in its own process: memory that it frees there is not used again by the resume."""
     torch.set_num_threads(1)
     return trained(folder, save_format=save_format)[1]
 

@@ -181,7 +181,7 @@ class Fails(Watched):
 @pytest.mark.parametrize("name", ["plain", "by steps"])
 @pytest.mark.parametrize("signalled", [False, True])
 def test_what_a_failed_validation_leaves(folder: Path, name: str, signalled: bool) -> None:
-    """F-D4, F-D2: an error leaves a crash slot that goes on with the validation; with a signal, as when the system has
+    """F-D4, F-D2: an error leaves a crash slot that resumes the validation; with a signal, as when the system has
     hit the loader's workers too, a regular checkpoint."""
     case = CASES[name]
     whole = answer(case.run, made(folder / "whole"), 1)
@@ -273,7 +273,7 @@ def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
 
 @pytest.mark.covers("F-B4")
 def test_where_nothing_can_be_validated_and_where_the_epoch_begins_again(folder: Path) -> None:
-    """F-B4: without its loader a run goes on without it; mid_epoch="restart" validates, and begins the epoch again."""
+    """F-B4: without its loader a run omits it; mid_epoch="restart" validates, and begins the epoch again."""
     bare = Case(at=(12,))
     cut_short(bare, folder, 12, 3)
     bare.valid = lambda: None  # type: ignore[method-assign]

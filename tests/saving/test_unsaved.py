@@ -1,4 +1,4 @@
-"""What a run changes and no checkpoint holds is named where a run goes on from one; what is the same is not."""
+"""What a run changes and no checkpoint holds is named where a run continues from one; what is the same is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zae.addons import StateManagerAddon
 
 
 class Noise(nn.Module):
-    """Draws from a stream of its own, keeps what it gave last, and counts in a buffer that is not saved."""
+    """Draws from its own stream, keeps its last value, and counts in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Keeps(Trainer):
 
 
 class Saves(Keeps):
-    """The same, with a state of its own: it is for the class to say what is in it."""
+    """The same, with its own state: it is the class decides what is in it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "Saves": {"baseline": self.baseline}}
@@ -137,7 +137,7 @@ def test_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.covers("F-B2")
 def test_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2: a class with a state of its own is believed, and a state without anything to say has no entry for it."""
+    """F-B2: a class with its own state is believed, and a state without anything to say has no entry for it."""
     trainer(Saves, tmp_path).run(1, BATCHES)
     again = trainer(Saves, tmp_path)
     again.run(2, BATCHES)

@@ -230,7 +230,7 @@ def test_what_the_user_must_mend_is_raised(caplog, method):
 
 
 def test_the_local_file_fails_too(caplog):
-    """Training goes on even then, and the end says how much is lost."""
+    """Training continues even then, and the end says how much is lost."""
     FOLDER.write_text("a file")
     drive(guarded(Raising("write", OSError("no route"))))
     failed, second, told = warned(caplog)

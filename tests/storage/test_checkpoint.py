@@ -79,7 +79,7 @@ def is_of(directory: Path, step: int) -> bool:
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """The process has ended."""
 
 
 class Watched(FileSystem):
@@ -664,7 +664,7 @@ def test_files_of_a_user_outlive_the_checkpoint(tmp_path: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["link", "notes.txt", "plots"]
     assert list_checkpoints(tmp_path) == []
     assert newest_valid(tmp_path) is None
-    save(tmp_path, 1)  # a checkpoint of that step, once more
+    save(tmp_path, 1)  # a checkpoint of that step, again
     assert is_of(directory, 1)
     assert are_kept(directory)
     assert [path.name for path in tmp_path.iterdir()] == [directory.name]

@@ -294,7 +294,7 @@ def test_every_field_is_checked(tmp_path: Path, change: dict[str, Any]) -> None:
 
 @pytest.mark.covers("F-C11")
 def test_format_1_as_it_is_written_by_hand(tmp_path: Path) -> None:
-    """The format of this version, without its code: later versions must go on reading this."""
+    """The format of this version, without its code: later versions must keep reading this."""
 
     def tensor_file(name: str, note: dict[str, str]) -> bytes:
         entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

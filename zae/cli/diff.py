@@ -32,7 +32,7 @@ _NAMES = {
 
 
 _ALIKE = ("gradients", "norm", "lr", "settings", "stepped", "weights")
-"""What two ranks of one run have in common; they have batches, losses and random streams of their own."""
+"""What two ranks of one run have in common; their batches, losses and random streams differ."""
 
 
 class Difference(NamedTuple):
