@@ -16,7 +16,6 @@ from zae.addons.agreement import AgreementAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.data.loader_state import restore_parts
-from zae.data.position import LoaderPosition
 from zae.data.sharding import Ranks, shard
 from zae.errors import ConfigError
 from zae.launch import spawn as launching
@@ -93,7 +92,7 @@ class DistributedAddon(AgreementAddon):
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
             self._rank_states = RankStates()
-            self.loader_position = LoaderPosition(self.fast_data)
+            self.loader_position = self.loader_position.renewed()
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Restore the final state of rank 0 in the objects of the caller, and its random streams here."""
@@ -172,10 +171,10 @@ class DistributedAddon(AgreementAddon):
 
     def _rng_of_rank(self) -> None:
         """Seed as rank 0, for what all ranks must draw alike, and then derive the streams of this rank."""
-        if self.seed is not None and not self.is_seeded and self._rank:
+        if self.seed is not None and not self.progress_checker.is_seeded and self._rank:
             random_state.seed_everything(self.seed)
             random_state.restore(random_state.of_rank(self._rank, random_state.capture()))
-            self.is_seeded = True
+            self.progress_checker.is_seeded = True
 
     def on_exception(self, error: BaseException) -> None:
         """Report at once that this rank fails."""
@@ -258,7 +257,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     """Run a trainer that was sent to this rank; return what the one in the parent process takes over."""
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
-    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker", "is_seeded")}
+    rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker")}
     return result, RankStates.add_entries(trainer, trainer.state_dict()), rest
 
 

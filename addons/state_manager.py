@@ -174,7 +174,7 @@ class StateManagerAddon(AddOnBase):
     def setup(self) -> None:
         """Resume, the first time."""
         resumption, calls = self._resumption, self.progress_checker.run_calls
-        is_due = resumption.is_due(calls, self.is_seeded)
+        is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
             found = self.checkpointer.find(resumption.resume)

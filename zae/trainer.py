@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,16 +157,16 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
-        flags = {"log_bar": log_bar, "fast_data": fast_data, "keep_train_outputs": keep_train_outputs}
-        self.log_bar, self.fast_data, self.keep_train_outputs = argument_checks.check_flags(**flags)
-        (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
+        self.log_bar, self.try_validation = argument_checks.check_flags(log_bar=log_bar, try_validation=try_validation)
+        fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
-        keeps = {"keep_train_outputs": self.keep_train_outputs, "keep_test_outputs": has_metric}
-        self.history = History(monitor, monitor_mode, owner=type(self).__name__, **keeps)
+        self.history = History(
+            monitor, monitor_mode, keep_train_outputs=keeps, keep_test_outputs=has_metric, owner=type(self).__name__
+        )
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite), ProgressChecker()
-        self.loader_position, self.current_run, self.is_seeded = LoaderPosition(self.fast_data), Run(self), False
+        self.loader_position, self.current_run = LoaderPosition(fast), Run(self)
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
 
     # ------------------------------------------------------------------------------------ what the user writes
@@ -567,9 +567,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def setup(self) -> None:
         """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
-        if self.seed is not None and not self.is_seeded:
+        if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
-        self.is_seeded = True
+        self.progress_checker.is_seeded = True
         self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped, self._module))
         self.model = self.current_run.wrapped = self.wrap_model(self._module)
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
@@ -878,6 +878,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
+    old_attributes: ClassVar[Mapping[str, str]] = {"is_seeded": "progress_checker.is_seeded"}
+
     optimizer: Any = _of("optimization", "optimizer", "What was given; once set up, with what the factories made.")
     scheduler: Any = _of("optimization", "scheduler", "What was given; once set up, with what the factories made.")
     optimizers: dict[str, Optimizer] = _of("optimization", "optimizers", "The optimizers by name; an only one is '0'.")
@@ -888,6 +890,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     scheduler_step_on_batch: bool = _of("optimization", "scheduler_step_on_batch", "Step schedulers after each step.")
     monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
     monitor_mode: str = _of("history", "direction", "Whether a smaller ('min') or a larger ('max') value is better.")
+    fast_data: bool = _of("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
+    keep_train_outputs: bool = _of("log_train", "keeps", "Whether what steps return beside numbers is kept.")
     log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")
     log_test: EpochLog = _of("history", "log_test", "What the steps of the last evaluation returned.")
     train_metrics: Metrics = _of("history", "train_metrics", "The metrics of the last epoch.")

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.optim import parameters_of
-
 __all__ = [
     "NOTHING",
     "begin_training",
@@ -110,7 +108,7 @@ def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
 
 def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Copy the weights of an optimizer, except those of lazy layers, which do not exist yet."""
-    held = [each for each in parameters_of(optimizer) if not nn.parameter.is_lazy(each)]
+    held = [p for group in optimizer.param_groups for p in group["params"] if not nn.parameter.is_lazy(p)]
     return [(each, each.detach().clone()) for each in held]
 
 

@@ -41,7 +41,7 @@ class LoaderPosition:
         self.loader: Any = None
         self.pinned = False  # Whether the batches of the epoch are copied to a GPU without waiting.
         self.is_evaluating = False  # Whether weights and random streams are those of an evaluation.
-        self._fast = fast
+        self.is_fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None  # The state as an iterator began, in this epoch or in an earlier one.
@@ -63,10 +63,14 @@ class LoaderPosition:
         """Leave the loader out, which may not be picklable: a copy resumes as after loading this state."""
         twin = self
         if self._resume is None and self.loader is not None:
-            twin = LoaderPosition(self._fast)
+            twin = self.renewed()
             twin.load_state_dict(self.state_dict())
         return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None),
                 "is_evaluating": self.is_evaluating}  # fmt: skip
+
+    def renewed(self) -> LoaderPosition:
+        """Return a position before the first batch, of no loader."""
+        return LoaderPosition(self.is_fast)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader and of every random stream."""
@@ -303,11 +307,11 @@ class LoaderPosition:
     def _open(self, loader: Any, count: int) -> Iterator[Any]:
         """Skip the first batches of a loader, without drawing a seed for persistent workers, which have one."""
         if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
-            iterator, self._is_copied = skip_batches(loader, count, self._fast)
+            iterator, self._is_copied = skip_batches(loader, count, self.is_fast)
             return iterator
         own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
         try:
-            iterator, self._is_copied = skip_batches(loader, count, self._fast)
+            iterator, self._is_copied = skip_batches(loader, count, self.is_fast)
         finally:
             loader.generator = own
         return iterator

@@ -118,7 +118,7 @@ class EpochLog(Mapping[str, list[Any]]):
     """
 
     def __init__(self, name: str = "log", keeps: bool = True) -> None:
-        self._name, self._keeps = name, keeps
+        self._name, self.keeps = name, keeps
         self._series: dict[str, _Series] = {}
         self._kept: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
@@ -172,7 +172,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _keep(self, key: str, value: Any) -> None:
         """Keep a value, or only note that there was one."""
-        if self._keeps and key not in self._dropped:
+        if self.keeps and key not in self._dropped:
             self._kept.setdefault(key, []).append(to_host(value))
         else:
             self._dropped[key] = isinstance(value, Tensor)
@@ -195,7 +195,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _not_kept(self, key: str) -> MonitorError:
         """Say why an entry that steps have returned cannot be read."""
-        if self._keeps:
+        if self.keeps:
             text = (
                 f"{self._name} no longer holds {key!r}: what is not a number is freed when its epoch, or its "
                 "evaluation, ends; read it in metric_on_epoch_end, or call inference(loader)"
@@ -203,7 +203,7 @@ class EpochLog(Mapping[str, list[Any]]):
         else:
             text = f"{self._name} does not keep {key!r}, which is not a number; {_CURES.get(self._name, 'keep it')}"
         error = MonitorError(text)
-        error.is_lost = self._keeps  # type: ignore[attr-defined]  # Whether it was there, or will be in the next epoch.
+        error.is_lost = self.keeps  # type: ignore[attr-defined]  # Whether it was there, or will be in the next epoch.
         return error
 
     def __iter__(self) -> Iterator[str]:
@@ -231,7 +231,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def empty_copy(self) -> EpochLog:
         """Return an empty log of the same name, which keeps the same."""
-        return EpochLog(self._name, self._keeps)
+        return EpochLog(self._name, self.keeps)
 
     def begin_epoch(self) -> None:
         """Forget the last epoch, but for the sums of what no record has seen yet."""
@@ -316,7 +316,7 @@ class EpochLog(Mapping[str, list[Any]]):
                 series.add(value, weight)
         self._dropped.update({key: bool(is_tensor) for key, is_tensor in state.get("dropped", {}).items()})
         self._kept.update({key: list(values) for key, values in state["kept"].items() if values})
-        if not self._keeps:
+        if not self.keeps:
             self.free()
         self._seen.update({key: int(count) for key, count in state["seen"].items()})
         self._carried.update({key: (float(total), float(weight)) for key, (total, weight) in state["carried"].items()})

@@ -204,6 +204,8 @@ class ProgressChecker:
         The moment whose validation has begun and is not complete; a resumed run repeats it first.
     run_calls : RunCalls
         The calls of ``run``.
+    is_seeded : bool
+        Whether this process has set the trainer up, and seeded the random streams where a seed was given.
 
     Examples
     --------
@@ -226,6 +228,7 @@ class ProgressChecker:
     stop_reason: str | None = None
     pending_validation: str = ""
     run_calls: RunCalls = field(default_factory=RunCalls)
+    is_seeded: bool = False
 
     @property
     def run_starts(self) -> list[list[int]]:

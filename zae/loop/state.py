@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zae.common import optimizer_modes
-from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state
 from zae.loop.model_weights import check_types, fit_weights
@@ -82,10 +81,11 @@ def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
         with _explaining_misfits():
             position.load_state_dict(state["position"])
             load_optimization()
+        progress.is_seeded = trainer.progress_checker.is_seeded
         if is_unused:
             # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.
-            trainer.is_seeded = trainer.is_seeded and not trainer.progress_checker.batch
-            trainer.loader_position = LoaderPosition(trainer.fast_data)
+            progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
+            trainer.loader_position = position.renewed()
         trainer.progress_checker, trainer.history = progress, history
         trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
     with torch.no_grad():

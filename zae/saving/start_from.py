@@ -80,9 +80,10 @@ class Start:
             state["model"] = model
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]
-        position, kept, is_seeded = trainer.loader_position, dict(vars(trainer.loader_position)), trainer.is_seeded
+        position, kept = trainer.loader_position, dict(vars(trainer.loader_position))
+        is_seeded = trainer.progress_checker.is_seeded
         trainer.load_state_dict(state)
-        trainer.loader_position, trainer.is_seeded = position, is_seeded
+        trainer.loader_position, trainer.progress_checker.is_seeded = position, is_seeded
         vars(position).update(kept)
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
