@@ -108,7 +108,7 @@ class EarlyStoppingAddon(AddOnBase):
             return False
         if self._best is None:
             return True
-        gain = self._best - score if self.monitor_mode == "min" else score - self._best
+        gain = self._best - score if self.history.direction == "min" else score - self._best
         return gain > self.delta
 
     def plan_lines(self, plan: Any) -> list[str]:

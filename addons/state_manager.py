@@ -151,7 +151,7 @@ class StateManagerAddon(AddOnBase):
         flags = check_flags(overwrite=overwrite, save_async=save_async, save_on_signal=save_on_signal)
         self.overwrite, in_background, self.save_on_signal = flags
         self.on_save_error = on_save_error
-        retention = Retention(last, best or 0, 1 if self.monitor_mode == "min" else -1)
+        retention = Retention(last, best or 0, 1 if self.history.direction == "min" else -1)
         on_error: dict[str, Any] = {
             "on_save_error": on_save_error,
             "warns_of_nonfinite": self.nonfinite.policy != "raise",

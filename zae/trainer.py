@@ -6,7 +6,6 @@ that they call is a seam with a default of a few lines; other code lives in othe
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -161,9 +160,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
-        self.history = History(
-            monitor, monitor_mode, keep_train_outputs=keeps, keep_test_outputs=has_metric, owner=type(self).__name__
-        )
+        kept = {"keep_train_outputs": keeps, "keep_test_outputs": has_metric}
+        self.history = History(monitor, monitor_mode, owner=type(self).__name__, **kept)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite), ProgressChecker()
         self.loader_position, self.current_run = LoaderPosition(fast), Run(self)
@@ -878,7 +876,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
-    old_attributes: ClassVar[Mapping[str, str]] = {"is_seeded": "progress_checker.is_seeded"}
+    old_attributes: ClassVar[Any] = {"is_seeded": "progress_checker.is_seeded", "monitor_mode": "history.direction"}
 
     optimizer: Any = _of("optimization", "optimizer", "What was given; once set up, with what the factories made.")
     scheduler: Any = _of("optimization", "scheduler", "What was given; once set up, with what the factories made.")
@@ -889,7 +887,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
     grad_norm: Tensor | None = _of("optimization", "grad_norm", "The norm of the gradients before the last clip.")
     scheduler_step_on_batch: bool = _of("optimization", "scheduler_step_on_batch", "Step schedulers after each step.")
     monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
-    monitor_mode: str = _of("history", "direction", "Whether a smaller ('min') or a larger ('max') value is better.")
     fast_data: bool = _of("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
     keep_train_outputs: bool = _of("log_train", "keeps", "Whether what steps return beside numbers is kept.")
     log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")
@@ -912,8 +909,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def print_log(self) -> None:
         """Write the history to standard output, as a table."""
-        if sys.stdout is not None:  # A caller may have closed it.
-            sys.stdout.write(f"{self.metrics}\n")
+        self.metrics.write()
 
     def log_reset(self) -> None:
         """Forget what the open epoch has logged."""
@@ -964,9 +960,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
     explain, plan, plan_lines = explain.explain, preview.plan, preview.plan_lines
 
     def __repr__(self) -> str:
-        place = f"epoch={self.progress_checker.epoch}, step={self.progress_checker.step}"
-        model = type(self.unwrap()).__name__
-        return f"{type(self).__name__}(model={model}, device={self.device}, mode={self.mode}, {place})"
+        at, model = self.progress_checker, type(self.unwrap()).__name__
+        where = f"device={self.device}, mode={self.mode}, epoch={at.epoch}, step={at.step}"
+        return f"{type(self).__name__}(model={model}, {where})"
 
     # ------------------------------------------------------------------------------------------------ the rest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,6 +131,11 @@ class MetricsDict(dict[str, Any]):
         marked = [line + ("  best" if best.get("step") == step else "") for line, step in
                   zip(lines[1:], sorted(rows), strict=True)]  # fmt: skip
         return "\n".join([lines[0], *marked])
+
+    def write(self) -> None:
+        """Write the table to standard output."""
+        if sys.stdout is not None:  # A caller may have closed it.
+            sys.stdout.write(f"{self}\n")
 
 
 def _cell(value: Any) -> str:
