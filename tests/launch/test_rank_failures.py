@@ -1,0 +1,106 @@
+"""A rank that raises, is killed or hangs between two steps of the others: one error that names it, and a way on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from kit.rank_tasks import Task, build, forks, loader, same, weights
+from zae import DistributedError
+from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.launch import spawn as launching
+from zae.storage.checkpoint import load_checkpoint
+
+ENDS = {
+    "raise": (ValueError, r"^bad sample \[rank {who} of 2\]"),
+    "kill": (DistributedError, r"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"),
+    "hang": (DistributedError, r"rank {who} \(process \d+\) of 2 did not answer within timeout=2 s"),
+}
+
+
+class Fails(Task):
+    """Fails on one rank in its sixth step, or after its fifth, when the others may be in the sixth."""
+
+    how = where = ""
+    who = 0
+
+    def train_step(self, batch):
+        self.fail("step")
+        return super().train_step(batch)
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        self.fail("end")
+
+    def fail(self, where):
+        if (where, self.rank) != (self.where, self.who) or self.progress_checker.step != 5:
+            return
+        if self.how == "raise":
+            raise ValueError("bad sample")
+        if self.how in ("kill", "term"):
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGTERM)
+        while self.how == "hang":
+            time.sleep(0.1)
+
+
+def run(folder, how="", who=0, where="step"):
+    trainer = build(
+        Fails, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=2.0, seed=1, save_path=folder, save_every=2,
+        keep_last=None, resume="auto",
+    )  # fmt: skip
+    trainer.how, trainer.who, trainer.where = how, who, where
+    with forks():
+        return trainer, trainer.run(2, loader(16, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of the run that nothing has disturbed."""
+    trainer, metrics = run(tmp_path_factory.mktemp("whole") / "run")
+    assert metrics["step"] == 8
+    return weights(trainer), metrics
+
+
+@pytest.mark.covers("F-D4", "F-D5", "F-D6")
+@pytest.mark.parametrize("where", ["step", "end"])
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_fails_and_the_run_goes_on(how, who, where, whole, monkeypatch, capfd):
+    """F-D4, F-D5, F-D6: with a request to stop under way, nothing aborts or is half there; a resume ends bitwise."""
+    monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
+    kind, text = ENDS[how]
+    begun = time.monotonic()
+    with pytest.raises(kind, match=text.format(who=who)):
+        run("run", how, who, where)
+    assert time.monotonic() - begun < 60
+    assert not dist.is_initialized()
+    assert not re.search("terminate called|SIGABRT|Fatal Python", capfd.readouterr().err)
+    saved = sorted(path.name for path in Path("run").iterdir() if not path.name.startswith("crash-"))
+    assert [name for name in saved if name.startswith("step-")] == ["step-00000002", "step-00000004"]
+    assert not [name for name in saved if "tmp" in name]
+    for path in Path("run").glob("[cs]*-*"):
+        load_checkpoint(path)
+    trainer, metrics = run("run")
+    expected, history = whole
+    assert same(weights(trainer), expected)
+    assert metrics["step"] == history["step"]
+    assert metrics["train_metrics_history"] == history["train_metrics_history"]
+
+
+@pytest.mark.covers("P-26")
+@pytest.mark.parametrize(("where", "last"), [("step", 7), ("end", 6)])
+def test_a_signal_to_one_rank_ends_all_of_them_one_step_later(where, last, whole):
+    """P-26: SIGTERM in the sixth step of one rank, or after the fifth: all end after the next, and go on bitwise."""
+    with pytest.raises(SystemExit) as caught:
+        run("run", "term", 1, where)
+    assert caught.value.code == 143
+    assert max(path.name for path in Path("run").glob("step-*")) == f"step-{last:08}"
+    trainer, metrics = run("run")
+    assert same(weights(trainer), whole[0])
+    assert metrics["train_metrics_history"] == whole[1]["train_metrics_history"]
