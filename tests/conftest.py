@@ -32,9 +32,9 @@ guards.profile_guard_manager = lambda *_: 0.0
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("distributed", "table", "resume", "mpu", "mpu_resume", "mpu_spawned", "crash", "examples", "testing",
-           "wandb_logger", "gather", "composition", "compile", "loading", "package", "fault_signals",
-           "fault_exceptions", "readme", "performance", "neptune_logger")  # fmt: skip
+LONGEST = ("table", "resume", "testing", "distributed", "crash", "compile_fused", "mpu", "compile", "mpu_resume",
+           "resume_scripts", "mpu_spawned", "mpu_data", "examples", "wandb_logger", "gather", "composition", "loading",
+           "package", "fault_signals", "fault_exceptions", "readme", "performance", "neptune_logger")  # fmt: skip
 """The files that take more than ten seconds of a processor, the longest first."""
 
 

@@ -99,3 +99,13 @@ def test_the_size_of_what_the_rules_limit() -> None:
     assert "at most 40 lines of code, a file 400 (an add-on 250), a folder 12 files" in TEXT
     assert {source.limit for source in house.read_sources()} == {400, 250}
     assert Path(house.__file__) == Path(imports.ROOT, "tests", "kit", "house.py")
+
+
+def test_ci_says_when_the_tests_that_it_leaves_out_last_passed() -> None:
+    """Each marker that the default run leaves out has a line with a number, a date and a commit."""
+    options = Path(imports.ROOT, "pyproject.toml").read_text()
+    lines = Path(imports.ROOT, ".ci", "last_passed").read_text().splitlines()
+    assert {line.split(":")[0] for line in lines} == set(re.findall(r"not ([a-z_]+)", options)) != set()
+    form = r"\w+: [1-9]\d* tests, last passed on \d{4}(-\d\d){2} at [0-9a-f]+"
+    assert all(re.fullmatch(form, line) for line in lines)
+    assert "cat .ci/last_passed" in Path(imports.ROOT, ".ci", "run").read_text()
