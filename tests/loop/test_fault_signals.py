@@ -161,12 +161,12 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
 
 @pytest.mark.covers("P-26", "P-12")
 def test_a_signal_to_one_rank(folder: Path) -> None:
-    """P-26, P-12, F-B3, F-D5: SIGTERM to rank 1 alone saves that step and ends both; then SIGKILL to it; bitwise."""
+    """P-26, P-12, F-B3, F-D5: SIGTERM to rank 1 alone saves the step after it and ends both; then SIGKILL; bitwise."""
     whole = two_ranks(folder / "whole", 1)
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)
     assert caught.value.code == 143
-    assert max(path.name for path in list_checkpoints(folder / "run")) == "step-00000002"
+    assert max(path.name for path in list_checkpoints(folder / "run")) == "step-00000003"
     with pytest.raises(DistributedError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9"):
         two_ranks(folder / "run", 3, kill_at=4, kill_rank=1)
     assert max(path.name for path in list_checkpoints(folder / "run")) == "step-00000004"
