@@ -491,8 +491,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
-        if len(num_targets) > 1 or num_targets != [None]:
-            self.optimization.normalize(num_targets, self.reduce, self.world_size)
+        if num_targets != [None]:
+            optim.normalize(num_targets, self.optimization.parameters, self.reduce, self.world_size)
 
     @seam
     def unscale(self) -> None:

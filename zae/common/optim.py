@@ -203,7 +203,7 @@ def normalize(
     micro-batch and rank. Ranks average their gradients, so the total is divided by the world size too.
     """
     missing = sum(count is None for count in counts)
-    if missing == len(counts):
+    if missing == len(counts) or (len(counts) == 1 and world_size == 1):  # A single loss is a mean over its targets.
         return
     if missing:
         raise StepError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from zae.errors import LoaderError
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
-from zae.loop.step_output import call_step
+from zae.loop.step_output import read_output
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -99,10 +99,10 @@ class Evaluation:
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
-                count = self._record_all(loader, batches, self.signals)
+                count = self._walk(loader, batches, trainer.logging, self.signals)
             else:
                 flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
-                count = self._record_all(loader, flag.walk(batches), flag.signals)
+                count = self._walk(loader, flag.walk(batches), trainer.logging, flag.signals)
                 count = None if flag.signals else count
             if count is not None:
                 further = trainer.metric_on_epoch_end
@@ -123,26 +123,27 @@ class Evaluation:
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
         with NOTHING if self.trainer.loader_position.is_evaluating else self._testing(None):
-            self._record_all(None, iter([batch]))
+            self._walk(None, iter([batch]), self.trainer.logging)
 
     def outputs(self, loader: Any) -> list[dict[str, Any]]:
         """List what ``test_step`` returns for each batch, on the host; the outputs of all ranks in turn."""
         check_loader(loader)
-        trainer, run, outputs = self.trainer, self.trainer.current_run, []
+        trainer, outputs = self.trainer, []
         with self._testing(loader):
-            with run.evaluating(loader):
-                for batch in trainer.evaluation_batches(trainer.wrap_loader(loader, False)):
-                    if batch is None:
-                        continue
-                    run.batch = batch
-                    outputs.append(to_host(call_step(trainer, trainer.test_step, trainer.to_device(batch))[0]))
-                    run.batch = None
+            batches = trainer.evaluation_batches(trainer.wrap_loader(loader, False))
+            self._walk(loader, batches, lambda values, weight: outputs.append(to_host(values)))
             return in_turn(trainer.gather_data(outputs))
 
-    def _record_all(self, loader: Any, batches: Iterator[Any], signals: Sequence[int] | None = None) -> int | None:
-        """Test and record each batch; return how many there were, or None where a signal ended it early."""
+    def _walk(
+        self,
+        loader: Any,
+        batches: Iterator[Any],
+        take: Callable[[Mapping[str, Any], Any], None],
+        signals: Sequence[int] | None = None,
+    ) -> int | None:
+        """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it."""
         trainer, run, count = self.trainer, self.trainer.current_run, 0
-        to_device, test_step, logging = trainer.to_device, trainer.test_step, trainer.logging
+        to_device, test_step, forward_context = trainer.to_device, trainer.test_step, trainer.forward_context
         with run.evaluating(loader):
             for batch in batches:
                 if signals:
@@ -150,7 +151,10 @@ class Evaluation:
                 if batch is None:
                     continue
                 run.batch = batch
-                logging(*call_step(trainer, test_step, to_device(batch)))
+                batch = to_device(batch)
+                with forward_context():
+                    out = test_step(batch)
+                take(*read_output(trainer, out, batch))
                 run.batch = None
                 count += 1
         return count

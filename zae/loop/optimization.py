@@ -166,12 +166,6 @@ class Optimization:
         else:
             optim.backward_each(loss, self.optimizers, **kwargs)
 
-    def normalize(self, num_targets: list[Any], reduce: Callable[[Tensor], Tensor], world_size: int) -> None:
-        """Divide the gradients by the number of targets of a window, over all ranks."""
-        if len(num_targets) == 1 and world_size == 1:
-            return
-        optim.normalize(num_targets, self.parameters, reduce, world_size)
-
     def clip(self, norm_of: Callable[[list[Tensor]], Tensor] = optim.gradient_norm) -> None:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
         if self.gradient_clip:

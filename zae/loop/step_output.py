@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from zae.errors import StepError
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["StepOutput", "call_step", "count_of", "explain_failure", "read_output"]
+__all__ = ["StepOutput", "count_of", "explain_failure", "read_output"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -61,13 +61,6 @@ def read_output(trainer: Trainer, out: Any, batch: Any) -> tuple[Mapping[str, An
             raise _not_a_mapping(trainer, out, batch)
         out = {"loss": out}
     return out, trainer.sample_weight(batch, out.get("num_targets"))
-
-
-def call_step(trainer: Trainer, step: Callable[[Any], Any], batch: Any) -> tuple[Mapping[str, Any], Any]:
-    """Call a step of the present mode on a batch that is on the device, and read what it returns."""
-    with trainer.forward_context():
-        out = step(batch)
-    return read_output(trainer, out, batch)
 
 
 def _name_of(trainer: Trainer, batch: Any) -> str:

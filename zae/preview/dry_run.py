@@ -32,7 +32,7 @@ from zae.composition.introspect import set_by
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
-from zae.loop.step_output import call_step
+from zae.loop.step_output import read_output
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -86,7 +86,9 @@ class Trial:
         train = twin.mode == "train"
         log, step = (twin.log_train, twin.train_step) if train else (twin.log_test, twin.test_step)
         try:
-            output = call_step(twin, step, batch)
+            with twin.forward_context():
+                out = step(batch)
+            output = read_output(twin, out, batch)
         except Exception as error:
             error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
             raise
