@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zae.testing
-from kit import house, imports
+from kit import house, imports, ranks
 from kit.lines import Task, batches, make
 from zae import AddOnBase, Trainer
 from zae.addons import AMPAddon
@@ -54,7 +54,7 @@ def test_the_names_exist() -> None:
     """Names of Trainer and AddOnBase, of the package, and decorators."""
     names = {each.strip("@").removesuffix("()").removeprefix("self.").split("(")[0] for each in QUOTED}
     names = {each.removeprefix("trainer.").removeprefix("zae.") for each in names if re.fullmatch(r"[\w.]+", each)}
-    places = (Trainer, AddOnBase, zae, zae.testing)
+    places = (Trainer, AddOnBase, zae, zae.testing, ranks)
     others = {"super", "__init__", "DeprecationWarning"}
     paths = {each for each in names if (imports.ROOT / each).exists()}
     known = {each for each in names if any(hasattr(place, each.removeprefix("testing.")) for place in places)}
