@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zae.addons.compile import CompileAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
+    from zae.addons.fsdp import FSDPAddon
     from zae.addons.jsonl_logger import JSONLLoggerAddon
     from zae.addons.ledger import LedgerAddon
     from zae.addons.logger import LoggerAddon, WebLoggerAddon
@@ -28,6 +29,7 @@ __all__ = [
     "CompileAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
+    "FSDPAddon",
     "GradientAccumulationAddon",
     "JSONLLoggerAddon",
     "LedgerAddon",
@@ -46,6 +48,7 @@ _HOMES = {
     "CompileAddon": "compile",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",
+    "FSDPAddon": "fsdp",
     "GradientAccumulationAddon": "accumulation",
     "JSONLLoggerAddon": "jsonl_logger",
     "LedgerAddon": "ledger",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,23 +15,43 @@ from zae.addon import replaces
 from zae.addons.agreement import AgreementAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
+from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
 from zae.errors import ConfigError
 from zae.launch import spawn as launching
+from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, tell_failures_early
 from zae.loop import addon_state
-from zae.saving.rank_states import RankStates, derive_streams, engine_of, load_entries
+from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
 
 
 class DistributedAddon(AgreementAddon):
-    """Run the loop on several ranks: the base of the add-ons that fill the slot ``parallel``.
+    """Run the loop on several ranks: the base of engines, the add-ons that fill the slot ``parallel``.
 
     It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,
-    decides together when to stop, and keeps the state of every rank. How gradients are brought together is left to
-    the engine, in `wrap_model`, `sync_context` and `normalize`.
+    decides together when to stop, and keeps the state of every rank. How the model is divided and how gradients are
+    brought together is left to the engine.
+
+    An engine has the slot ``"parallel"``, or that of a dimension, ``"parallel.data"``, ``"parallel.tensor"`` or
+    ``"parallel.pipeline"``, and names in ``mesh_dimensions`` the dimensions of ``mesh`` along which it divides the
+    work. It keeps these promises; tests/engines holds them for each engine:
+
+    - ``materialize(module)``, ``wrap_model(module)`` and ``wrap_optimizers(optimizers)`` come in this order. After them
+      each parameter of each optimizer is one of the present model. A module that is changed in place is changed once:
+      a later run finds it as it is. Nothing copies it.
+    - ``sync_context(last)`` and ``normalize`` leave in each ``.grad``, or in this rank's part of it, the mean over the
+      data of the window.
+    - ``gradient_norm(parameters)`` is a plain number, equal on all ranks; so is what ``may_step`` and
+      ``optimizer_step`` return.
+    - Ranks with the same ``data_rank`` see the same batches and draw the same random numbers.
+    - ``layout(parameter)`` tells how the ranks hold a tensor. ``whole(tensor)`` and ``like(whole, reference)`` lead
+      from parts to the whole and back. All ranks call ``whole`` in one order, between steps, and never after an error.
+    - ``model_state`` and ``optimizer_state`` are whole, under the names of the plain model.
+    - ``pads`` is True where each forward is a collective: a rank without a batch then takes part with one of weight 0.
+    - ``can_save_alone`` is False where a rank cannot save the state without the others.
 
     Parameters
     ----------
@@ -42,6 +62,9 @@ class DistributedAddon(AgreementAddon):
         Of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for those on the CPU.
     timeout : float
         Seconds after which a rank that does not answer is given up.
+    mesh : dict of str to int, optional
+        How many ranks divide the work along each dimension: ``{"replicate": 2, "shard": 4}``. One dimension that is
+        left out gets the remaining ranks.
 
     Raises
     ------
@@ -51,7 +74,8 @@ class DistributedAddon(AgreementAddon):
 
     layer = "parallel"
     slot = "parallel"
-    process_attributes = {"_placed": False}
+    mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
+    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None}
 
     def __init__(
         self,
@@ -59,6 +83,7 @@ class DistributedAddon(AgreementAddon):
         init_method: str | None = None,
         backend: str = "auto",
         timeout: float = 600.0,
+        mesh: Mapping[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -68,6 +93,8 @@ class DistributedAddon(AgreementAddon):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method, self.backend = init_method, backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
+        self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
+        self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
@@ -107,9 +134,9 @@ class DistributedAddon(AgreementAddon):
             restore_parts(shard(loader, True, Ranks(0, 2, list, bool)), present["parts"])
         if not state["progress"]["epoch_batch"]:
             # Between two epochs a loader continues its own generators, which another loader does not have.
-            state["position"] = _between(state["position"])
-            for each in state[engine_of(type(self))]["ranks"]:
-                each["position"] = _between(each["position"])
+            state["position"] = between_epochs(state["position"])
+            for each in state.get(engine_of(type(self)), {"ranks": []})["ranks"]:
+                each["position"] = between_epochs(each["position"])
         self.load_state_dict(state)
         self._take_attributes(rest)
         self._left = _streams()
@@ -135,22 +162,42 @@ class DistributedAddon(AgreementAddon):
         """Join the other ranks, then set up on the device of this rank."""
         if launching.join(self._backend(), self.timeout, self.init_method):
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
+            mesh = self._mesh()
+            self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size
             self.device = self._own_device()
             self._rng_of_rank()
+            if self._data_size < self._world:  # Ranks with the same batches draw alike.
+                leader = mesh.data_leaders()[self._data_rank]
+                random_state.restore(self.gather(random_state.capture())[leader])
         super().setup()
         if self._world > 1 and not self._placed:
             self._place()
+
+    def _dimensions(self) -> list[str]:
+        """List the dimensions along which the add-ons of this trainer divide the work."""
+        own = [name for add_on in add_ons_of(type(self)) for name in getattr(add_on, "mesh_dimensions", ())]
+        return [name for name in DIMENSIONS if name in own]
+
+    def _mesh(self) -> Mesh:
+        """Return the arrangement of the ranks that there are, or will be."""
+        return Mesh(self.mesh, self._dimensions(), self._planned_world())
+
+    def build_mesh(self) -> Any:
+        """Return the DeviceMesh of this run; all ranks call it, once they have joined."""
+        if self.device_mesh is None:
+            self.device_mesh = self._mesh().build(self.device, self.timeout)
+        return self.device_mesh
 
     def _place(self) -> None:
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._rank_states.ranks:
-            own, self._rank_states = self._rank_states.ranks[self._rank], RankStates()
+            own, self._rank_states = self._rank_states.ranks[self._data_rank], RankStates()
             self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
             load_entries(self, own.get("add_ons"))
         elif self.loader_position.is_restored:
-            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._rank))
+            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._data_rank))
 
     def _own_device(self) -> torch.device:
         """Return the device of this rank."""
@@ -171,9 +218,9 @@ class DistributedAddon(AgreementAddon):
 
     def _rng_of_rank(self) -> None:
         """Seed as rank 0, for what all ranks must draw alike, and then derive the streams of this rank."""
-        if self.seed is not None and not self.progress_checker.is_seeded and self._rank:
+        if self.seed is not None and not self.progress_checker.is_seeded and self._data_rank:
             random_state.seed_everything(self.seed)
-            random_state.restore(random_state.of_rank(self._rank, random_state.capture()))
+            random_state.restore(random_state.of_rank(self._data_rank, random_state.capture()))
             self.progress_checker.is_seeded = True
 
     def on_exception(self, error: BaseException) -> None:
@@ -203,6 +250,18 @@ class DistributedAddon(AgreementAddon):
         launched = launching.launched_world()
         return 1 if launched is None else launched[1]
 
+    @property
+    @replaces
+    def data_rank(self) -> int:
+        """The number of this rank's share of the data; under a launcher it is known before the first run."""
+        return self._data_rank if self._world > 1 else self._mesh().data_rank(self.rank)
+
+    @property
+    @replaces
+    def data_size(self) -> int:
+        """The number of shares of the data."""
+        return self._data_size if self._world > 1 else Mesh(self.mesh, self._dimensions(), self.world_size).data_size
+
     @replaces
     def reduce(self, value: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
@@ -220,6 +279,12 @@ class DistributedAddon(AgreementAddon):
             dist.all_gather_object(values, value)
         return values
 
+    @replaces
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return the values of the first rank of each share of the data."""
+        values = self.gather(value)
+        return values if self._data_size == self._world else [values[rank] for rank in self._mesh().data_leaders()]
+
     def barrier(self) -> None:
         """Wait for every rank, unless an exception is being handled that the others may not have."""
         super().barrier()
@@ -233,21 +298,21 @@ class DistributedAddon(AgreementAddon):
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.sync_counts(self)
-            self._check_drift()
-        state, world, ranks = super().state_dict(), self._planned_world(), self._rank_states.ranks
+        state, world, ranks = super().state_dict(), self._mesh().data_size, self._rank_states.ranks
         if world == 1:
             return state
         if asks:
-            ranks = self.gather(RankStates.own_part(state))
-        return {**state, engine_of(type(self)): RankStates(world, ranks, self._rank).as_entry()}
+            ranks = self.gather_data(RankStates.own_part(state))
+        return {**state, engine_of(type(self)): RankStates(world, ranks, self._data_rank).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
-        own, rest = self.take(state, engine_of(type(self)), strict=False)
+        name = engine_of(type(self), state)
+        own, rest = self.take(state, name, strict=False)
         if addon_state.is_loading(self, addon_state.ENTRIES):
             return super().load_state_dict(rest, strict)
-        saved, world, is_known = RankStates.parse(engine_of(type(self)), own), self._planned_world(), self._world > 1
-        super().load_state_dict(saved.state_for(rest, self._rank, world, is_known=is_known), strict)
+        saved, world, is_known = RankStates.parse(name, own), self._mesh().data_size, self._world > 1
+        super().load_state_dict(saved.state_for(rest, self._data_rank, world, is_known=is_known), strict)
         saved.warn_of_others(type(self), self.rank, world)
         is_waiting = not is_known and saved.world_size == world and self.loader_position.is_restored
         self._rank_states, self._placed = saved if is_waiting else RankStates(), is_known
@@ -274,9 +339,3 @@ def _streams() -> tuple[bytes, bytes, str]:
         state["numpy"]["key"].numpy().tobytes(),
         str((state["python"], state["numpy"]["pos"], state["numpy"]["has_gauss"])),
     )
-
-
-def _between(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a position between two epochs, for any loader."""
-    present = {**position["present"], "generators": None, "parts": {}}
-    return {**position, "begin": None, "present": present, "loader": None, "facts": {}}

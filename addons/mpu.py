@@ -81,6 +81,7 @@ class MultiGPUAddon(DistributedAddon):
     2
     """
 
+    slot = "parallel.data"
     process_attributes = {"_inner": None, "_engine": None, "_known": [], "_owners": []}
 
     def __init__(

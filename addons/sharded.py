@@ -1,19 +1,29 @@
-"""Data parallel loading: a share of the samples for each rank, with the same weight for each sample of a step."""
+"""What each rank has: its share of the samples, each with the same weight in a step, and its part of the tensors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, replaces
+from zae.common import random_state
+from zae.common.optimizer_modes import NOTHING
+from zae.common.walk import map_tensors
 from zae.data import sharding
-from zae.errors import ConfigError
+from zae.errors import ConfigError, DistributedError
+from zae.launch import shards
+from zae.loop.step_output import call_step
 
 __all__ = ["ShardingAddon"]
 
+_SHOWN = 10
 _CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
 
 
@@ -21,15 +31,17 @@ class ShardingAddon(AddOnBase):
     """Give each rank its share of every loader; a base of the add-ons that train on several devices."""
 
     layer = "parallel"
-    process_attributes = {"_shared": [], "_shares": None}
+    process_attributes = {"_shared": [], "_shares": None, "_replaced": {}}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rank, self._world = 0, 1
+        self._data_rank, self._data_size = 0, 1
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
         self._micro = self._absent = 0
-        self._leaves_out = False
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
+        self._leaves_out = self._is_padded = False
 
     def _from_main(self, value: Any) -> Any:
         values = [value if self._rank == 0 else None]
@@ -46,7 +58,7 @@ class ShardingAddon(AddOnBase):
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
-            ranks = sharding.Ranks(self._rank, self._world, self._from_main, self._all_agree)
+            ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree)
             shares = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has a limit of its own.
             others = [each for each in self._shared if each[1] != training]
@@ -58,32 +70,53 @@ class ShardingAddon(AddOnBase):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
         self._shares = sharding.shares_of(loader)
+        if self.pads and self._shares is not None and self._shares.leaves_out:
+            self._check_padding()
         try:
             yield from super().batches(loader)
         finally:
             self._shares = None
 
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Leave out the batch of a rank without samples; it still counts."""
+        """Leave out, or pad, the batch of a rank without samples; it still counts."""
         found = super().micro_batches(batch)
         self._micro, self._absent = -1, 0
         shares = self._shares
         last = self.progress_checker.epoch_batch + len(found)
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
+        if self._leaves_out and self.pads:
+            return self._padded(list(found))
         return _Given(found, self) if self._leaves_out else found
+
+    def _padded(self, window: list[Any]) -> list[Any]:
+        """Give a rank without samples the batch of rank 0, which always has some; it will weigh nothing."""
+        batch = self._from_main(window[-1])
+        self._is_padded = sharding.is_empty(window[-1])
+        return [*window[:-1], batch] if self._is_padded else window
 
     def sync_context(self, last: bool) -> Any:
         """Count the micro-batches of this step."""
         self._micro += 1
-        return super().sync_context(last)
+        inner = super().sync_context(last)
+        return self._undrawn(inner) if last and self._is_padded else inner
+
+    @contextmanager
+    def _undrawn(self, inner: AbstractContextManager[None] = NOTHING) -> Iterator[None]:
+        """Put the random streams back where they were."""
+        before = self._generators.state_dict()
+        try:
+            with random_state.isolated(), inner:
+                yield
+        finally:
+            self._generators.load_state_dict(before)
 
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss by this rank's share of the samples, so that each sample has the same weight."""
         loss = super().scale_loss(loss, num_targets, count)
-        if self._shares is None or num_targets is not None:
+        if self._shares is None or (num_targets is not None and not self._is_padded):
             return loss
         own, together = self._shares.share(self.progress_checker.epoch_batch + self._micro)
-        share = own * self._world / together
+        share = own * self._data_size / together
         if share == 1:
             return loss
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
@@ -95,8 +128,9 @@ class ShardingAddon(AddOnBase):
                 f"device is a list of {len(self.devices)}, and run_epoch or run_batch was called here, in one process; "
                 "call run(), which starts the ranks"
             )
+        self._is_padded = False
         try:
-            return super().gradients(batch)
+            outputs = super().gradients(batch)
         except ValueError as error:
             if self._world > 1 and "Expected more than 1 value per channel" in str(error):
                 error.add_note(
@@ -105,6 +139,14 @@ class ShardingAddon(AddOnBase):
                     "DataLoader(..., drop_last=True), or choose another batch_size"
                 )
             raise
+        self._absent += self._is_padded
+        return outputs[:-1] if self._is_padded else outputs
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Count no targets in a padded batch."""
+        if self._is_padded and num_targets[-1] is not None:
+            num_targets = [*num_targets[:-1], 0.0]
+        super().normalize(num_targets)
 
     def zero_grad(self) -> None:
         """Count the batches without samples too, so that all ranks count alike."""
@@ -112,6 +154,108 @@ class ShardingAddon(AddOnBase):
         self.progress_checker.batch += self._absent
         self.progress_checker.epoch_batch += self._absent
         self._absent = 0
+
+    # -------------------------------------------------------------------------------------------------- padding
+
+    def _check_padding(self) -> None:
+        """Refuse a model whose statistics a padded batch would change."""
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+        names = [name for name, each in self.unwrap().named_modules() if isinstance(each, kinds) and each.training]
+        if names:
+            raise ConfigError(
+                f"the last batch of an epoch leaves a rank without samples; it takes part with a batch of weight 0, "
+                f"which would change the statistics of {', '.join(names[:_SHOWN])} ({type(self.unwrap()).__name__}). "
+                "Write drop_last=True in the DataLoader, or use GroupNorm or LayerNorm"
+            )
+
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Take part in the forward of the others where this rank has fewer batches."""
+        batches = super().evaluation_batches(loader)
+        return self._in_step(batches, loader) if self.pads and self._world > 1 else batches
+
+    def _in_step(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+        """Yield the batches, with a forward of another one whenever this rank has none and others do."""
+        shares = sharding.shares_of(loader)
+        counts = self.gather(None if shares is None else len(shares))
+        longest = None if None in counts else max(counts)
+        spare, all_have_one = None, False
+        for index in itertools.count():
+            batch = next(batches, sharding.EMPTY)
+            has_samples = batch is not None and not sharding.is_empty(batch)
+            if longest is None or not all_have_one:
+                present = self.gather((not sharding.is_empty(batch), has_samples))
+                if not any(is_there for is_there, _ in present):
+                    return
+                if not any(samples for _, samples in present):  # None on each rank: a batch that was left out.
+                    yield None
+                    continue
+                if not all_have_one and not all(samples for _, samples in present):
+                    source = [samples for _, samples in present].index(True)
+                    spare = self.gather(batch if self._rank == source else None)[source]
+                all_have_one = True
+            elif index >= longest:
+                return
+            if has_samples:
+                spare = batch
+            else:
+                with self._undrawn():
+                    call_step(self, self.test_step, self.to_device(spare))
+            if not sharding.is_empty(batch):
+                yield batch
+
+    # --------------------------------------------------------------------------------------- parts of the tensors
+
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
+        super().wrap_optimizers(optimizers)
+        replaced, self._replaced = self._replaced, {}
+        for optimizer in optimizers.values() if replaced else ():
+            shards.replace_parameters(optimizer, replaced)
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm over all parts of the gradients."""
+        found = [each.grad for each in parameters if each.grad is not None]
+        return shards.gradient_norm(found) if any(map(shards.is_sharded, found)) else super().gradient_norm(parameters)
+
+    def layout(self, parameter: Tensor) -> str:
+        """Return "sharded" for what lies in parts on the ranks."""
+        return "sharded" if shards.is_sharded(parameter) else super().layout(parameter)
+
+    @replaces
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Gather the parts of a tensor on every rank."""
+        if not shards.is_sharded(tensor):
+            return tensor
+        try:
+            return shards.whole(tensor)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"rank {self._rank} of {self._world} gathers a tensor that lies in parts on all ranks, and the others "
+                "did not take part. Call state_dict, save_model and evaluate on every rank, not under "
+                "`if self.is_main`: rank 0 alone writes the file"
+            ) from error
+
+    @replaces
+    def like(self, whole: Tensor, reference: Tensor) -> Tensor:
+        """Keep this rank's part of a whole tensor."""
+        return shards.like(whole, reference)
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights, whole on this rank."""
+        return map_tensors(self.whole, super().model_state())
+
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights, of which each rank keeps its part."""
+        own = self.unwrap().state_dict()
+        super().load_model_state({key: shards.like(value, own.get(key)) for key, value in weights.items()}, strict)
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the state of an optimizer, whole on this rank."""
+        return map_tensors(self.whole, super().optimizer_state(name))
+
+    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Load a whole state, of which each rank keeps its part."""
+        super().load_optimizer_state(name, shards.shard_state(self.optimizers[name], state))
 
 
 class _Given(Sequence[Any]):

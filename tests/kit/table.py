@@ -20,6 +20,7 @@ from zae.addons import (
     CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
+    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
@@ -134,8 +135,9 @@ TABLE = [
     ),
     # The model's calls, traced but not compiled: that is bitwise the eager step, and takes little time.
     Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),
-    # On one device it changes nothing; what it does on several is in tests/addons/test_mpu.py.
+    # On one device it changes nothing; what they do on several is in tests/addons/test_mpu.py, tests/engines.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
+    Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),

@@ -144,6 +144,7 @@ OWN = {
     "EMAAddon": {"decay": 0.5},
     "EarlyStoppingAddon": {"patience": 100},
     "GradientAccumulationAddon": {"gradient_accumulation_steps": 2},
+    "FSDPAddon": {},
     "JSONLLoggerAddon": {"jsonl_path": "log.jsonl"},
     "MultiGPUAddon": {},
     "PrefetchAddon": {},

@@ -36,6 +36,7 @@ __all__ = [
     "has_own_shapes",
     "has_step_hooks",
     "is_profiling",
+    "overflow_flags",
     "shut_down_workers",
     "sparse_parts",
     "unsaved_buffers",
@@ -143,6 +144,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
         return bool(own or _OPTIMIZERS._global_optimizer_pre_hooks or _OPTIMIZERS._global_optimizer_post_hooks)
     except AttributeError:
         return True
+
+
+def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors in which a scaler notes that a gradient of an optimizer is not finite, one for each device."""
+    found = getattr(scaler, "_found_inf_per_device", None)
+    return [] if found is None else list(found(optimizer).values())
 
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["children_of", "fields_of", "has_same_bits", "is_dataclass", "leaves_of", "search", "tensors_in"]
+__all__ = [
+    "children_of",
+    "fields_of",
+    "has_same_bits",
+    "is_dataclass",
+    "leaves_of",
+    "map_tensors",
+    "search",
+    "tensors_in",
+]
 
 _MISSING = object()
 
@@ -114,3 +123,16 @@ def search(
             is_open = isinstance(part, (*kinds, list, tuple, dict)) or hasattr(part, "__dict__")
             if is_open and not isinstance(part, closed) and id(part) not in seen and id(part) not in apart:
                 left.append((f"{where}.{key}", part))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to each tensor of dicts, lists and tuples; containers stay the same where nothing differs."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        made = {key: map_tensors(function, each) for key, each in value.items()}
+        return value if all(made[key] is each for key, each in value.items()) else made
+    if type(value) in (list, tuple):
+        items = [map_tensors(function, each) for each in value]
+        return value if all(a is b for a, b in zip(items, value)) else type(value)(items)
+    return value

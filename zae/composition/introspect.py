@@ -18,6 +18,7 @@ __all__ = [
     "function_of",
     "is_add_on",
     "is_base",
+    "is_engine_slot",
     "is_marked",
     "is_trainer",
     "kinds_of",
@@ -214,8 +215,15 @@ def add_ons_of(cls: Any) -> list[Any]:
 
 
 def slots_of(cls: Any) -> dict[str, Any]:
-    """Map each filled slot to the add-on that fills it."""
-    return {add_on.slot: add_on for add_on in add_ons_of(cls) if add_on.slot}
+    """Map each filled slot to the add-on that fills it; "parallel" to the outermost one of its dimensions."""
+    filled = {add_on.slot: add_on for add_on in add_ons_of(cls) if add_on.slot}
+    engines = [add_on for slot, add_on in filled.items() if is_engine_slot(slot)]
+    return {**filled, "parallel": engines[0]} if engines else filled
+
+
+def is_engine_slot(slot: str | None) -> bool:
+    """Whether a slot is "parallel", or one of its dimensions, as "parallel.data"."""
+    return (slot or "").partition(".")[0] == "parallel"
 
 
 def seams_of(cls: Any) -> dict[str, Any]:

@@ -326,9 +326,13 @@ def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
             )
     slots: dict[str, TrainerMeta] = {}
     for add_on in add_ons:
-        if add_on.slot and slots.setdefault(add_on.slot, add_on) is not add_on:
-            first, second = sorted((slots[add_on.slot].__name__, add_on.__name__))
-            raise AddOnConflict(f"{first} and {second} both fill the slot {add_on.slot!r}; keep one")
+        for slot, other in slots.items() if add_on.slot else ():
+            if f"{slot}.".startswith(f"{add_on.slot}.") or f"{add_on.slot}.".startswith(f"{slot}."):
+                first, second = sorted((other.__name__, add_on.__name__))
+                shared = min(slot, str(add_on.slot), key=len)  # "parallel" fills all of its dimensions.
+                raise AddOnConflict(f"{first} and {second} both fill the slot {shared!r}; keep one")
+        if add_on.slot:
+            slots[add_on.slot] = add_on
     for add_on in add_ons:
         for need in add_on.requires:
             if not any(_named_in(other, [need]) for other in add_ons):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.walk import tensors_in
+from zae.common.walk import map_tensors, tensors_in
 from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.storage.encoding import decode, encode
@@ -98,6 +98,8 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"self.{missing[0]} in __init__"
             )
         entry = {key: getattr(trainer, name) for key, name in names.items()}
+        if not is_loading(trainer, ENTRIES):  # Else one rank alone reads.
+            entry = {key: map_tensors(trainer.whole, value) for key, value in entry.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}

@@ -95,3 +95,18 @@ class Processes:
     @seam
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Prepare the optimizers for the wrapped model: all of their parameters must be the present ones."""
+
+    @seam
+    def layout(self, parameter: Tensor) -> str:
+        """Return how the ranks hold a tensor: "replicated", "sharded", "stages" or "foreign"."""
+        return "replicated"
+
+    @seam
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
+        return tensor
+
+    @seam
+    def like(self, whole: Tensor, reference: Tensor) -> Tensor:
+        """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
+        return whole

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zae.common import random_state
+from zae.common.walk import map_tensors
 from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import ENTRIES, FROM_FILE, GENERATORS, declaring, digest, key_of, loading_as
@@ -19,7 +21,7 @@ from zae.loop.epoch_log import EpochLog, merge_logs, to_host
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["RankStates", "derive_streams", "engine_of", "load_entries", "load_from_file"]
+__all__ = ["RankStates", "between_epochs", "derive_streams", "engine_of", "load_entries", "load_from_file"]
 
 _log = logging.getLogger("zae")
 
@@ -30,7 +32,7 @@ class RankStates:
     Parameters
     ----------
     world_size : int
-        The number of ranks of the run that saved it.
+        The number of shares of the data in the run that saved it: of its ranks, without tensor parallelism.
     ranks : sequence of mapping
         For each rank its "position" and "log_train", and "add_ons" where their entries differ. It is empty where one
         rank has saved alone.
@@ -67,18 +69,20 @@ class RankStates:
 
         Digests are compared first: only what differs is sent, and saved for each rank.
         """
-        name, world = engine_of(type(trainer)), trainer.world_size
+        name, world = engine_of(type(trainer)), trainer.data_size
+        if trainer.world_size > 1:  # Of add-ons that do not declare what they keep; the rest is whole already.
+            state = {key: map_tensors(trainer.whole, entry) for key, entry in state.items()}
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return dict(state)
         own = {}
         for owner, keys in _varying(type(trainer)).items():
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
-        digests = trainer.gather({owner: digest(entry) for owner, entry in own.items()})
+        digests = trainer.gather_data({owner: digest(entry) for owner, entry in own.items()})
         differing = [owner for owner in own if len({each.get(owner) for each in digests}) > 1]
         entries: list[Any] = [{}] * world
         if differing:
-            entries = trainer.gather({owner: to_host(own[owner]) for owner in differing})
+            entries = trainer.gather_data({owner: to_host(own[owner]) for owner in differing})
         ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
         return {**state, name: {**state[name], "ranks": ranks}}
 
@@ -154,15 +158,18 @@ class RankStates:
             )  # fmt: skip
 
 
-def engine_of(cls: type) -> str:
-    """Return the key of the parallel add-on of a trainer class; empty where it has none."""
+def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
     engine = slots_of(cls).get("parallel")
-    return "" if engine is None else str(engine.__name__)
+    name = "" if engine is None else str(engine.__name__)
+    saved = [key for key, each in state.items() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
+    return saved[0] if engine is not None and name not in state and saved else name
 
 
 def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
-    own = RankStates.with_entries_of(state, engine_of(type(trainer)), trainer.world_size, trainer.rank)
+    name = engine_of(type(trainer), state)
+    own = RankStates.with_entries_of(state, name, trainer.data_size, trainer.data_rank)
     with loading_as(trainer, FROM_FILE):
         trainer.load_state_dict(own, strict)
 
@@ -174,6 +181,12 @@ def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
     with loading_as(trainer, ENTRIES):
         state = trainer.state_dict()
         trainer.load_state_dict({**state, **_completed(state, entries)})
+
+
+def between_epochs(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a position between two epochs, for any loader."""
+    present = {**position["present"], "generators": None, "parts": {}}
+    return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
 
 
 def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from zae.common import optim, random_state
-from zae.composition.metaclass import add_ons_of
+from zae.composition.introspect import add_ons_of, is_engine_slot
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.saving.rank_states import RankStates, engine_of
 from zae.storage.checkpoint import list_checkpoints, load_state, load_weights, newest_valid
@@ -71,8 +71,8 @@ class Start:
         if self.path is None:
             return
         found, (model, rest) = self._newest(self._load, self._load_whole)
-        engine, world, rank = engine_of(type(trainer)), trainer.data_size, trainer.data_rank
-        saved = RankStates.with_entries_of(rest, engine, trainer.world_size, trainer.rank)
+        engine, world, rank = engine_of(type(trainer), rest), trainer.data_size, trainer.data_rank
+        saved = RankStates.with_entries_of(rest, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
         state = {**present, **_merged(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
@@ -94,7 +94,10 @@ class Start:
 def parts_of(cls: type) -> list[str]:
     """List the parts of a checkpoint that a trainer class may take: its own, and its add-ons."""
     # What distributes the work, and the list of the checkpoints, belong to a run.
-    return [*_PARTS, *(each.__name__ for each in add_ons_of(cls) if each.slot not in ("state", "parallel"))]
+    return [
+        *_PARTS,
+        *(each.__name__ for each in add_ons_of(cls) if each.slot != "state" and not is_engine_slot(each.slot)),
+    ]
 
 
 def _check_parts(start_from: Any, start_with: Any, known: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zae.composition.introspect import is_engine_slot
 from zae.testing import watch
 from zae.testing.kit import Kit, in_new_folder
 
@@ -27,7 +28,7 @@ TIMEOUT = 10.0
 
 def check_ranks(kit: Kit) -> Iterator[str]:
     """Find files that every rank writes, and collectives that only some ranks call."""
-    if kit.add_on.slot == "parallel":
+    if is_engine_slot(kit.add_on.slot):
         return
     faults = list(_simulated(kit))
     yield from faults

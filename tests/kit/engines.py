@@ -1,0 +1,139 @@
+"""The table of engines, and the tiny task that each of them trains: tests/engines holds every promise for every line.
+
+A new engine is tested by adding a line to `ENGINES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zae import AddOnBase, Trainer
+from zae.addons import FSDPAddon, MultiGPUAddon
+
+F64 = torch.float64
+VOCABULARY, WIDTH = 11, 8
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.first(inputs)
+        x = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
+        inputs = inputs + self.dropout(self.out(x))
+        return inputs + self.down(nn.functional.gelu(self.up(self.second(inputs))))
+
+
+class Net(nn.Module):
+    """A language model of two blocks, with a buffer."""
+
+    def __init__(self, dropout: float = 0.0, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+class Task(Trainer):
+    """Predict the next token; a row is a sequence."""
+
+    def train_step(self, batch: Any) -> Any:
+        (tokens,) = batch
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return {"loss": loss}
+
+    def test_step(self, batch: Any) -> Any:
+        return {**self.train_step(batch), "rows": batch[0][:, 0].clone()}
+
+    def metric_on_epoch_end(self) -> dict[str, float]:
+        if self.mode == "train":
+            return {}
+        rows = torch.cat(self.log_test["rows"])
+        return {"n_rows": len(rows), "ordered": float(torch.arange(1.0, len(rows) + 1) @ rows.float())}
+
+
+class Counted(Task):
+    """The same with the number of its targets."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {**super().train_step(batch), "num_targets": batch[0][:, 1:].numel()}
+
+    def test_step(self, batch: Any) -> Any:
+        return {**Task.train_step(self, batch), "rows": batch[0][:, 0].clone()}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A line of the table: the add-ons of an engine, its ranks, and what they make of the model."""
+
+    add_ons: tuple[type[AddOnBase], ...]
+    world: int = 2
+    shares: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    layout: str = "replicated"
+    wrapper: str = "Net"
+
+
+ENGINES = {
+    "ddp": Engine((MultiGPUAddon,), wrapper="Replica"),
+    "fsdp": Engine((FSDPAddon,), layout="sharded", wrapper="FSDPNet"),
+    "hsdp": Engine((FSDPAddon,), 4, 4, {"mesh": {"replicate": 2, "shard": 2}}, layout="sharded", wrapper="FSDPNet"),
+}
+
+
+def net(dtype: torch.dtype = F64, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**options).to(dtype)
+
+
+def data(rows: int = 48, batch_size: int = 4, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+    tokens = torch.randint(VOCABULARY, (rows, 6), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2) if shuffle else None
+    return DataLoader(TensorDataset(tokens), batch_size, shuffle=shuffle, generator=generator, **options)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def build(engine: Engine | None, *add_ons: type[AddOnBase], task: type[Trainer] = Task, **options: Any) -> Any:
+    """Return a trainer with the add-ons of an engine, or of one process."""
+    own = {} if engine is None else engine.options
+    given = {"optimizer": adamw, "log_bar": False, "seed": 0, **own, **options}
+    cls = task.add_on(*(() if engine is None else engine.add_ons), *add_ons)
+    return cls(given.pop("model", None) or net(), "cpu", **given)
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights; all ranks call it."""
+    return {name: value.detach().clone() for name, value in trainer.model_state().items()}
+
+
+def distance(trainer: Any, other: Any, without: str = "key.bias") -> float:
+    """Return the largest difference of a weight; a key bias has no gradient but rounding, and is left out."""
+    own, others = weights(trainer), weights(other)
+    assert own.keys() == others.keys()
+    return max(float((own[name] - others[name]).abs().max()) for name in own if not name.endswith(without))

@@ -1,0 +1,107 @@
+"""Tensors whose parts lie on several ranks (DTensor): gather them, shard whole ones, and compute norms over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zae.common.walk import map_tensors
+
+__all__ = ["gradient_norm", "is_sharded", "like", "replace_parameters", "shard_state", "whole"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor with all of its shards, on every rank; any other tensor itself."""
+    made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    return made
+
+
+def like(value: Any, reference: Any) -> Any:
+    """Return a whole tensor in the layout of another one; each rank keeps its part, and none communicates."""
+    if not is_sharded(reference) or is_sharded(value) or not isinstance(value, Tensor):
+        return value
+    if value.shape != reference.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.detach().to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
+    )
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of gradients in any layouts: local squares, summed over the dimensions that divide them."""
+    sums: dict[Any, list[Tensor]] = {}
+    dtypes = []
+    for gradient in gradients:
+        dtypes.append(gradient.dtype)
+        key, local = None, gradient
+        if is_sharded(gradient):
+            key, local = _dimensions_of(gradient)
+        sums.setdefault(key, []).append(torch.linalg.vector_norm(local).double().square())
+    if not dtypes:
+        return torch.tensor(0.0)
+    total: Any = 0.0
+    for key, squares in sums.items():  # In the order of the parameters, which is the same on every rank.
+        square = torch.stack(squares).sum()
+        for group in () if key is None else key:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    norm: Tensor = total.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
+    return norm
+
+
+def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:
+    """Return the process groups over which a gradient is divided, and this rank's part of it."""
+    from torch.distributed.tensor import Replicate
+
+    if any(place.is_partial() for place in gradient.placements):
+        places = [Replicate() if place.is_partial() else place for place in gradient.placements]
+        gradient = gradient.redistribute(placements=places)
+    mesh = gradient.device_mesh
+    groups = [mesh.get_group(i) for i, place in enumerate(gradient.placements) if not place.is_replicate()]
+    return tuple(groups), gradient.to_local()
+
+
+def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Let an optimizer hold other parameters, with the state that it has of the old ones.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Changed in place: its groups stay the same objects.
+    present : mapping
+        The old and the new parameter by the id of the old one.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [present[id(each)][1] if id(each) in present else each for each in group["params"]]
+    for old in [each for each in optimizer.state if id(each) in present]:
+        new = present[id(old)][1]
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = _all_like(state, new)
+
+
+def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole state of an optimizer in the layout of its parameters."""
+    if "param_groups" not in state:
+        return dict(state)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = dict(zip((place for group in state["param_groups"] for place in group["params"]), held))
+    if not any(map(is_sharded, held)):
+        return dict(state)
+    made = {key: _all_like(each, places.get(key)) for key, each in state["state"].items()}
+    return {**state, "state": made}
+
+
+def _all_like(state: Any, parameter: Any) -> Any:
+    return map_tensors(lambda value: like(value, parameter), state)
