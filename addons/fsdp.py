@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zae.addons.distributed import DistributedAddon
+from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_model
 from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
@@ -163,8 +164,8 @@ class FSDPAddon(DistributedAddon):
     def _made(self) -> nn.Module:
         """Call the factory as one process does."""
         assert self._factory is not None
-        with torch.random.fork_rng(enabled=self.seed is None):
-            return check_model(self._factory, self.seed)
+        seeded = random_state.isolated() if self.seed is None else random_state.seeded(self.seed)
+        return check_model(self._factory, seeded)
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Shard the model in place, once, with the weights of rank 0."""
