@@ -10,6 +10,7 @@ from torch import Tensor
 from zae.addon import replaces
 from zae.addons.sharded import ShardingAddon
 from zae.errors import DistributedError
+from zae.launch import shards
 from zae.launch.drift import DriftCheck
 from zae.launch.stop_flag import StopFlag
 from zae.loop.model_weights import named_parameters
@@ -72,12 +73,13 @@ class AgreementAddon(ShardingAddon):
         """Return by name the tensors that each rank with that name must hold bitwise alike: the parameters.
 
         They are compared at the end of each epoch and whenever the state is saved. Buffers are not among them: those
-        of a module may differ between ranks. An engine that shards a parameter leaves it out, or names the part.
+        of a module may differ between ranks. A part of a sharded one has the name of that part.
         """
-        found = named_parameters(self.unwrap())
+        found: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
         known = {id(each) for each in found.values()}
         others = (each for each in self.parameters if id(each) not in known)
-        return {**found, **{f"parameter {index} outside of the model": each for index, each in enumerate(others)}}
+        found |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
+        return {shards.name_of_part(name, each): each for name, each in found.items()}
 
     def _check_drift(self) -> None:
         """Refuse to go on with ranks whose weights have come apart."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zae.common.walk import map_tensors
 
-__all__ = ["gradient_norm", "is_sharded", "like", "replace_parameters", "shard_state", "whole"]
+__all__ = ["gradient_norm", "is_sharded", "like", "name_of_part", "replace_parameters", "shard_state", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -24,6 +24,15 @@ def whole(tensor: Any) -> Tensor:
     """Return a tensor with all of its shards, on every rank; any other tensor itself."""
     made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return made
+
+
+def name_of_part(name: str, tensor: Any) -> str:
+    """Return a name that only ranks with the same part of a tensor give it."""
+    if not is_sharded(tensor):
+        return name
+    place = tensor.device_mesh.get_coordinate()
+    part = [place[axis] for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
+    return f"{name} (part {part})" if part else name
 
 
 def like(value: Any, reference: Any) -> Any:
