@@ -19,7 +19,6 @@ from zae.common.walk import map_tensors
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.loop.step_output import call_step
 
 __all__ = ["ShardingAddon"]
 
@@ -198,8 +197,8 @@ class ShardingAddon(AddOnBase):
             if has_samples:
                 spare = batch
             else:
-                with self._undrawn():
-                    call_step(self, self.test_step, self.to_device(spare))
+                with self._undrawn(), self.forward_context():
+                    self.test_step(self.to_device(spare))
             if not sharding.is_empty(batch):
                 yield batch
 
