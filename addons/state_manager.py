@@ -152,11 +152,9 @@ class StateManagerAddon(AddOnBase):
         self.overwrite, in_background, self.save_on_signal = flags
         self.on_save_error = on_save_error
         retention = Retention(last, best or 0, 1 if self.history.direction == "min" else -1)
-        on_error: dict[str, Any] = {
-            "on_save_error": on_save_error,
-            "warns_of_nonfinite": self.nonfinite.policy != "raise",
-        }
-        self.checkpointer = Checkpointer(folder, model_format, retention, in_background=in_background, **on_error)
+        options: dict[str, Any] = {"in_background": in_background, "on_save_error": on_save_error}
+        options["warns_of_nonfinite"] = self.nonfinite.policy != "raise"
+        self.checkpointer = Checkpointer(folder, model_format, retention, **options)
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder)
 
     @property
@@ -193,7 +191,7 @@ class StateManagerAddon(AddOnBase):
         self.checkpointer.has_failed = False
         if self.is_main:
             self.checkpointer.open(self.progress_checker.step, self.overwrite)
-        self._resumption.unsaved.begin(self)
+        self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
             self._resume_from(path)
@@ -417,8 +415,9 @@ class StateManagerAddon(AddOnBase):
         state = super().state_dict()
         if state["progress"]["stop_reason"] == _SIGNALED:
             state["progress"]["stop_reason"] = None  # The resumed run continues.
-        kept = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
-        return {**state, "StateManagerAddon": {**kept, **self._resumption.unsaved.state_dict(self)}}
+        kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
+        kept |= self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
+        return {**state, "StateManagerAddon": kept}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""

@@ -1,5 +1,6 @@
 """When to save, what to keep, and what to resume from.
 
-`saver` writes checkpoints, in the background too; `retention` decides which stay; `resume` finds the one to
-resume from; `crash` saves a failed run; `unsaved` warns of attributes that no checkpoint holds.
+`checkpointer` saves, removes and finds the checkpoints of a run; `saver` writes them, in the background too;
+`retention` is the rule for which stay; `resume` and `start_from` load one into a run; `rank_states` is the part of a
+state that differs from rank to rank; `crash` saves a failed run; `unsaved` warns of attributes that checkpoints lack.
 """

@@ -1,4 +1,4 @@
-"""Start a new run from parts of a checkpoint: a fine-tune, or another schedule for the same weights."""
+"""Start a new run from parts of a checkpoint, for instance to fine-tune, or to change the schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RATES = ("lr", "initial_lr")
 
 
 class Start:
-    """What a new run takes from a checkpoint, and from which one."""
+    """The options ``start_from`` and ``start_with``: which checkpoint, and which parts of it."""
 
     def __init__(
         self, start_from: Any, start_with: Any, known: Sequence[str], save_path: Path, resume: Any, allow_partial: Any
@@ -41,7 +41,7 @@ class Start:
             self._newest(read_manifest, read_manifest)
 
     def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
-        """Return the checkpoint that the path means, read; of a folder of them, the newest that is whole."""
+        """Read the checkpoint at the path, or the newest whole one of a folder, and return both."""
         assert self.path is not None
         if not self.path.is_dir():
             raise CheckpointNotFound(
@@ -56,7 +56,7 @@ class Start:
         return newest[:2]
 
     def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
-        """Read what the parts need of a checkpoint, and no other file of it."""
+        """Read only the files of a checkpoint that the parts need."""
         model = load_weights(path) if "model" in self.parts else {}
         return model, {} if self.parts == ["model"] else load_state(path)
 
@@ -67,7 +67,7 @@ class Start:
         return self._load(path)
 
     def apply(self, trainer: Trainer) -> None:
-        """Load the parts into a trainer that is set up and has not begun; on an error, nothing."""
+        """Load the parts into a trainer that is set up and has not begun; on an error nothing is loaded."""
         if self.path is None:
             return
         found, (model, rest) = self._newest(self._load, self._load_whole)
@@ -120,7 +120,7 @@ def _check_parts(start_from: Any, start_with: Any, known: Sequence[str]) -> list
 
 
 def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: Any) -> Path:
-    """Return the path, or refuse it with the options that contradict it."""
+    """Return the path; refuse it beside options that contradict it."""
     if not isinstance(start_from, (str, Path)) or not str(start_from):
         raise ConfigError(f"start_from={start_from!r}; it must be the path of a checkpoint, or of a folder of them")
     if resume not in (False, "auto"):
@@ -149,7 +149,7 @@ def _merged(
     found: Path,
     counters: Mapping[str, set[str]],
 ) -> dict[str, Any]:
-    """Return the entries of a state that come entirely or partly from the saved one."""
+    """Return the entries of the new state that contain values of the saved one."""
     made: dict[str, Any] = {}
     try:
         if "optimizer" in parts or "scheduler" in parts:
@@ -223,10 +223,16 @@ def _optimizers(
 
 
 def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counters for a run that begins at an epoch: an open one is left."""
+    """Return the counters for a run that begins with an epoch; an open epoch counts as finished."""
     is_open = bool(saved["epoch_batch"])
-    anew = {"epoch": saved["epoch"] + is_open, "epoch_step": 0, "epoch_batch": 0, "run_starts": [], "stop_reason": None}
-    return {**saved, **anew}
+    changed = {
+        "epoch": saved["epoch"] + is_open,
+        "epoch_step": 0,
+        "epoch_batch": 0,
+        "run_starts": [],
+        "stop_reason": None,
+    }
+    return {**saved, **changed}
 
 
 def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run changes and no checkpoint holds: attributes of the user's own class, and of the model's modules."""
+"""Find what a run changes and checkpoints lack: attributes of the user's own class, and of the model's modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zae.composition.introspect import set_by
 from zae.data.loader_state import STREAMS, read_stream
 
 if TYPE_CHECKING:
-    from zae.trainer import Trainer
+    from zae.loop.optimization import Optimization
 
 __all__ = ["Unsaved"]
 
 _log = logging.getLogger("zae")
 _DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
-_LOOKS = 1000  # At so many objects in all.
-_MANY = 64  # So many elements of a tensor, or entries of a list, are looked at.
+_LOOKS = 1000  # Objects that are examined in all.
+_MANY = 64  # Elements of a tensor, or entries of a list, that are compared.
 _SHOWN = 10
 _PLAIN = (bool, int, float, complex, np.generic, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -35,11 +35,12 @@ _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dat
 
 
 class Unsaved:
-    """Finds out what a checkpoint lacks: what has changed since the run began, and is not in its state.
+    """Finds what has changed since the run began and is not in the state.
 
-    Looked at are the attributes that the user's own classes set, unless these have a ``state_dict`` of their own, and
-    in the model's modules numbers, random streams, and tensors that are no persistent buffers. Of something large, a
-    part is looked at.
+    It compares the attributes that the user's own classes set, unless these have a ``state_dict``, and in the model's
+    modules numbers, random streams, and tensors that are not persistent buffers. Of large values it compares a sample.
+
+    The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`.
     """
 
     def __init__(self) -> None:
@@ -47,43 +48,43 @@ class Unsaved:
         self._own: list[tuple[str, str]] = []  # What the user's classes set: the class and the attribute.
         self._begun: dict[str, Any] | None = None
 
-    def begin(self, trainer: Trainer) -> None:
-        """Note how everything is as a run begins; the first time after a resume, say what the checkpoint lacks."""
-        if self.names and self._begun is None and trainer.is_main:
+    def begin(self, owner: object, model: nn.Module, optimization: Optimization, is_main: bool) -> None:
+        """Record all values as a run begins; the first time after a resume, warn of what the checkpoint lacks."""
+        if self.names and self._begun is None and is_main:
             more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
             _log.warning(
                 "the state that this run resumes from lacks %s, which had changed when it was saved: what training "
-                "takes from there is not that of an uninterrupted run. Save it in state_dict() and load_state_dict() "
+                "reads there differs from an uninterrupted run. Save it in state_dict() and load_state_dict() "
                 "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
             )  # fmt: skip
-        if self._begun is None and not optim.has_lazy(trainer.unwrap().parameters()):
-            self._own = _set_by_classes(type(trainer))
-            self._begun = self._marks(trainer)
+        if self._begun is None and not optim.has_lazy(model.parameters()):
+            self._own = _set_by_classes(type(owner))
+            self._begun = self._marks(owner, model, optimization)
 
-    def state_dict(self, trainer: Trainer) -> dict[str, list[str]]:
-        """Name what has changed since the run, or one that this one goes on with, began."""
+    def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, list[str]]:
+        """Name what has changed since this run began, or the one that it resumed."""
         names = self.names
         if self._begun is not None:
-            now, begun = self._marks(trainer), self._begun
+            now, begun = self._marks(owner, model, optimization), self._begun
             changed = {name for name, mark in now.items() if name not in begun or begun[name] != mark}
             names = sorted(changed | (now.keys() & set(names)))
         return {"unsaved": list(names)} if names else {}
 
-    def _marks(self, trainer: Trainer) -> dict[str, Any]:
-        """Everything that is looked at by its name, as something that is equal while it has not changed."""
-        model, held = trainer.unwrap(), vars(trainer)
-        inside = {id(each) for each in (trainer, trainer.model, *model.modules())}
-        inside |= {id(each) for several in (trainer.optimizers, trainer.schedulers) for each in several.values()}
+    def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+        """Map the name of each value to a mark that is equal while the value has not changed."""
+        held = vars(owner)
+        saved = (owner, held["model"], *optimization.optimizers.values(), *optimization.schedulers.values())
+        inside = {id(each) for each in (*saved, *model.modules())}
         look, found = _Look(inside), {}
         own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
         for name, value, depth in (*own, *((*each, 2) for each in _of_model(model))):
-            with contextlib.suppress(Exception):  # A thread fills it, say: it is left out, and the state is saved.
+            with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
                 found[name] = look(value, depth)
         return found
 
 
 def _set_by_classes(cls: type) -> list[tuple[str, str]]:
-    """What the user's own classes set, but those whose state is saved, and add-ons, which promise to save theirs."""
+    """List the attributes of the user's classes, without classes that save their state and without add-ons."""
     classes = [c for c in cls.__mro__ if c.__module__.partition(".")[0] != "zae" and "layer" not in vars(c)]
     savers = [c for c in classes if "state_dict" in vars(c)]
     open_ones = [c for c in classes if not any(issubclass(saver, c) for saver in savers)]
@@ -92,7 +93,7 @@ def _set_by_classes(cls: type) -> list[tuple[str, str]]:
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What modules hold beside parameters, persistent buffers and the state that they save themselves."""
+    """Yield what modules contain beside parameters, persistent buffers and the state that they save themselves."""
     kinds = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -105,7 +106,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Look:
-    """Turns a value into one that can be kept and compared; what cannot be looked at is None."""
+    """Turns a value into a mark that can be kept and compared; None for a value that cannot be examined."""
 
     def __init__(self, inside: set[int]) -> None:
         self._inside, self._left = inside, _LOOKS
@@ -138,7 +139,7 @@ class _Look:
 
 
 def _part_of(value: Any) -> Any:
-    """Some elements of a tensor or an array, all of a small one."""
+    """Return some elements of a tensor or an array, all of a small one."""
     try:
         whole = value.detach() if isinstance(value, Tensor) else value
         # Each dimension by itself first: to reshape what was expanded would make all of it.
@@ -151,6 +152,6 @@ def _part_of(value: Any) -> Any:
 
 
 def _place_in(stream: Any) -> Any:
-    """Where a random stream stands."""
+    """Return the state of a random stream in a comparable form."""
     state = read_stream(stream)
     return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
