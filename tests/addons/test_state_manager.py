@@ -259,7 +259,7 @@ def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
     first.run(1, loader())
     second = build(tmp_path / "b", resume=first.last_path)
     assert second.run(2, loader())["step"] == 12
-    with pytest.raises(ConfigError, match=r"contains 1 checkpoints of another run.*overwrite=True"):
+    with pytest.raises(ConfigError, match=r"contains 1 checkpoint of another run.*overwrite=True"):
         build(tmp_path / "a").run(1, loader())
     assert build(tmp_path / "a", overwrite=True).run(2, loader())["step"] == 12
     assert names(tmp_path / "a") == {"step-00000006", "step-00000012"}
