@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from zae import Trainer
-from zae.addons import MultiGPUAddon
+from zae.addons import FSDPAddon, MultiGPUAddon
 from zae.launch.spawn import spawn
 
 WIDTHS = {64: 1.05, 512: 1.01}
@@ -83,20 +86,38 @@ class ByHand:
         return total
 
 
-# An engine is compared with what one writes by hand for it. FSDPAddon goes here, with `fully_shard` in `wrap`.
-ENGINES: dict[str, tuple[type[ByHand], type[Any]]] = {"DDP": (ByHand, MultiGPUAddon)}
+class ShardedByHand(ByHand):
+    """The same with ``fully_shard``."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        for each in model.modules():
+            if isinstance(each, nn.Linear):
+                fully_shard(each, mesh=trained_on())
+        return fully_shard(model, mesh=trained_on())
+
+
+@functools.cache
+def trained_on() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+ENGINES: dict[str, tuple[type[ByHand], type[Any], dict[str, Any]]] = {
+    "DDP": (ByHand, MultiGPUAddon, {}),
+    "FSDP2": (ShardedByHand, FSDPAddon, {"fsdp_blocks": [nn.Linear]}),
+}
+"""What one writes by hand for an engine, its add-on, and the options of the add-on."""
 
 
 def turns(engine: str, width: int, steps: int, count: int) -> Tensor:
     """Return the durations of steps, by side (by hand, zae), step, and kind of time (elapsed, CPU)."""
     torch.set_num_threads(1)
-    kind, add_on = ENGINES[engine]
+    kind, add_on, options = ENGINES[engine]
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == 2
     model = mlp(width)
     hand = kind(copy.deepcopy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = Task.add_on(add_on)(model, "cpu", optimizer=optimizer, log_bar=False)
+    trainer = Task.add_on(add_on)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
     every = batches(steps * world)
     own = every[rank::world]
     with trainer.ready():
@@ -104,11 +125,17 @@ def turns(engine: str, width: int, steps: int, count: int) -> Tensor:
         sides = lambda: hand.epoch(own), lambda: trainer.run_epoch(every)
         found = [[durations(side) for side in sides] for _ in range(count + 1)][1:]  # The first turn warms up.
     pairs = zip(hand.module.parameters(), trainer.unwrap().parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs), "the weights differ"
+    assert all(torch.equal(local(a), local(b)) for a, b in pairs), "the weights differ"
     ranks = [torch.empty(0)] * world
     dist.all_gather_object(ranks, torch.cat([torch.stack(pair) for pair in found], dim=1))
     together = torch.stack(ranks)
     return torch.stack([together[..., 0].amax(0), together[..., 1].sum(0)], dim=-1)
+
+
+def local(parameter: Any) -> Tensor:
+    """Return what this rank holds of a parameter."""
+    held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return held
 
 
 def durations(epoch: Callable[[], Any]) -> Tensor:

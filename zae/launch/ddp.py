@@ -61,6 +61,9 @@ class Replica(DistributedDataParallel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes that the wrapper does not have on the model."""
+        if type(value) is bool and name in vars(self):  # The wrapper sets one in each step.
+            vars(self)[name] = value
+            return
         own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
         if own or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, value)
