@@ -297,7 +297,7 @@ class DistributedAddon(AgreementAddon):
         """Add the position, random streams and log of each rank; all ranks call it."""
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
-            self.nonfinite.sync_counts(self)
+            self.nonfinite.sync_counts(self.progress_checker, self)
         state, world, ranks = super().state_dict(), self._mesh().data_size, self._rank_states.ranks
         if world == 1:
             return state

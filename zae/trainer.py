@@ -163,7 +163,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         kept = {"keep_train_outputs": keeps, "keep_test_outputs": has_metric}
         self.history = History(monitor, monitor_mode, owner=type(self).__name__, **kept)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
-        self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite), ProgressChecker()
+        self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite, self.optimization), ProgressChecker()
         self.loader_position, self.current_run = LoaderPosition(fast), Run(self)
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
 
@@ -524,7 +524,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         bool
             False leaves the step out: it counts as skipped.
         """
-        return self.nonfinite.may_step(self, outputs)
+        return self.nonfinite.may_step(outputs, self.progress_checker, self)
 
     @seam
     def optimizer_step(self) -> bool:

@@ -179,23 +179,23 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
     class Far(NonFiniteGuard):
         """As if every loss were on an accelerator."""
 
-        def may_step(self, trainer: Any, outputs: Any) -> bool:
+        def may_step(self, outputs: Any, progress: Any, processes: Any) -> bool:
             for out, _ in outputs:
                 self._waiting.append(out["loss"].detach())
-                self._steps.append(trainer.progress_checker.step + 1)
+                self._steps.append(progress.step + 1)
             if len(self._waiting) >= LATEST:
-                self.read_pending(trainer)
+                self.read_pending(progress, processes)
             return True
 
     loader = hand.loader(800, batch_size=4)
     made = build(Bad, StateManagerAddon, bad=(70,), save_path=folder / "run", save_every=50, keep_last=None)
-    made.nonfinite = Far("raise")
+    made.nonfinite = Far("raise", made.optimization)
     with pytest.raises(NonFiniteError, match="step 70 was nan"):
         made.run(1, loader)
     assert 70 <= made.progress_checker.step <= 70 + LATEST
     assert made.last_path.name == "step-00000050"
     soon = build(Bad, StateManagerAddon, bad=(49,), save_path=folder / "soon", save_every=50, keep_last=None)
-    soon.nonfinite = Far("raise")
+    soon.nonfinite = Far("raise", soon.optimization)
     with pytest.raises(NonFiniteError, match="step 49 was nan"):
         soon.run(1, loader)
     assert list_checkpoints(folder / "soon") == []

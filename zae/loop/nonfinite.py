@@ -14,8 +14,10 @@ from torch import Tensor
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
+    from zae.loop.optimization import Optimization
+    from zae.loop.processes import Processes
+    from zae.loop.progress import ProgressChecker
     from zae.loop.step_output import StepOutput
-    from zae.trainer import Trainer
 
 __all__ = ["LATEST", "NonFiniteGuard", "bad_parameters"]
 
@@ -36,7 +38,9 @@ class NonFiniteGuard:
     Parameters
     ----------
     policy : {"raise", "skip", "warn"}
-        Raise `NonFiniteError`, leave the step out, or take it all the same.
+        Raise `NonFiniteError`, leave the step out, or take it anyway.
+    optimization : Optimization
+        Its gradient norm is looked at.
 
     Attributes
     ----------
@@ -50,16 +54,17 @@ class NonFiniteGuard:
 
     Examples
     --------
-    >>> NonFiniteGuard("raise").policy
+    >>> from zae.loop.optimization import Optimization
+    >>> NonFiniteGuard("raise", Optimization(None)).policy
     'raise'
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, optimization: Optimization) -> None:
         if policy not in _POLICIES:
             raise ConfigError(
                 f"on_nonfinite={policy!r}; it must be 'raise', 'skip' or 'warn'{did_you_mean(str(policy), _POLICIES)}"
             )
-        self.policy = policy
+        self.policy, self.optimization = policy, optimization
         self.scaled = False
         self._waiting: list[Tensor] = []
         self._steps: list[int] = []
@@ -68,15 +73,17 @@ class NonFiniteGuard:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_waiting": [], "_steps": [], "_unreported": []}
 
-    def may_step(self, trainer: Trainer, outputs: Sequence[StepOutput]) -> bool:
-        """Say whether the optimizer may step.
+    def may_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
+        """Decide whether the optimizer may step.
 
         Parameters
         ----------
-        trainer : Trainer
-            Its gradients are those of the step.
         outputs : sequence of StepOutput
             What the steps of the window returned.
+        progress : ProgressChecker
+            The position of the run; it counts the steps that are not finite.
+        processes : Processes
+            The seams of a trainer that concern several ranks.
 
         Returns
         -------
@@ -96,26 +103,26 @@ class NonFiniteGuard:
                 if value - value:  # Of NaN and of the infinities this is NaN.
                     bad = True
             else:
-                bad = self._look(trainer, loss) or bad
-        norm = trainer.optimization.grad_norm
+                bad = self._look(loss, progress) or bad
+        norm = self.optimization.grad_norm
         if norm is not None and not self.scaled:
             if norm.is_cpu:
                 value = norm.item()
                 if value - value:
                     bad = True
             else:
-                bad = self._look(trainer, norm) or bad
+                bad = self._look(norm, progress) or bad
         own = bad
-        if self.policy == "skip" and trainer.world_size > 1:
-            # One rank's NaN is in every rank's gradients, but not in its loss: all skip, or the ranks part.
-            bad = float(trainer.reduce(torch.tensor(float(bad), device=trainer.device))) > 0
+        if self.policy == "skip" and processes.world_size > 1:
+            # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.
+            bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
         if bad:
-            return self._found(trainer, outputs, own)
+            return self._found(outputs, own, progress, processes)
         if self._waiting and len(self._waiting) >= LATEST:
-            self.read_pending(trainer)
+            self.read_pending(progress, processes)
         return True
 
-    def read_pending(self, trainer: Trainer) -> None:
+    def read_pending(self, progress: ProgressChecker, processes: Processes) -> None:
         """Look at the steps that wait on an accelerator."""
         waiting, steps, self._waiting, self._steps = self._waiting, self._steps, [], []
         if not waiting:
@@ -125,64 +132,61 @@ class NonFiniteGuard:
         if not bad:
             return
         found = list(dict.fromkeys(step for step, _ in bad))
-        trainer.progress_checker.nonfinite_steps += len(found)
-        self._unreported += found if trainer.world_size > 1 else []
+        progress.nonfinite_steps += len(found)
+        self._unreported += found if processes.world_size > 1 else []
         step, value = bad[0]
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
-            f"{trainer.progress_checker.step}: on {trainer.device.type} it is read every {LATEST} steps, and before "
-            f"anything is saved); {_rates(trainer)}"
+            f"{progress.step}: on {processes.device.type} it is read every {LATEST} steps, and before "
+            f"anything is saved); {self._rates()}"
         )
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{text}. The weights have moved since; go on from the newest checkpoint, which is of before step "
                 f"{step}. {_CURE}"
             )
-        _log.warning("%s; %d such steps were taken", text, trainer.progress_checker.nonfinite_steps)
+        _log.warning("%s; %d such steps were taken", text, progress.nonfinite_steps)
 
-    def sync_counts(self, trainer: Trainer) -> None:
-        """Count on every rank the steps that another one has taken all the same; all ranks call it.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            Between two steps; a loss is looked at where it is computed, and nobody waits for the others there.
-        """
-        self.read_pending(trainer)
-        if self.policy == "warn" and trainer.world_size > 1:
+    def sync_counts(self, progress: ProgressChecker, processes: Processes) -> None:
+        """Count on every rank the steps of all ranks that were taken anyway; all ranks call it, between two steps."""
+        self.read_pending(progress, processes)
+        if self.policy == "warn" and processes.world_size > 1:
             own, self._unreported = self._unreported, []
-            everywhere = {step for steps in trainer.gather(own) for step in steps}
-            trainer.progress_checker.nonfinite_steps += len(everywhere.difference(own))
+            everywhere = {step for steps in processes.gather(own) for step in steps}
+            progress.nonfinite_steps += len(everywhere.difference(own))
 
-    def _look(self, trainer: Trainer, value: Any) -> bool:
-        """Look at one loss, at several, or at a norm; one on an accelerator is put off where that may be."""
+    def _look(self, value: Any, progress: ProgressChecker) -> bool:
+        """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
         if isinstance(value, Mapping):
-            return sum([self._look(trainer, each) for each in value.values()]) > 0  # Each is looked at.
+            return sum([self._look(each, progress) for each in value.values()]) > 0  # Each is looked at.
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())
         self._waiting.append(value.detach().reshape(()))
-        self._steps.append(trainer.progress_checker.step + 1)
+        self._steps.append(progress.step + 1)
         return False
 
-    def _found(self, trainer: Trainer, outputs: Sequence[StepOutput], own: bool) -> bool:
-        """Do what the policy says about a step that is not finite."""
-        progress = trainer.progress_checker
+    def _found(self, outputs: Sequence[StepOutput], own: bool, progress: ProgressChecker, processes: Processes) -> bool:
+        """Apply the policy to a step that is not finite."""
         where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {progress.epoch_batch + 1}"
         where += f" to {progress.epoch_batch + len(outputs)})" if len(outputs) > 1 else ")"
         found = "; ".join(_shown(out) for out, _ in outputs)
-        norm = "" if trainer.grad_norm is None else f", gradient norm {float(trainer.grad_norm):g}"
+        norm = self.optimization.grad_norm
+        norm_text = "" if norm is None else f", gradient norm {float(norm):g}"
         who = "" if own else " on another rank (here"
-        text = f"{where} is not finite{who}: {found}{norm}{'' if own else ')'}; {_rates(trainer)}"
+        text = f"{where} is not finite{who}: {found}{norm_text}{'' if own else ')'}; {self._rates()}"
         if self.policy == "raise":
             raise NonFiniteError(f"{text}. The optimizer did not step: the weights are those after step "
                                  f"{progress.step}. {_CURE}")  # fmt: skip
         progress.nonfinite_steps += 1
-        if self.policy == "warn" and trainer.world_size > 1:
+        if self.policy == "warn" and processes.world_size > 1:
             self._unreported.append(progress.step + 1)
         if progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0:  # The 1st, 2nd, 4th, 8th: not a flood.
             done = "left out" if self.policy == "skip" else "taken all the same"
             _log.warning("%s. The step was %s; %d so far", text, done, progress.nonfinite_steps)
         return self.policy != "skip"
+
+    def _rates(self) -> str:
+        return ", ".join(f"{key} {value:g}" for key, value in self.optimization.learning_rates().items())
 
 
 _CURE = (
@@ -222,7 +226,3 @@ def _shown(out: Mapping[str, Any]) -> str:
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             parts.append(f"{key} {float(value.detach() if isinstance(value, Tensor) else value):g}")
     return ", ".join(parts)
-
-
-def _rates(trainer: Trainer) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in trainer.optimization.learning_rates().items())

@@ -269,7 +269,7 @@ class Run:
                 f"the loader yielded 0 batches in epoch {progress.epoch + 1} ({describe(wrapped)})"
                 + (used_up if progress.epoch else "; give it data")
             )
-        trainer.nonfinite.sync_counts(trainer)
+        trainer.nonfinite.sync_counts(progress, trainer)
         if not is_complete:
             sums = merge_sums(trainer.gather_data(trainer.log_train.sums()))
             return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
@@ -377,7 +377,7 @@ class Run:
         """Log the means of an epoch, or those since the last record, with learning rates and gradient norm."""
         trainer, progress = self.trainer, self.trainer.progress_checker
         if means is None:
-            trainer.nonfinite.sync_counts(trainer)
+            trainer.nonfinite.sync_counts(progress, trainer)
         sums = merge_sums(trainer.gather_data(trainer.log_train.take_sums()))
         since = means or {key: total / weight for key, (total, weight) in sums.items()}
         record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()

@@ -36,7 +36,7 @@ def read_core(trainer: Trainer) -> dict[str, Any]:
     """Return the state of a trainer without its add-ons."""
     optimization, progress = _present_optimization(trainer), trainer.progress_checker
     optimization.note_settings()
-    trainer.nonfinite.read_pending(trainer)
+    trainer.nonfinite.read_pending(progress, trainer)
     weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
     if not addon_state.is_loading(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
         weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
