@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase
 from zae.common.optim import has_lazy
+from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.preview.checkpoint_size import tensor_bytes
@@ -89,7 +90,9 @@ class EMAAddon(AddOnBase):
             if key not in self.average:  # All of them at first; later those that were added to the model.
                 self.average[key] = started[id(value)] if id(value) in started else value.detach().clone()
         trained = {id(parameter) for parameter in module.parameters()}
-        pairs = {id(value): (self.average[key].to(value.device), value) for key, value in live.items()}
+        pairs = {
+            id(value): (self.like(self.average[key].to(value.device), value), value) for key, value in live.items()
+        }
         self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights share one average.
         self._averaged = [
             pair
@@ -165,7 +168,8 @@ class EMAAddon(AddOnBase):
         Path
             The file.
         """
-        return save_weights(Path(path), self.average, {"step": str(self.progress_checker.step), "ema": "true"})
+        average = map_tensors(self.whole, self.average)
+        return save_weights(Path(path), average, {"step": str(self.progress_checker.step), "ema": "true"})
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""

@@ -1,0 +1,168 @@
+"""Each engine with the other add-ons: equal to one process, or refused with the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_engines import LIMIT, check, on_engine
+from torch import nn
+
+from kit.engines import ENGINES, Block, Engine, Net, Task, build, data, distance, net, sgd, weights
+from kit.ranks import each_rank
+from zae import ConfigError
+from zae.addons import (
+    AMPAddon,
+    CompileAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    FSDPAddon,
+    GradientAccumulationAddon,
+    JSONLLoggerAddon,
+    LedgerAddon,
+    StateManagerAddon,
+)
+
+
+def sharded(engine: Engine) -> bool:
+    return engine.layout == "sharded"
+
+
+@on_engine
+def test_ema_early_stopping_and_a_logger(engine: Engine, tmp_path: Path) -> None:
+    """Validation uses the average; the average is whole in a state, and goes on from it."""
+    add_ons = (EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon, GradientAccumulationAddon)
+    options = {"decay": 0.8, "patience": 2, "delta": 0.5, "gradient_clip": 0.05, "gradient_accumulation_steps": 2}
+    rows = 16 * engine.shares
+    trainer = build(engine, *add_ons, jsonl_path=tmp_path / "engine.jsonl", **options)
+    single = build(None, *add_ons, jsonl_path=tmp_path / f"one-{dist.get_rank()}.jsonl", **options)
+    here = trainer.run(9, data(rows), data(13, 2, False))
+    there = single.run(9, data(rows, 4 * engine.shares), data(13, 2, False))
+    assert here["stop_reason"] == there["stop_reason"] is not None
+    assert here["step"] == there["step"]
+    assert distance(trainer, single) < LIMIT
+    for row, expected in zip(here["valid_metrics_history"], there["valid_metrics_history"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-9)
+    average, expected = (each.state_dict()["EMAAddon"]["average"] for each in (trainer, single))
+    assert all(type(value) is torch.Tensor for value in average.values())
+    for name, value in expected.items():
+        assert name.endswith("key.bias") or float((average[name] - value).abs().max()) < LIMIT
+    trainer.save_average(tmp_path / f"average-{dist.get_rank()}.safetensors")
+    trainer.barrier()
+    if trainer.is_main:
+        lines = [json.loads(line) for line in (tmp_path / "engine.jsonl").read_text().splitlines()]
+        others = [json.loads(line) for line in (tmp_path / "one-0.jsonl").read_text().splitlines()]
+        assert len(lines) == len(others) > 5
+    check(trainer, engine)
+
+
+@on_engine
+def test_a_run_that_was_saved_with_an_average_goes_on_bitwise(engine: Engine, tmp_path: Path) -> None:
+    """EMA, AMP and accumulation, saved in the middle of an epoch by every rank together."""
+    add_ons = (EMAAddon, AMPAddon, GradientAccumulationAddon, StateManagerAddon, LedgerAddon)
+    options = {"decay": 0.8, "precision": "bf16", "gradient_clip": 0.05, "gradient_accumulation_steps": 2}
+
+    def run(name: str, resume: Any = False, **limits: Any) -> Any:
+        paths = {"save_path": tmp_path / name, "ledger_path": tmp_path / f"{name}.jsonl", "resume": resume}
+        trainer = build(engine, *add_ons, model=net(torch.float32, dropout=0.2), **paths, **options)
+        trainer.run(2, data(48 * engine.shares), data(5, 1, False), **limits)
+        return trainer
+
+    end = run("end")
+    run("begun", max_steps=4)
+    again = run("again", resume=str(tmp_path / "begun"))
+    assert end.progress_checker.step == again.progress_checker.step == 12
+    ends = [weights(each) for each in (end, again)]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    averages = [each.state_dict()["EMAAddon"]["average"] for each in (end, again)]
+    assert all(torch.equal(value, averages[1][name]) for name, value in averages[0].items())
+    check(again, engine)
+
+
+@on_engine
+def test_float16_overflows_on_one_rank_are_skipped_by_all(engine: Engine) -> None:
+    """The flag of the scaler is that of all ranks: they skip the same steps, and stay alike."""
+
+    class Overflows(Task):
+        def train_step(self, batch: Any) -> Any:
+            loss = super().train_step(batch)["loss"]
+            if self.progress_checker.step == 2 and self.rank == self.world_size - 1:
+                loss = loss * float("inf")
+            return {"loss": loss}
+
+    trainer = build(engine, AMPAddon, task=Overflows, model=net(torch.float32), precision="fp16", optimizer=sgd,
+                    on_nonfinite="warn")  # fmt: skip
+    trainer.run(1, data(24 * engine.shares))
+    assert trainer.gather(trainer.progress_checker.skipped_steps) == [1] * engine.world
+    assert len(set(trainer.gather(trainer.state_dict()["AMPAddon"]["scaler"]["scale"]))) == 1
+    assert all(bool(value.isfinite().all()) for value in weights(trainer).values())
+    check(trainer, engine)
+
+
+@on_engine
+def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
+    """Per block, before it is sharded; the whole model is refused where it is sharded."""
+    if not sharded(engine):
+        return
+    for options in ({"activation_checkpointing": True}, {"compile_blocks": "aot_eager"}):
+        trainer, single = build(engine, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
+        trainer.run(1, data(24 * engine.shares), data(5, 1, False))
+        single.run(1, data(24 * engine.shares, 4 * engine.shares), data(5, 1, False))
+        assert distance(trainer, single) < LIMIT
+        assert list(weights(trainer)) == list(weights(single))
+    with pytest.raises(ConfigError, match="compile_blocks=True"):
+        build(engine, CompileAddon, compile_mode="model", compile_backend="eager").run(1, data())
+
+
+@on_engine
+def test_what_is_refused(engine: Engine) -> None:
+    """Before the first step, with the line to write."""
+    with pytest.raises(ConfigError, match=r"unknown dimension 'shards'.*shard"):
+        build(engine, mesh={"shards": 2})
+    with pytest.raises(ConfigError, match=r"no add-on of .* divides the work along 'tensor'"):
+        build(engine, mesh={"tensor": 2})
+    with pytest.raises(ConfigError, match=f"is of 5 ranks, and this run has {engine.world}"):
+        build(engine, mesh=dict.fromkeys(engine.add_ons[0].mesh_dimensions, 1) | {"replicate": 5}).run(1, data())
+    if not sharded(engine):
+        return
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.BatchNorm1d(48), nn.Linear(48, 1)).double()
+
+    class Flat(Task):
+        def train_step(self, batch: Any) -> Any:
+            return {"loss": self.model(batch[0]).square().mean()}
+
+    with pytest.raises(ConfigError, match=r"weight 0.*statistics of 2.*drop_last=True"):
+        build(engine, task=Flat, model=model).run(1, data(4 * engine.shares + 1))
+    build(engine, task=Flat, model=model).run(1, data(8 * engine.shares))
+    with pytest.raises(ConfigError, match="cpu_offload=True"):
+        build(engine, cpu_offload=True)
+    with pytest.raises(ConfigError, match="no module of Net is 'Blok'"):
+        build(engine, fsdp_blocks=["Blok"]).run(1, data())
+    with pytest.raises(ConfigError, match="meta_init=True needs a function"):
+        build(engine, meta_init=True)
+
+
+@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if sharded(engine)])
+def test_blocks_are_found_named_and_shown(name: str) -> None:
+    """By default the repeated ones; else classes, names, patterns, or a function."""
+    engine = ENGINES[name]
+    expected = ["blocks.0", "blocks.1"]
+    ways: list[Any] = [None, Block, ["Block"], ["blocks.*"], lambda name, _: name in expected]
+    for blocks in ways:
+        trainer = build(engine, fsdp_blocks=blocks)
+        found = list(trainer.blocks())
+        assert found == expected if blocks != ["blocks.*"] else set(expected) < set(found)
+    assert list(build(engine, model=nn.Sequential(Net(), Net()), fsdp_blocks=None).blocks()) == ["0", "1"]
+    cls = Task.add_on(*engine.add_ons)
+    trainer = cls(net(), ["cpu"] * engine.world, optimizer=sgd, log_bar=False, **engine.options)
+    assert "sharded in blocks: 2 of Block (blocks.0 to blocks.1)" in str(trainer.plan(1, data()))
+
+
+def test_a_rank_that_fails_does_not_save_the_whole(tmp_path: Path) -> None:
+    """Gathering needs the others: the error names the newest checkpoint, and no rank waits for another."""
+    assert FSDPAddon.can_save_alone is not True
+    assert each_rank is not None
