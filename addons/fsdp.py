@@ -158,10 +158,10 @@ class FSDPAddon(DistributedAddon):
         if not _is_meta(module):
             super().materialize(module)
         elif self._world == 1:
-            _fill(module, self._made())
+            _fill(module, self._call_factory())
             super().materialize(module)
 
-    def _made(self) -> nn.Module:
+    def _call_factory(self) -> nn.Module:
         """Call the factory as one process does."""
         assert self._factory is not None
         seeded = random_state.isolated() if self.seed is None else random_state.seeded(self.seed)
@@ -223,7 +223,7 @@ class FSDPAddon(DistributedAddon):
 
     def _send_weights(self, model: nn.Module) -> None:
         """Give a module on the meta device the weights that rank 0 makes, one tensor after another."""
-        made = self._made() if self._rank == 0 else None
+        made = self._call_factory() if self._rank == 0 else None
         model.to_empty(device=self.device)
         sources = {} if made is None else {**dict(made.named_parameters()), **dict(made.named_buffers())}
         with torch.no_grad():
@@ -340,7 +340,7 @@ class FSDPAddon(DistributedAddon):
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         if _is_meta(self._module):
-            _fill(self._module, self._made())
+            _fill(self._module, self._call_factory())
         super()._take_back(state, rest, loader)
 
 

@@ -253,7 +253,9 @@ class StateManagerAddon(AddOnBase):
             self._write_state(target, older, info)
             self.checkpointer.saver.wait()
 
-        if step := progress.step:
+        if not self.can_save_alone:
+            self._crash.decline(error)
+        elif step := progress.step:
             self._crash.save(step, self.rank, self.world_size, write, error)
 
     def teardown(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,13 @@ from test_engines import LIMIT, check, on_engine
 from torch import nn
 
 from kit.engines import ENGINES, Block, Engine, Net, Task, build, data, distance, net, sgd, weights
-from kit.ranks import each_rank
+from kit.rank_tasks import forks
 from zae import ConfigError
 from zae.addons import (
     AMPAddon,
     CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
-    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
@@ -30,6 +31,14 @@ from zae.addons import (
 
 def sharded(engine: Engine) -> bool:
     return engine.layout == "sharded"
+
+
+class Double(Net):
+    """The model in float64, made by its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
 
 
 @on_engine
@@ -108,6 +117,7 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
     """Per block, before it is sharded; the whole model is refused where it is sharded."""
     if not sharded(engine):
         return
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
     for options in ({"activation_checkpointing": True}, {"compile_blocks": "aot_eager"}):
         trainer, single = build(engine, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
         trainer.run(1, data(24 * engine.shares), data(5, 1, False))
@@ -162,7 +172,43 @@ def test_blocks_are_found_named_and_shown(name: str) -> None:
     assert "sharded in blocks: 2 of Block (blocks.0 to blocks.1)" in str(trainer.plan(1, data()))
 
 
-def test_a_rank_that_fails_does_not_save_the_whole(tmp_path: Path) -> None:
-    """Gathering needs the others: the error names the newest checkpoint, and no rank waits for another."""
-    assert FSDPAddon.can_save_alone is not True
-    assert each_rank is not None
+class Fails(Task):
+    """Rank 1 raises in the fourth step, while the others wait for it."""
+
+    def train_step(self, batch: Any) -> Any:
+        if self.rank == 1 and self.progress_checker.step == 3:
+            raise KeyError("gone")
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if sharded(engine)])
+def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) -> None:
+    """Gathering needs the others: the error names the newest checkpoint, and no rank waits until its time is over."""
+    engine = ENGINES[name]
+    cls = Fails.add_on(*engine.add_ons, StateManagerAddon)
+    trainer = cls(net(), ["cpu"] * engine.world, optimizer=sgd, save_path=tmp_path / "save", save_every=2,
+                  log_bar=False, timeout=20, **engine.options)  # fmt: skip
+    with pytest.raises(KeyError, match="gone") as raised:
+        trainer.run(1, data(16 * engine.world))
+    assert re.search(r"cannot save it; the newest regular checkpoint is .*step-00000002", str(raised.value.__notes__))
+    assert sorted(path.name for path in (tmp_path / "save").iterdir() if "step" in path.name) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
+    """run starts the ranks; afterwards one process evaluates, and runs again."""
+    engine = ENGINES[name]
+    cls = Task.add_on(*engine.add_ons, EMAAddon)
+    options: list[dict[str, Any]] = [{}, {"meta_init": True}] if sharded(engine) else [{}]
+    for more in options:
+        trainer = cls(Double, ["cpu"] * engine.world, optimizer=sgd, decay=0.5, seed=0, log_bar=False, timeout=20,
+                      **engine.options, **more)  # fmt: skip
+        single = build(None, EMAAddon, model=Double, optimizer=sgd, decay=0.5)
+        for _ in range(2):
+            with forks():
+                here = trainer.run(1, data(12 * engine.shares), data(3, 1, False))
+            there = single.run(1, data(12 * engine.shares, 4 * engine.shares), data(3, 1, False))
+            assert here["step"] == there["step"]
+        assert trainer.world_size == 1
+        assert distance(trainer, single) < LIMIT
+        assert trainer.evaluate(data(5, 1, False)) == pytest.approx(single.evaluate(data(5, 1, False)), rel=1e-9)

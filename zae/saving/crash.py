@@ -66,11 +66,9 @@ class CrashSaver:
 
         ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest.
         """
-        target, name = self.folder / crash_name(step), type(error).__name__
-        regular = "there is no regular checkpoint"
+        target, name, regular = self.folder / crash_name(step), type(error).__name__, ""
         try:
-            if newest := next(iter(list_checkpoints(self.folder)), None):
-                regular = f"the newest regular checkpoint is {newest}"
+            regular = self._regular()
             if world_size > 1:
                 filesystem.disk.mkdir(self.folder / f"{_CLAIM}{step:08d}-{self._token}")
             older = [path for path in crashes_in(self.folder) if path != target]
@@ -82,6 +80,17 @@ class CrashSaver:
             return
         by = f" by rank {rank} of {world_size} alone" if world_size > 1 else ""
         _log.warning("%s: the state is saved in %s%s; %s", name, target, by, regular)
+
+    def decline(self, error: BaseException) -> None:
+        """Say that the state of the failed run is not saved, since its parts lie on several ranks."""
+        with contextlib.suppress(OSError):
+            text = f"the state lies in parts on the ranks, and one alone cannot save it; {self._regular()}"
+            error.add_note(f"zae: {text}")
+            _log.warning("%s: %s", type(error).__name__, text)
+
+    def _regular(self) -> str:
+        newest = next(iter(list_checkpoints(self.folder)), None)
+        return f"the newest regular checkpoint is {newest}" if newest else "there is no regular checkpoint"
 
 
 def forget_claims(folder: Path) -> None:
