@@ -253,10 +253,8 @@ class StateManagerAddon(AddOnBase):
             self._write_state(target, older, info)
             self.checkpointer.saver.wait()
 
-        if not self.can_save_alone:
-            self._crash.decline(error)
-        elif step := progress.step:
-            self._crash.save(step, self.rank, self.world_size, write, error)
+        if step := progress.step:
+            self._crash.save(step, self.rank, self.world_size, write if self.can_save_alone else None, error)
 
     def teardown(self) -> None:
         """Wait for the last save, and give back the folder and the signals."""

@@ -61,11 +61,17 @@ class CrashSaver:
         in_step = progress.batch != last or has_batch
         return None if last < 0 or (self._rested_at < 0 and not in_step) else in_step
 
-    def save(self, step: int, rank: int, world_size: int, write: Callable[..., None], error: BaseException) -> None:
+    def save(
+        self, step: int, rank: int, world_size: int, write: Callable[..., None] | None, error: BaseException
+    ) -> None:
         """Save the state of the failed run; what fails here is only logged.
 
-        ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest.
+        ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest. None
+        is that of a rank which has only a part of the state.
         """
+        if write is None:
+            self._decline(error)
+            return
         target, name, regular = self.folder / crash_name(step), type(error).__name__, ""
         try:
             regular = self._regular()
@@ -81,7 +87,7 @@ class CrashSaver:
         by = f" by rank {rank} of {world_size} alone" if world_size > 1 else ""
         _log.warning("%s: the state is saved in %s%s; %s", name, target, by, regular)
 
-    def decline(self, error: BaseException) -> None:
+    def _decline(self, error: BaseException) -> None:
         """Say that the state of the failed run is not saved, since its parts lie on several ranks."""
         with contextlib.suppress(OSError):
             text = f"the state lies in parts on the ranks, and one alone cannot save it; {self._regular()}"
