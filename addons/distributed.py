@@ -298,6 +298,7 @@ class DistributedAddon(AgreementAddon):
         is_part = addon_state.is_loading(self, addon_state.ENTRIES)
         if asks := self._world > 1 and not self._is_failing() and not is_part:
             self.nonfinite.sync_counts(self.progress_checker, self)
+            self._check_drift()
         state, world, ranks = super().state_dict(), self._mesh().data_size, self._rank_states.ranks
         if world == 1:
             return state
