@@ -13,6 +13,7 @@ from zae.errors import DistributedError
 from zae.launch import shards
 from zae.launch.drift import DriftCheck
 from zae.launch.stop_flag import StopFlag
+from zae.loop import addon_state
 from zae.loop.model_weights import named_parameters
 from zae.sinks.fingerprint import fingerprints
 
@@ -80,6 +81,12 @@ class AgreementAddon(ShardingAddon):
         others = (each for each in self.parameters if id(each) not in known)
         found |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
         return {shards.name_of_part(name, each): each for name, each in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Compare the weights of the ranks before they are saved."""
+        if self._world > 1 and not self._is_failing() and not addon_state.is_loading(self, addon_state.ENTRIES):
+            self._check_drift()
+        return super().state_dict()
 
     def _check_drift(self) -> None:
         """Refuse to go on with ranks whose weights have come apart."""

@@ -178,7 +178,7 @@ class Given(Sampler):
 
 
 @on_ranks(2, 3)
-def test_a_sampler_of_one_s_own_loses_nothing(world):
+def test_a_fault_of_a_custom_sampler_loses_nothing(world):
     """P-41, P-43, F-D11: another number of batches in each epoch; what would lose samples without a word is refused."""
     trainer = build(Seen, (MultiGPUAddon,))
     trainer.run(4, DataLoader(dataset(12), batch_sampler=Budget()))
