@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import re
+import sys
 
 import pytest
 
@@ -18,7 +20,13 @@ CURES = """add build call change check did drop fix give here keep leave load lo
 overwrite put reduce rename return set take use write"""
 
 
-WITH_TORCHS_MESSAGE = {"float_labels", "double_inputs", "backward_in_the_step", "test_step_that_fails"}
+WITH_TORCHS_MESSAGE = {
+    "attribute_that_nobody_set",
+    "float_labels",
+    "double_inputs",
+    "backward_in_the_step",
+    "test_step_that_fails",
+}
 
 
 def test_the_catalogue_is_large_and_whole():
@@ -80,34 +88,48 @@ def test_errors_pickle(name):
     assert str(again) == str(error) == "what, where, found, cure"
 
 
-def test_a_missing_attribute_is_explained_only_when_asked(monkeypatch):
-    """``hasattr`` stays what it is, a property's own error is not hidden, and the text survives a pickle."""
+def test_an_absent_name_is_explained():
+    """``hasattr`` and ``dir`` stay what they are, and a class or an instance may have the name."""
     from kit.error_catalogue import Task, trainer_of
 
-    class Broken(Task):
-        @property
-        def wheel(self):
-            return self.spokes["none"]
+    class Own(Task):
+        def predict(self):
+            return "predicted"
 
-        @property
-        def tyre(self):
-            raise AttributeError("flat")
-
-    trainer = trainer_of(Broken)
-    asked = []
-    monkeypatch.setattr(zae.composition.options, "_known_add_ons", lambda cls: asked.append(cls) or [])
+    trainer = trainer_of(Own)
     assert not hasattr(trainer, "fit")
+    assert not hasattr(Own, "fit")
     assert getattr(trainer, "fit", 3) == 3
-    assert asked == []
-    with pytest.raises(AttributeError, match=r"^flat$"):
-        trainer.tyre  # noqa: B018
-    with pytest.raises(zae.MissingError, match="Broken has no attribute 'spokes'; set it in __init__"):
-        trainer.wheel  # noqa: B018
-    with pytest.raises(zae.MissingError, match=r"^Broken has no attribute '_nothing'$"):
-        trainer._nothing  # noqa: B018
-    with pytest.raises(zae.MissingError) as caught:
-        trainer.fit()
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert "fit" not in dir(trainer) + dir(Own)
+    with pytest.raises(zae.MissingError, match=r"^Own has no attribute 'load_from_checkpoint'; it is Lightning's name"):
+        Own.load_from_checkpoint("last.ckpt")
+    assert trainer.predict() == "predicted"
+    assert {"predict", "run"} <= set(dir(trainer))
+    trainer.epoch = 3
+    assert copy.deepcopy(trainer).epoch == 3
+    assert type(trainer_of()).__getattribute__ is object.__getattribute__
+    assert not hasattr(zae.Trainer, "__getattr__")  # It would slow down each attribute of a step.
+
+
+def test_python_suggests_the_name_that_was_meant(capsys):
+    from kit.error_catalogue import trainer_of
+
+    with pytest.raises(AttributeError) as caught:
+        trainer_of().evaluat([])
+    sys.__excepthook__(caught.type, caught.value, caught.tb)
+    assert "'Task' object has no attribute 'evaluat'. Did you mean: 'evaluate'?" in capsys.readouterr().err
+
+
+def test_names_that_need_an_add_on():
+    from kit.error_catalogue import trainer_of
+
+    for name, owner in zae.composition.foreign_names.METHODS_OF_ADD_ONS.items():
+        assert name in vars(getattr(zae.addons, owner))
+        with pytest.raises(zae.MissingError) as caught:
+            getattr(trainer_of(), name)
+        cure = f"it belongs to {owner}; add it with .add_on({owner})"
+        assert str(caught.value) == f"Task has no attribute {name!r}: {cure}"
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_OPTIONS))

@@ -5,7 +5,7 @@ The tree, with the built-in family each one also belongs to, so that an
 
     ZaeError (Exception)
     |-- OptionError (TypeError)            an unknown argument, or one that is missing
-    |-- MissingError (AttributeError)      a method or an attribute that the trainer does not have
+    |-- MissingError (AttributeError)      a name of another trainer, or of an add-on that is not there
     |-- ConfigError (ValueError)           an argument with an invalid value
     |-- StepError (TypeError, ValueError)  what train_step or test_step returned
     |-- LoaderError (ValueError)           a loader, or what it yielded
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import difflib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from types import TracebackType
 
@@ -73,20 +73,7 @@ class OptionError(ZaeError, TypeError):
 
 
 class MissingError(ZaeError, AttributeError):
-    """A trainer has no method or attribute of this name.
-
-    The remedy is computed when the text is read, so that ``hasattr`` is fast.
-    """
-
-    def __init__(self, *args: object, explain: Callable[[], str] | None = None) -> None:
-        super().__init__(*args)
-        self._explain = explain
-
-    def __str__(self) -> str:
-        return super().__str__() if self._explain is None else self._explain()
-
-    def __reduce__(self) -> tuple[type[MissingError], tuple[str]]:
-        return type(self), (str(self),)
+    """A trainer does not have a method or an attribute of another trainer, or of an add-on that is not there."""
 
 
 class ConfigError(ZaeError, ValueError):

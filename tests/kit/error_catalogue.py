@@ -870,11 +870,6 @@ def method_of_an_absent_add_on():
     trainer_of().save_state()
 
 
-@mistake
-def misspelt_method():
-    trainer_of().evaluat(loader())
-
-
 # ------------------------------------------------------------------------------------------------------- the texts
 
 

@@ -758,7 +758,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (SwallowsValueErrorAddon, "exception", r"swallows an exception of loader \(ValueError\)", "raise it again"),
     (SwallowsInOptimizerAddon, "exception", r"swallows an exception of step_one \(OSError, TimeoutError\)", "let it"),
     (SwallowsCtrlCAddon, "exception", r"swallows an exception of train_step \(KeyboardInterrupt\)", "let it pass"),
-    (NeedsSetupAddon, "exception", r"fails with MissingError where setup\(\) does not end .*'buffer'", "set in"),
+    (NeedsSetupAddon, "exception", r"fails with AttributeError where setup\(\) does not end .*'buffer'", "set in"),
     (LeavesThreadAddon, "exception", "leaves a thread running after an exception in train_step", "end it in teardown"),
     (PopsAddon, "state", "takes 'GoodAddon' out of the state", r"self.take\(state, 'PopsAddon', strict\)"),
     (AliasesAddon, "state", "changes the state that it was loaded from: state\\['AliasesAddon'\\]", "copy what"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 
 __all__ = [
+    "ABSENT_NAMES",
     "FOREIGN_ARGUMENTS",
     "FOREIGN_HOOKS",
     "FOREIGN_METHODS",
     "FOREIGN_OPTIONS",
+    "METHODS_OF_ADD_ONS",
     "foreign_argument",
     "foreign_hook",
     "foreign_method",
@@ -179,6 +181,18 @@ FOREIGN_METHODS: dict[str, tuple[str, str]] = {
 }
 """Attributes of other trainers, their origin, and what to write here."""
 
+METHODS_OF_ADD_ONS = {
+    "save_average": "EMAAddon",
+    "save_state": "StateManagerAddon",
+    "load_state": "StateManagerAddon",
+    "restore_best": "StateManagerAddon",
+    "last_path": "StateManagerAddon",
+    "best_path": "StateManagerAddon",
+}
+"""What a trainer has with an add-on only."""
+
+ABSENT_NAMES = FOREIGN_METHODS.keys() | METHODS_OF_ADD_ONS.keys()
+
 
 def foreign_argument(name: str) -> str:
     """Return the argument of ``run`` for the name of another trainer; empty if the name is unknown."""
@@ -191,8 +205,9 @@ def foreign_option(name: str) -> str:
 
 
 def foreign_method(name: str) -> str:
-    """Explain the method or attribute of another trainer; empty if the name is unknown."""
-    return _explain(FOREIGN_METHODS, name)
+    """Explain the method or attribute of another trainer, or of an add-on that is not there."""
+    owner = METHODS_OF_ADD_ONS.get(name)
+    return f": it belongs to {owner}; add it with .add_on({owner})" if owner else f"; {_explain(FOREIGN_METHODS, name)}"
 
 
 def _explain(table: dict[str, tuple[str, str]], name: str) -> str:

@@ -30,8 +30,8 @@ from zae.composition.introspect import (
     seams_of,
     slots_of,
 )
-from zae.composition.options import check_call, check_owners, missing_attribute, options_of
-from zae.composition.renamed import keep_old_names
+from zae.composition.options import check_call, check_owners, options_of
+from zae.composition.renamed import absent_names, keep_old_names, present_names
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
 __all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
@@ -73,7 +73,7 @@ class TrainerMeta(ABCMeta):
         if str(namespace.get("__module__")).startswith("zae."):
             namespace |= {call: user_call(namespace[call]) for call in USER_CALLS & namespace.keys()}
         if not parents:
-            namespace.setdefault("__getattr__", missing_attribute)  # Asked only for what is not there.
+            namespace |= absent_names()
             namespace["add_on"] = _OfClass(user_call(namespace["add_on"].__func__))
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
@@ -103,6 +103,8 @@ class TrainerMeta(ABCMeta):
             raise
         check_instance(trainer)
         return trainer
+
+    __dir__ = present_names
 
     @property
     def __signature__(cls) -> inspect.Signature:

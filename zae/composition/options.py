@@ -10,11 +10,11 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.composition.foreign_names import foreign_method, foreign_option
+from zae.composition.foreign_names import foreign_option
 from zae.composition.introspect import function_of, is_add_on, is_base, is_trainer
-from zae.errors import AddOnConflict, MissingError, OptionError, did_you_mean
+from zae.errors import AddOnConflict, OptionError, did_you_mean
 
-__all__ = ["check_call", "check_owners", "join", "missing_attribute", "option_values", "options_of", "own_options"]
+__all__ = ["check_call", "check_owners", "join", "option_values", "options_of", "own_options"]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -175,28 +175,6 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
     return f"; it has {', '.join(options)}"
-
-
-def missing_attribute(self: Any, name: str) -> Any:
-    """Raise an error that says where an attribute is which a trainer does not have: ``__getattr__`` of Trainer."""
-    if name in dir(type(self)):
-        # A property raised AttributeError: call it again for that error.
-        return object.__getattribute__(self, name)
-    raise MissingError(name, explain=lambda: _explain_missing(type(self), dir(self), name))
-
-
-def _explain_missing(cls: Any, known: Iterable[str], name: str) -> str:
-    text = f"{cls.__name__} has no attribute {name!r}"
-    if name.startswith("_"):
-        return text
-    owners = [a for a in _known_add_ons(cls) if name in a.__dict__]
-    if owners:
-        return f"{text}: it belongs to {owners[-1].__name__}; add it with .add_on({owners[-1].__name__})"
-    foreign = foreign_method(name)
-    if foreign:
-        return f"{text}; {foreign}"
-    near = did_you_mean(name, [n for n in known if not n.startswith("_")])
-    return text + (near or "; set it in __init__, before it is used")
 
 
 def join(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Former names of seams and attributes, which work for one more version and warn."""
+"""Names that a trainer does not have: former ones work for one more version and warn, others explain what to write."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import warnings
 from operator import attrgetter
 from typing import Any
 
+from zae.composition.foreign_names import ABSENT_NAMES, foreign_method
 from zae.composition.introspect import RENAMED_SEAMS, is_trainer
+from zae.errors import MissingError
 
-__all__ = ["keep_old_names"]
+__all__ = ["absent_names", "keep_old_names", "present_names"]
 
 
 class _OldName:
@@ -52,3 +54,28 @@ def keep_old_names(cls: Any) -> None:
                 warnings.warn(text, DeprecationWarning, stacklevel=4)  # The class statement.
             if len(names) == 1:
                 setattr(klass, old, _OldName(old, new, klass.__dict__[new]))
+
+
+class _Absent:
+    """A name of another trainer, or of an add-on that is not there: reading it raises an error with what to write.
+
+    A class attribute, not ``__getattr__``: with that, Python would not cache where the attributes of a trainer are,
+    and each ``self.name`` of a step would take twice as long.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise MissingError(f"{owner.__name__} has no attribute {self.name!r}{foreign_method(self.name)}")
+
+
+def absent_names() -> dict[str, Any]:
+    """Return what explains the absent names, for the namespace of Trainer; a class or an instance may set each."""
+    return {**{name: _Absent(name) for name in ABSENT_NAMES}, "__dir__": present_names}
+
+
+def present_names(self: Any) -> list[str]:
+    """Return what ``dir`` lists of a class or an instance."""
+    names = type.__dir__(self) if isinstance(self, type) else object.__dir__(self)
+    return [name for name in names if name not in ABSENT_NAMES or hasattr(self, name)]

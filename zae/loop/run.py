@@ -16,7 +16,7 @@ from zae.common import argument_checks, optim
 from zae.composition import binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import dead_workers, undisturbed
-from zae.errors import ConfigError, LoaderError, MonitorError
+from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, Bar, EvaluationAborted, RunLimits, Span, remaining
@@ -458,6 +458,10 @@ class Run:
             error.add_note(
                 "zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}"
             )
+        if isinstance(error, AttributeError) and error.obj is self.trainer and type(error) is AttributeError:
+            names = [name for name in dir(self.trainer) if not name.startswith("_")]
+            near = did_you_mean(error.name, names).removeprefix("; ")
+            error.add_note(f"zae: {near or f'set self.{error.name} in __init__, before it is used'}")
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
         if self.is_evaluating:
