@@ -388,7 +388,7 @@ def test_a_misspelt_hook_in_a_plain_mixin_is_refused():
         def on_train_epoch_end(self): ...
 
     with pytest.raises(
-        TaskError, match=r"Hooks.on_train_epoch_end would never be called; it is Lightning's name; here"
+        TaskError, match=r"Hooks.on_train_epoch_end would never be called; it is Lightning's name for on_epoch_end\(\)"
     ):
 
         class Mixed(Hooks, Task):

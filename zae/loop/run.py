@@ -460,7 +460,7 @@ class Run:
             )
         if isinstance(error, AttributeError) and error.obj is self.trainer and type(error) is AttributeError:
             names = [name for name in dir(self.trainer) if not name.startswith("_")]
-            near = did_you_mean(error.name, names).removeprefix("; ")
+            near = did_you_mean(str(error.name), names).removeprefix("; ")
             error.add_note(f"zae: {near or f'set self.{error.name} in __init__, before it is used'}")
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
