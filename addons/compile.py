@@ -219,7 +219,7 @@ class CompileAddon(AddOnBase):
         parameters = [p for p in held if p.requires_grad]
         out = self._in_graph(batch, count, parameters)
         if out is not None:
-            return read_output(self, out, batch)
+            return read_output(out, batch, self.sample_weight, type(self), self.mode)
         eager = super().micro_step(batch, count)
         if self._update is not None:
             self._update.note(parameters)

@@ -27,8 +27,7 @@ from zae.common import random_state as rng
 from zae.common.argument_checks import check_file
 from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
-from zae.data.loader_state import SamplerProxy
-from zae.data.loaders import length_of
+from zae.data.loaders import SamplerProxy, length_of
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 from zae.sinks.fingerprint import fingerprint

@@ -439,10 +439,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
         with self.forward_context():
             out = self.train_step(batch)
         try:
-            values, _ = output = read_output(self, out, batch)
+            values, _ = output = read_output(out, batch, self.sample_weight, type(self), self.mode)
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
-            explain_failure(self, out, batch, error)
+            explain_failure(error, out, batch, type(self), self.optimizers)
             raise
         # In a window a copy: a step may return the same dict for each of its batches.
         return output if count == 1 else (dict(values), output[1])
@@ -485,7 +485,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
         """
         if num_targets is not None:
-            return count_of(self, num_targets)
+            return count_of(num_targets, type(self), self.mode)
         return leading_dimension(batch) or 1
 
     @seam

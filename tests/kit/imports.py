@@ -24,7 +24,7 @@ RULES: dict[str, frozenset[str] | None] = {
     "composition": frozenset(),
     "launch": frozenset({"common"}),
     "storage": frozenset({"common"}),
-    "data": frozenset({"common", "storage.encoding"}),
+    "data": frozenset({"common"}),
     "loop": _BELOW - {"loop"},
     "preview": _BELOW - {"storage"},
     "compiling": _BELOW | {"preview"},

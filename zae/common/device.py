@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from zae.common.torch_private import has_bf16_of_x86
+from zae.common.torch_private import accelerator, has_bf16_of_x86
 from zae.common.walk import children_of, fields_of, is_dataclass
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "accelerator",
     "can_copy_async",
     "cpu_computes_in_bf16",
     "leading_dimension",
@@ -68,14 +67,6 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         if type(item) is not Tensor or not (item.is_cpu if on_host else item.device == device):
             return _move(batch, device, non_blocking)
     return batch
-
-
-def accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one."""
-    try:
-        return torch.accelerator.current_accelerator()
-    except RuntimeError:  # How torch 2.6 says that there is none.
-        return None
 
 
 def can_copy_async(device: torch.device) -> bool:

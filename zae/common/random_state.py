@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from zae.common.device import accelerator
+from zae.common.torch_private import accelerator
 from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [

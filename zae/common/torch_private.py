@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
+    "accelerator",
     "add_to_all",
     "arrange_buckets",
     "call_of",
@@ -185,6 +186,14 @@ def has_bf16_of_x86() -> bool:
     """Return whether an x86 processor has instructions for bfloat16; False where it is unknown."""
     asks = [getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(ask() for ask in asks)
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this build of torch supports, or None; the machine may not have one."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # How torch 2.6 says that there is none.
+        return None
 
 
 # ------------------------------------------------------------------------------------------------ the compiler

@@ -16,24 +16,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
 from zae.common.walk import has_same_bits, search
-from zae.data.loaders import is_stateful, length_of
+from zae.data.loaders import is_stateful, length_of, unwrap_sampler
 from zae.errors import CheckpointMismatch
-from zae.storage.encoding import encode
 
 __all__ = [
     "STREAMS",
-    "Padded",
-    "SamplerProxy",
     "as_begun",
     "capture_parts",
     "changes_of",
     "facts_of",
-    "global_streams",
     "is_exhausted",
     "preserve_streams",
     "read_stream",
     "restore_parts",
-    "unwrap_sampler",
 ]
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -92,9 +87,7 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
             continue
         owner = found[place]
         try:
-            if isinstance(owner, STREAMS) or not (
-                only_streams or has_same_bits(encode(read_stream(owner)), encode(state))
-            ):
+            if isinstance(owner, STREAMS) or not (only_streams or has_same_bits(read_stream(owner), state)):
                 _write(owner, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
@@ -132,53 +125,6 @@ def preserve_streams(loader: Any) -> Iterator[None]:
         known = {id(owner) for owner, _ in kept}
         for owner in [each for each in _streams_in(loader) if id(each) not in known]:
             _seed_again(owner)
-
-
-class SamplerProxy:
-    """A sampler with the entries and attributes of another one."""
-
-    def __init__(self, entries: Any) -> None:
-        self.passed = entries
-
-    def __len__(self) -> int:
-        return len(self.passed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "passed":
-            raise AttributeError(name)
-        return getattr(self.passed, name)
-
-
-class Padded(SamplerProxy):
-    """A sampler with placeholders for used entries before those of another one: they are skipped, never loaded."""
-
-    def __init__(self, entries: Any, count: int) -> None:
-        super().__init__(entries)
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count + super().__len__()
-
-    def __iter__(self) -> Iterator[Any]:
-        entries = iter(self.passed)
-        first = next(entries)
-        for _ in range(self._count + 1):
-            yield first
-        yield from entries
-
-
-def unwrap_sampler(sampler: Any) -> Any:
-    """Return the sampler in a `SamplerProxy`, at any depth; any other sampler unchanged."""
-    while isinstance(sampler, SamplerProxy):
-        sampler = sampler.passed
-    return sampler
-
-
-def global_streams() -> tuple[Any, ...]:
-    """Return the present state of the global random streams, in a form that can be compared."""
-    twister = np.random.get_state(legacy=False)["state"]
-    key = twister["key"].tobytes() if "key" in twister else repr(twister)
-    return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
 
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,16 @@ from torch.utils.data import DataLoader
 
 from zae.errors import LoaderError
 
-__all__ = ["check_loader", "copy_with", "describe", "has_pinned_batches", "is_stateful", "length_of"]
+__all__ = [
+    "SamplerProxy",
+    "check_loader",
+    "copy_with",
+    "describe",
+    "has_pinned_batches",
+    "is_stateful",
+    "length_of",
+    "unwrap_sampler",
+]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 
@@ -79,3 +88,25 @@ def copy_with(loader: _Loader, **changes: Any) -> _Loader:
 def is_stateful(loader: Any) -> bool:
     """Whether an object has ``state_dict`` and ``load_state_dict``."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+class SamplerProxy:
+    """A sampler with the entries and attributes of another one."""
+
+    def __init__(self, entries: Any) -> None:
+        self.passed = entries
+
+    def __len__(self) -> int:
+        return len(self.passed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "passed":
+            raise AttributeError(name)
+        return getattr(self.passed, name)
+
+
+def unwrap_sampler(sampler: Any) -> Any:
+    """Return the sampler in a `SamplerProxy`, at any depth; any other sampler unchanged."""
+    while isinstance(sampler, SamplerProxy):
+        sampler = sampler.passed
+    return sampler

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from zae.data.loader_state import Padded, changes_of, facts_of
-from zae.data.loaders import copy_with
+from zae.data.loader_state import changes_of, facts_of
+from zae.data.loaders import SamplerProxy, copy_with
 
 __all__ = ["own_batch_sampler", "padded", "place_of", "why_not_reshard"]
 
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
+
+
+class _Padded(SamplerProxy):
+    """A sampler with placeholders for used entries before those of another one: they are skipped, never loaded."""
+
+    def __init__(self, entries: Any, count: int) -> None:
+        super().__init__(entries)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count + super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = iter(self.passed)
+        first = next(entries)
+        for _ in range(self._count + 1):
+            yield first
+        yield from entries
 
 
 class _PaddedList(Sequence[Any]):
@@ -37,12 +55,12 @@ def padded(loader: Any, count: int) -> Any:
     batches: Any = loader.batch_sampler
     value: Any
     if batches is None:
-        name, value = "sampler", Padded(loader.sampler, count)
+        name, value = "sampler", _Padded(loader.sampler, count)
     elif type(batches) is BatchSampler:
         name = "batch_sampler"
-        value = BatchSampler(Padded(batches.sampler, count), batches.batch_size, batches.drop_last)
+        value = BatchSampler(_Padded(batches.sampler, count), batches.batch_size, batches.drop_last)
     else:
-        name, value = "batch_sampler", Padded(batches, count)
+        name, value = "batch_sampler", _Padded(batches, count)
     return copy_with(loader, **{name: value})
 
 

@@ -20,8 +20,7 @@ from torch.utils.data import (
 
 from zae.common import random_state
 from zae.common.device import leading_dimension
-from zae.data.loader_state import unwrap_sampler
-from zae.data.loaders import copy_with, describe, length_of
+from zae.data.loaders import copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 
 __all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "set_epoch", "shard", "shares_of"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.data.gather import batches_of
-from zae.data.loader_state import global_streams
 from zae.data.loaders import copy_with
 
 __all__ = ["iterate_on", "skip_batches"]
@@ -89,13 +91,20 @@ class _SkipFirst:
         return getattr(self.__dict__["_sampler"], name)
 
 
+def _global_streams() -> tuple[Any, ...]:
+    """Return the present state of the global random streams, in a form that can be compared."""
+    twister = np.random.get_state(legacy=False)["state"]
+    key = twister["key"].tobytes() if "key" in twister else repr(twister)
+    return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
+
+
 def _drop(iterator: Iterator[Any], count: int, what: str) -> None:
     """Drop the first entries; warn if the iterator draws from the global random streams between them."""
     before = None
     for _ in range(count):
         next(iterator, None)
-        before = before or global_streams()  # The first entry may draw all numbers of the epoch at once.
-    if count and before != global_streams():
+        before = before or _global_streams()  # The first entry may draw all numbers of the epoch at once.
+    if count and before != _global_streams():
         _log.warning(
             "the %s draws from the global random streams while it is iterated: the order of the samples may differ "
             "from that of an uninterrupted run; give it its own generator", what,

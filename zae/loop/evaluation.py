@@ -144,6 +144,7 @@ class Evaluation:
         """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it."""
         trainer, run, count = self.trainer, self.trainer.current_run, 0
         to_device, test_step, forward_context = trainer.to_device, trainer.test_step, trainer.forward_context
+        sample_weight = trainer.sample_weight
         with run.evaluating(loader):
             for batch in batches:
                 if signals:
@@ -154,7 +155,7 @@ class Evaluation:
                 batch = to_device(batch)
                 with forward_context():
                     out = test_step(batch)
-                take(*read_output(trainer, out, batch))
+                take(*read_output(out, batch, sample_weight, type(trainer), "test"))
                 run.batch = None
                 count += 1
         return count

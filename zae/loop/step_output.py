@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from zae.common.argument_checks import describe_batch, describe_value
 from zae.errors import StepError
-
-if TYPE_CHECKING:
-    from zae.trainer import Trainer
 
 __all__ = ["StepOutput", "count_of", "explain_failure", "read_output"]
 
@@ -53,46 +50,43 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
         return self[0].get("num_targets")
 
 
-def read_output(trainer: Trainer, out: Any, batch: Any) -> tuple[Mapping[str, Any], Any]:
-    """Return as a pair of values and weight what a step of the present mode returned; raise StepError if it cannot."""
+def read_output(
+    out: Any, batch: Any, sample_weight: Callable[[Any, Any], Any], owner: type, mode: str
+) -> tuple[Mapping[str, Any], Any]:
+    """Return what the step of a class for this mode returned as a pair of values and weight, or raise StepError."""
     if type(out) is not dict and not isinstance(out, Mapping):
-        is_number = isinstance(out, (int, float, np.number)) and trainer.mode == "test"
+        is_number = isinstance(out, (int, float, np.number)) and mode == "test"
         if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
-            raise _not_a_mapping(trainer, out, batch)
+            value = " (is a return missing?)" if out is None else f" {describe_value(out)}"
+            returned = f"{_name_of(owner, mode, batch)} returned {type(out).__name__}{value}"
+            raise StepError(f"{returned}; return a dict: return {{'loss': loss}}")
         out = {"loss": out}
-    return out, trainer.sample_weight(batch, out.get("num_targets"))
+    return out, sample_weight(batch, out.get("num_targets"))
 
 
-def _name_of(trainer: Trainer, batch: Any) -> str:
-    return f"{type(trainer).__name__}.{trainer.mode}_step (batch: {describe_batch(batch)})"
+def _name_of(owner: type, mode: str, batch: Any) -> str:
+    return f"{owner.__name__}.{mode}_step (batch: {describe_batch(batch)})"
 
 
-def _not_a_mapping(trainer: Trainer, out: Any, batch: Any) -> StepError:
-    value = " (is a return missing?)" if out is None else f" {describe_value(out)}"
-    returned = f"{_name_of(trainer, batch)} returned {type(out).__name__}{value}"
-    return StepError(f"{returned}; return a dict: return {{'loss': loss}}")
-
-
-def explain_failure(trainer: Trainer, out: Any, batch: Any, error: Exception) -> None:
-    """Raise StepError where what ``train_step`` returned caused an error; else add a note where more is known."""
+def explain_failure(error: Exception, out: Any, batch: Any, owner: type, optimizers: Iterable[str]) -> None:
+    """Raise StepError if what ``train_step`` returned caused the error; otherwise add a note where more is known."""
     if isinstance(out, Tensor) and out.numel() == 1:
         out = {"loss": out}
     if not isinstance(out, Mapping):
         return  # `read_output` has refused it.
     try:
-        _check_output(trainer, out, batch)
+        _check_output(out, _name_of(owner, "train", batch), list(optimizers))
     except StepError as refused:
         raise refused from None
     if "backward through the graph a second time" in str(error):
         error.add_note(
-            f"zae: {type(trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
+            f"zae: {owner.__name__}.train_step computes the loss, and backward(), optimizer.step() and "
             "zero_grad() are done for you; take them out of it"
         )
 
 
-def _check_output(trainer: Trainer, out: Mapping[str, Any], batch: Any) -> None:
+def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
     """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
-    where, keys = _name_of(trainer, batch), list(trainer.optimizers)
     if "loss" not in out:
         found = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
@@ -112,11 +106,11 @@ def _check_output(trainer: Trainer, out: Mapping[str, Any], batch: Any) -> None:
     _check_targets(where, out.get("num_targets"))
 
 
-def count_of(trainer: Trainer, num_targets: Any) -> Any:
-    """Return a number of targets as a weight; one on an accelerator stays a tensor, which is read with the log."""
+def count_of(num_targets: Any, owner: type, mode: str) -> Any:
+    """Return a number of targets as a weight; on an accelerator it stays a tensor, which is read with the log."""
     if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
         return num_targets.reshape(())
-    return float(_check_targets(f"{type(trainer).__name__}.{trainer.mode}_step", num_targets))
+    return float(_check_targets(f"{owner.__name__}.{mode}_step", num_targets))
 
 
 def _check_targets(where: str, count: Any) -> Any:

@@ -88,7 +88,7 @@ class Trial:
         try:
             with twin.forward_context():
                 out = step(batch)
-            output = read_output(twin, out, batch)
+            output = read_output(out, batch, twin.sample_weight, type(twin), twin.mode)
         except Exception as error:
             error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
             raise
