@@ -424,7 +424,7 @@ class ByStep(Task):
 def test_a_step_that_would_be_compiled_anew_each_time_ends_up_eager(caplog: pytest.LogCaptureFixture) -> None:
     task = trained(ByStep.add_on(CompileAddon), compile_mode="graph", **FAST)
     assert task.compile_report["kept"] == "eager"
-    assert "it reads a Python value that changes from step to step" in task.compile_report["reason"]
+    assert "it reads a Python value that changes with each step" in task.compile_report["reason"]
     assert furthest(trained(ByStep), task) < 1e-12
 
 
