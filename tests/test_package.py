@@ -280,7 +280,7 @@ sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
 # ------------------------------------------------------------------------------------------------- size and style
 
 
-TOO_LONG = {"zae/trainer.py": 421, "addons/compile.py": 258}
+TOO_LONG = {"addons/compile.py": 258}
 """Files over the limit, with their lines of code: none is added, none grows, and one that fits is taken out."""
 
 

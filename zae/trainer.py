@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import can_copy_async, leading_dimension, parse_device, to_device
 from zae.common.optimizer_modes import NOTHING
-from zae.common.optimizer_state import load_optimizer_state
 from zae.composition import binding
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
@@ -27,9 +26,9 @@ from zae.data.gather import batches_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.evaluation import Evaluation, modules_in_training, restore_training
+from zae.loop.evaluation import Evaluation, switch_mode
 from zae.loop.history import History, Metrics, MetricsDict
-from zae.loop.model_weights import load_fitted, plain_state, without_wrappers
+from zae.loop.model_weights import without_wrappers
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
 from zae.loop.processes import Processes
@@ -504,11 +503,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.optimization.clip(self.gradient_norm)
 
     @seam
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the gradients of these parameters, equal on all ranks; ``clip`` calls it."""
-        return optim.gradient_norm(parameters)
-
-    @seam
     def may_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Decide whether the optimizers step; by default, what ``on_nonfinite`` says of losses and norm that are not.
 
@@ -766,13 +760,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         before, root = self.mode, self.model if isinstance(self.model, nn.Module) else self._module
         self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
-        if (before, self.mode) == ("train", "test"):
-            self._in_training = modules_in_training(self._module)  # A wrapper may be another one by then.
-        if self.mode == "test":
-            root.eval()
-        else:
-            restore_training(root, self._module, self._in_training)
-            self._in_training = None
+        self._in_training = switch_mode(root, self._module, (before, self.mode), self._in_training)
         if self.current_run.is_ready:
             binding.bind(self)
 
@@ -781,26 +769,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def unwrap(self) -> nn.Module:
         """Return the module itself: without what the trainer, ``torch.compile``, DataParallel or DDP put around it."""
         return without_wrappers(self._module)
-
-    @seam
-    def model_state(self) -> dict[str, Tensor]:
-        """Return the weights under the keys of the plain module, whole on this rank."""
-        return plain_state(self.unwrap())
-
-    @seam
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
-        load_fitted(self.unwrap(), weights, strict)
-
-    @seam
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
-        return self.optimizers[name].state_dict()
-
-    @seam
-    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
-        load_optimizer_state(self.optimizers[name], state)
 
     @seam
     def state_dict(self) -> dict[str, Any]:

@@ -140,11 +140,6 @@ def _check_init(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------ where a class stands
 
 
-def _is_ours(cls: Any) -> bool:
-    """Whether a class is a trainer, or the base of Trainer."""
-    return is_trainer(cls) or cls.__module__ == "zae.loop.processes"
-
-
 def _root_index(cls: Any) -> int:
     """Return the index of Trainer in the MRO; the ``__init__`` of classes after it never runs."""
     return max(index for index, klass in enumerate(cls.__mro__) if is_trainer(klass))
@@ -187,7 +182,8 @@ def _check_bases(cls: Any) -> None:
 
 def _check_methods(cls: Any, klass: Any) -> None:
     """Refuse an ``@override`` without a base method, a misspelt or foreign hook, and a method of the wrong kind."""
-    behind = cls.__mro__[cls.__mro__.index(klass) + 1 :]
+    behind, bases = cls.__mro__[cls.__mro__.index(klass) + 1 :], cls.__mro__[_root_index(cls)].__mro__
+    trainers = [c for c in behind if is_trainer(c) or c in bases]
     for name, value in klass.__dict__.items():
         inherited = [c.__dict__[name] for c in behind if name in c.__dict__]
         if is_marked(value, "__override__") and not inherited:
@@ -197,11 +193,11 @@ def _check_methods(cls: Any, klass: Any) -> None:
             )
         if name.startswith("_"):
             continue
-        ours = next((c.__dict__[name] for c in behind if _is_ours(c) and name in c.__dict__), None)
-        if isinstance(function_of(ours), FunctionType):
-            _check_kind(klass, name, value, ours)
-            _check_signature(klass, name, value, ours)
-            _check_return(klass, name, value, behind)
+        ours = [c.__dict__[name] for c in trainers if name in c.__dict__]
+        if ours and isinstance(function_of(ours[0]), FunctionType):
+            _check_kind(klass, name, value, ours[0])
+            _check_signature(klass, name, value, ours[0])
+            _check_return(klass, name, value, ours[-1])
         elif not inherited and isinstance(function_of(value), FunctionType):
             _check_name(cls, klass, name)
 
@@ -270,9 +266,8 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
         ) from None
 
 
-def _check_return(klass: Any, name: str, value: Any, behind: Sequence[Any]) -> None:
+def _check_return(klass: Any, name: str, value: Any, first: Any) -> None:
     """Refuse an override that calls ``super()`` and does not return the value: a step would count as skipped, say."""
-    first = next(c.__dict__[name] for c in reversed(behind) if _is_ours(c) and name in c.__dict__)
     needed = getattr(function_of(first), "__annotations__", {}).get("return")
     if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
         return

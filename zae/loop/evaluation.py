@@ -26,7 +26,7 @@ from zae.loop.step_output import read_output
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Evaluation", "modules_in_training", "restore_training"]
+__all__ = ["Evaluation", "switch_mode"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 
@@ -57,19 +57,30 @@ class DistributedStopFlag:
             yield batch
 
 
-def modules_in_training(root: nn.Module) -> list[nn.Module]:
+def _modules_in_training(root: nn.Module) -> list[nn.Module]:
     """List the modules that are in training mode."""
     return [module for module in root.modules() if module.training]
 
 
-def restore_training(root: nn.Module, inner: nn.Module, modules: list[nn.Module] | None) -> None:
-    """Put these modules of ``inner`` into training mode, and what ``root`` wraps around it; None is all of them."""
+def switch_mode(
+    root: nn.Module, inner: nn.Module, modes: tuple[str, str], modules: list[nn.Module] | None
+) -> list[nn.Module] | None:
+    """Switch a model, and what ``root`` wraps around it, from a mode to another one.
+
+    ``modules`` are those to put back into training mode, or None for all; the modules for the next switch are returned.
+    """
+    if modes == ("train", "test"):
+        modules = _modules_in_training(inner)  # Not of the root: a wrapper may be another one by then.
+    if modes[1] == "test":
+        root.eval()
+        return modules
     if modules is not None:
         inside = set(inner.modules())
         for module in (*modules, *(each for each in root.modules() if each not in inside)):
             module.training = True
     elif not root.training:
         root.train()
+    return None
 
 
 class Evaluation:
@@ -165,7 +176,7 @@ class Evaluation:
         """Enclose an evaluation, and put back what it changes."""
         trainer, position = self.trainer, self.trainer.loader_position
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
-        training, before = modules_in_training(root), (trainer.mode, position.pinned, position.is_evaluating)
+        training, before = _modules_in_training(root), (trainer.mode, position.pinned, position.is_evaluating)
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
             trainer.mode, position.pinned, position.is_evaluating = "test", has_pinned_batches(loader), True

@@ -1,14 +1,17 @@
-"""The seams of a trainer that concern several processes, as they are for one; engines override them."""
+"""The seams of a trainer that depend on the number of processes, with their defaults for one; engines override them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common import optim
+from zae.common.optimizer_state import load_optimizer_state
 from zae.composition.introspect import seam
+from zae.loop.model_weights import load_fitted, plain_state
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,9 @@ class Processes:
 
     if TYPE_CHECKING:
         device: torch.device
+        optimizers: dict[str, Optimizer]
+
+        def unwrap(self) -> nn.Module: ...
 
     # ------------------------------------------------------------------------------------- the processes
 
@@ -110,3 +116,28 @@ class Processes:
     def like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
         return whole
+
+    @seam
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the gradients of these parameters, equal on all ranks; ``clip`` calls it."""
+        return optim.gradient_norm(parameters)
+
+    @seam
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights under the keys of the plain module, whole on this rank."""
+        return plain_state(self.unwrap())
+
+    @seam
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
+        load_fitted(self.unwrap(), weights, strict)
+
+    @seam
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
+        return self.optimizers[name].state_dict()
+
+    @seam
+    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
+        load_optimizer_state(self.optimizers[name], state)
