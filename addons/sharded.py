@@ -19,6 +19,7 @@ from zae.common.walk import map_tensors
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
+from zae.loop.addon_state import PARTS, is_loading
 
 __all__ = ["ShardingAddon"]
 
@@ -241,7 +242,7 @@ class ShardingAddon(AddOnBase):
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""
-        return map_tensors(self.whole, super().model_state())
+        return self._gathered(super().model_state())
 
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""
@@ -250,7 +251,12 @@ class ShardingAddon(AddOnBase):
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of an optimizer, whole on this rank."""
-        return map_tensors(self.whole, super().optimizer_state(name))
+        return self._gathered(super().optimizer_state(name))
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with whole tensors, unless each rank writes its parts."""
+        made: dict[str, Any] = state if is_loading(self, PARTS) else map_tensors(self.whole, state)
+        return made
 
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load a whole state, of which each rank keeps its part."""

@@ -50,8 +50,11 @@ class StateManagerAddon(AddOnBase):
     ----------
     save_path : str or Path
         The folder of the checkpoints; it is made if it is missing.
-    save_format : {"safetensors", "safetensor", "ckpt"}
-        The format of the weights.
+    save_format : {"safetensors", "safetensor", "ckpt", "sharded"}
+        The format of the weights. With "sharded" nothing is gathered: each rank writes the parts that it holds, of the
+        weights, the optimizers and the averages, and rank 0 everything else; all ranks must share the disk. It loads
+        into any engine, and with ``reshard=True`` into any number of processes. Where no tensor lies in parts, it is
+        "safetensors".
     save_every : Every or int
         When to save: steps, or ``Every(epochs=1)``.
     keep_last : int or None
@@ -313,14 +316,15 @@ class StateManagerAddon(AddOnBase):
         checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self.checkpointer.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.loader_position.is_evaluating, in_step and self.is_main)
-        state = RankStates.add_entries(self, self.state_dict())
-        if is_writer := self.is_main or has_failed:
-            check_optimizer_states(self.optimizers, state["optimizer"])
+        state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
         about["info"] = {"monitor": self.monitor, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        checkpointer.write(Job(target, state, checkpointer.model_format, about, replaces, trained), is_writer)
+        job = Job(target, state, checkpointer.model_format, about, replaces, trained, self.rank, self.gather)
+        if (is_writer := self.is_main or has_failed) and not job.is_sharded:
+            check_optimizer_states(self.optimizers, state["optimizer"])
+        checkpointer.write(job, is_writer)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

@@ -255,7 +255,7 @@ def test_versions(tmp_path: Path) -> None:
     (directory / "manifest.json").write_bytes(seal({**manifest, "format": 7, "zae": "9.1", "news": 1}))
     for act in (verify, load_checkpoint, lambda _: newest_valid(tmp_path)):
         with pytest.raises(
-            CheckpointMismatch, match=r"written by zae '9.1', format 7; this version reads up to 1; upgrade"
+            CheckpointMismatch, match=r"written by zae '9.1', format 7; this version reads up to 2; upgrade"
         ):
             act(directory)
     for version in (0, -1, "1", None, True, 1.0):

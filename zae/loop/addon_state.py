@@ -29,6 +29,7 @@ __all__ = [
     "ENTRIES",
     "FROM_FILE",
     "GENERATORS",
+    "PARTS",
     "Generators",
     "as_saved",
     "check_declared",
@@ -46,12 +47,16 @@ GENERATORS = "generators"
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
 
-FROM_FILE, ENTRIES = "from a file", "entries alone"
+FROM_FILE, ENTRIES, PARTS = "from a file", "entries alone", "in parts"
 _loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""))
 
 
 def is_loading(trainer: Trainer, how: str) -> bool:
-    """Whether a trainer loads a state from a file, whose tensors nobody else holds, or the entries of add-ons alone."""
+    """Whether a trainer loads or reads its state in this way.
+
+    It loads it from a file, whose tensors nobody else holds; or the entries of add-ons alone; or it reads it in parts:
+    each rank what it holds of a tensor.
+    """
     return _loading.get()[0] is trainer and _loading.get()[1] == how
 
 
@@ -98,7 +103,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"self.{missing[0]} in __init__"
             )
         entry = {key: getattr(trainer, name) for key, name in names.items()}
-        if not is_loading(trainer, ENTRIES):  # Else one rank alone reads.
+        if not (is_loading(trainer, ENTRIES) or is_loading(trainer, PARTS)):  # In the first, one rank alone reads.
             entry = {key: map_tensors(trainer.whole, value) for key, value in entry.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]

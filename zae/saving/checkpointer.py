@@ -37,7 +37,7 @@ class Checkpointer:
     ----------
     folder : Path
         The folder of the checkpoints.
-    model_format : {"safetensors", "ckpt"}
+    model_format : {"safetensors", "ckpt", "sharded"}
         The format of the weights.
     retention : Retention
         The rule for which checkpoints stay.
@@ -77,6 +77,11 @@ class Checkpointer:
         self.folder, self.model_format, self.retention = folder, model_format, retention
         if on_save_error not in ("raise", "warn"):
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
+        if in_background and model_format == "sharded":
+            raise ConfigError(
+                "save_async=True does not work with save_format='sharded', whose ranks have to communicate while they "
+                "write; leave save_async out, or write save_format='safetensors'"
+            )
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
         self.run_id, self.has_failed = "", False
         self.saved_at: _Place | None = None
@@ -176,11 +181,14 @@ class Checkpointer:
     def write(self, job: Job, is_writer: bool) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
 
-        Every rank calls it, and the one that has the whole state is the writer. A storage that each rank writes to
-        overrides it. After an exception the rank that failed calls it alone, as the writer.
+        Every rank calls it, and the one that has the whole state is the writer; all of them write a sharded one.
+        After an exception the rank that failed calls it alone, as the writer.
         """
         if is_writer:
             self._lock.keep(job.target)
+        if job.is_sharded:
+            job.write()
+        elif is_writer:
             self.saver.save(job)
 
     def settle(self, *, wait: bool = True) -> None:

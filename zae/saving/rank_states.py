@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,17 @@ from zae.common import random_state
 from zae.common.walk import map_tensors
 from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import CheckpointMismatch
-from zae.loop.addon_state import ENTRIES, FROM_FILE, GENERATORS, declaring, digest, key_of, loading_as
+from zae.loop.addon_state import (
+    ENTRIES,
+    FROM_FILE,
+    GENERATORS,
+    PARTS,
+    declaring,
+    digest,
+    is_loading,
+    key_of,
+    loading_as,
+)
 from zae.loop.epoch_log import EpochLog, merge_logs, to_host
 
 if TYPE_CHECKING:
@@ -64,6 +75,12 @@ class RankStates:
         return {"position": state["position"], "log_train": state["records"]["log_train"]}
 
     @classmethod
+    def read_state(cls, trainer: Trainer, *, in_parts: bool) -> dict[str, Any]:
+        """Return the state with the entries of all ranks: whole, or each rank's parts of the tensors; all call it."""
+        with loading_as(trainer, PARTS) if in_parts and trainer.world_size > 1 else nullcontext():
+            return cls.add_entries(trainer, trainer.state_dict())
+
+    @classmethod
     def add_entries(cls, trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Add to a whole state what differs from rank to rank in the entries of add-ons; all ranks call it.
 
@@ -71,7 +88,8 @@ class RankStates:
         """
         name, world = engine_of(type(trainer)), trainer.data_size
         if trainer.world_size > 1:  # Of add-ons that do not declare what they keep; the rest is whole already.
-            state = {key: map_tensors(trainer.whole, entry) for key, entry in state.items()}
+            whole = _varying(type(trainer)) if is_loading(trainer, PARTS) else state
+            state = {key: map_tensors(trainer.whole, each) if key in whole else each for key, each in state.items()}
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return dict(state)
         own = {}

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zae.common.walk import map_tensors
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.saving.snapshot import Snapshots
-from zae.storage.checkpoint import save_checkpoint
+from zae.storage.checkpoint import save_checkpoint, sweep
 from zae.storage.filesystem import remove_checkpoint
 from zae.storage.manifest import verify
-from zae.storage.tensor_bytes import DTYPES
+from zae.storage.sharded import Group, save_shards, verify_shards
+from zae.storage.tensor_bytes import DTYPES, is_part, local_part
 from zae.storage.weights_file import parse_format
 
 __all__ = ["Job", "Saver", "check_moment", "format_for"]
@@ -25,7 +27,10 @@ _log = logging.getLogger("zae")
 
 
 class Job(NamedTuple):
-    """One checkpoint to write: its state, what it replaces once it is whole, and the weights that must be finite."""
+    """One checkpoint to write: its state, what it replaces once it is whole, and the weights that must be finite.
+
+    Where the weights lie in parts on several ranks, all of them write it together.
+    """
 
     target: Path
     state: Mapping[str, Any]
@@ -33,17 +38,37 @@ class Job(NamedTuple):
     about: Mapping[str, Any]
     replaces: Sequence[Path]
     trained: Collection[str]
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank writes the parts that it holds."""
+        return any(map(is_part, self.state["model"].values()))
 
     def write(self) -> None:
         """Write it, verify it, and only then remove what it replaces."""
         weights = self.state["model"]
         rest = {key: value for key, value in self.state.items() if key != "model"}
-        save_checkpoint(
-            self.target, weights, rest, check=self._check, model_format=self.model_format, manifest_info=self.about
-        )
-        if not self.replaces:
+        if self.is_sharded:
+            self._write_together(weights, rest)
             return
-        verify(self.target)
+        kind = "safetensors" if self.model_format == "sharded" else self.model_format
+        save_checkpoint(self.target, weights, rest, check=self._check, model_format=kind, manifest_info=self.about)
+        if self.replaces:
+            verify(self.target)
+            self._remove_replaced()
+
+    def _write_together(self, weights: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+        group = Group(self.rank, self.gather)
+        save_shards(self.target, weights, rest, group, check=self._check, manifest_info=self.about)
+        if self.replaces:
+            verify_shards(self.target, group)
+        if self.rank == 0:
+            sweep(self.target.parent)
+            self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
         for path in self.replaces:
             try:
                 remove_checkpoint(path)
@@ -54,7 +79,7 @@ class Job(NamedTuple):
 
     def _check(self) -> None:
         """Refuse weights that are not finite."""
-        weights = self.state["model"]
+        weights = map_tensors(local_part, self.state["model"])
         if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
             raise NonFiniteError(
                 f"{self.target} was not saved: the parameter {sorted(bad)[0]} contains NaN or infinite values"
@@ -66,10 +91,10 @@ class Job(NamedTuple):
 def format_for(model: nn.Module, save_format: str) -> str:
     """Return the name of a format that can hold the weights of a model; errors name the option."""
     try:
-        kind = parse_format(save_format)
+        kind = "sharded" if save_format == "sharded" else parse_format(save_format)
     except ConfigError as error:
         raise ConfigError(f"save_format={save_format!r}: {error}") from None
-    for name, tensor in model.state_dict().items() if kind == "safetensors" else ():
+    for name, tensor in model.state_dict().items() if kind != "ckpt" else ():
         if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
             raise ConfigError(
                 f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; write "

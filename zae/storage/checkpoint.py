@@ -8,6 +8,8 @@ A checkpoint has four files::
         state.json            everything else, and where the tensors belong (see zae.storage.encoding)
         manifest.json         step, run, add-ons; size and SHA-256 of the files above; a hash of itself
 
+One that several ranks have saved in shards has more, see zae.storage.sharded.
+
 `save_checkpoint` writes them under a hidden name beside their place, waits for the disk, and renames them (see
 zae.storage.filesystem). `load_checkpoint` reads each byte once and hashes what it has read, and returns nothing before
 every hash has been compared with the manifest.
@@ -16,7 +18,6 @@ every hash has been compared with the manifest.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -33,7 +34,7 @@ from zae.storage import filesystem
 from zae.storage.encoding import decode, encode
 from zae.storage.filesystem import clear, install, make_directory, staged, staging_now, write_file
 from zae.storage.hashed_io import CURE, read_whole
-from zae.storage.manifest import STATE_LIMIT, FileEntry, Manifest, draft, read_manifest, seal, verify
+from zae.storage.manifest import FileEntry, Manifest, draft, read_manifest, seal, state_text, verify
 from zae.storage.names import (
     KNOWN,
     MANIFEST,
@@ -49,6 +50,7 @@ from zae.storage.names import (
     set_aside,
     step_of,
 )
+from zae.storage.sharded import read_parts
 from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import byte_count, separate, to_device
 from zae.storage.weights_file import (
@@ -99,12 +101,7 @@ def save_checkpoint(
     directory = Path(os.path.abspath(directory))
     manifest = draft(parse_format(model_format), separate(model_state)[1], manifest_info)
     structure, tensors = encode(dict(state))
-    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
-    if len(text) > STATE_LIMIT:
-        raise CheckpointError(
-            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
-            "keep long lists of numbers as tensors or numpy arrays"
-        )
+    text = state_text(directory, structure)
     write_model = write_ckpt if manifest["model_format"] == "ckpt" else write_safetensors
     writers: dict[str, Callable[[Callable[[Any], object]], object]] = {
         MODEL_FILES[manifest["model_format"]]: partial(write_model, tensors=model_state),
@@ -141,27 +138,35 @@ def load_checkpoint(
     directory = locate(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
+    model_parts, state_parts = read_parts(directory, manifest)
     try:
-        model_state = read_model(directory, manifest)
+        model_state = {**read_model(directory, manifest), **model_parts}
     except CheckpointDamaged:
         if MODEL_FILES[manifest["model_format"]] not in allow_partial:
             raise
-    state = load_state(directory, manifest, allow_partial)
+    state = load_state(directory, manifest, allow_partial, state_parts)
     return manifest, to_device(model_state, map_location), state
 
 
 def load_state(
-    directory: Path, manifest: Manifest | None = None, allow_partial: Collection[str] = ()
+    directory: Path,
+    manifest: Manifest | None = None,
+    allow_partial: Collection[str] = (),
+    parts: Mapping[str, Tensor] | None = None,
 ) -> dict[Any, Any]:
-    """Read and verify what a checkpoint holds beside the model; arguments and errors as for `load_checkpoint`."""
+    """Read and verify what a checkpoint holds beside the model; arguments and errors as for `load_checkpoint`.
+
+    ``parts`` is what `read_parts` returned, where it has been called.
+    """
     manifest, state = manifest or read_manifest(directory), dict[Any, Any]()
+    parts = read_parts(directory, manifest)[1] if parts is None else parts
     reading = STATE_TENSORS
     try:
         tensors = load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
         reading = STATE
         entry, where = manifest["files"][STATE], str(directory / STATE)
         text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
-        state = decode(strict_json(text, where), tensors, where=where)
+        state = decode(strict_json(text, where), {**tensors, **parts}, where=where)
     except CheckpointDamaged:
         if reading not in allow_partial:
             raise
@@ -284,7 +289,8 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
     """Read the state of a model from one file, or from a checkpoint."""
     path = Path(path).expanduser()
     if path.is_dir():
-        return read_model(path, read_manifest(path))
+        manifest = read_manifest(path)
+        return {**read_model(path, manifest), **read_parts(path, manifest)[0]}
     kind = format_of(path)
     if not path.exists():
         raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")

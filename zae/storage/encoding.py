@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
-from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, view_key
+from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, is_part, view_key
 
 __all__ = ["PLAIN", "decode", "encode"]
 
@@ -54,9 +54,12 @@ _NUMPY_KINDS = "biufcSUmM"
 _Path: TypeAlias = "tuple[_Path, object] | None"
 
 
-def encode(state: object) -> tuple[Any, dict[str, Tensor]]:
-    """Split a nested state into a structure that JSON can hold and the tensors it refers to."""
-    encoder = _Encoder()
+def encode(state: object, *, with_parts: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    """Split a nested state into a structure that JSON can hold and the tensors it refers to.
+
+    Those that lie in parts on several ranks are refused, or with ``with_parts`` returned as they are.
+    """
+    encoder = _Encoder(with_parts)
     return encoder.value(state, None, 1), encoder.tensors
 
 
@@ -83,8 +86,9 @@ def _are_small(values: Sequence[int]) -> bool:
 class _Encoder:
     """Walks a state once and collects its tensors under readable, unique names."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_parts: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._with_parts = with_parts
         self._uses: Counter[str] = Counter()
         self._seen: dict[tuple[object, ...], str] = {}
         self._makers: dict[type, Callable[[Any, Any, int], Any]] = {
@@ -175,6 +179,8 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         """Return a reference to a tensor; the same view of the same memory is kept once."""
+        if self._with_parts and is_part(value) and value.dtype in DTYPE_NAMES:
+            return {"$tensor": self._keep(value, path)}
         key = view_key(value)
         name = self._seen.get(key) if key is not None else None
         host = dense(value, _show(path)) if name is None else self.tensors[name]

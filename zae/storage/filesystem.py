@@ -24,9 +24,9 @@ from typing import Any
 from zae.errors import CheckpointError
 from zae.storage.hashed_io import Output, reason
 from zae.storage.names import (
-    KNOWN,
     aside_name,
     entries_of,
+    is_known,
     locate,
     original_name,
     refuse_foreign,
@@ -226,7 +226,7 @@ def clear(path: Path) -> bool:
             disk.remove_file(path)
             return True
         entries = entries_of(path)
-        ours = [entry for entry in entries if entry.name in KNOWN and not entry.is_dir(follow_symlinks=False)]
+        ours = [entry for entry in entries if is_known(entry.name) and not entry.is_dir(follow_symlinks=False)]
         for entry in ours:
             disk.remove_file(Path(entry.path))
         foreign = [Path(entry.path) for entry in entries if entry not in ours]

@@ -18,12 +18,13 @@ from typing import Any, TypedDict, cast
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from zae.storage.encoding import decode, encode
 from zae.storage.hashed_io import CURE, opened, read_whole
-from zae.storage.names import MANIFEST, MODEL_FILES, STATE, STATE_TENSORS, locate
+from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, locate, shard_name
 from zae.storage.strict_json import strict_json
 
 __all__ = [
     "FORMAT",
     "MANIFEST_LIMIT",
+    "SHARDED_FORMAT",
     "STATE_LIMIT",
     "FileEntry",
     "Manifest",
@@ -32,11 +33,15 @@ __all__ = [
     "parse",
     "read_manifest",
     "seal",
+    "state_text",
     "verify",
 ]
 
 FORMAT = 1
-"""The format of a checkpoint that this version writes, and the newest that it reads."""
+"""The format of a checkpoint without shards that this version writes."""
+
+SHARDED_FORMAT = 2
+"""The format of one with shards, and the newest that this version reads."""
 
 MANIFEST_LIMIT = 16 << 20
 """The largest manifest that is written or read, in bytes."""
@@ -82,11 +87,23 @@ def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) 
     info, tensors = encode(about.get("info", {}))
     if tensors:
         raise ConfigError(f"manifest_info['info'] holds a tensor at {next(iter(tensors))!r}; put it into the state")
-    fixed = {"format": FORMAT, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
+    number = SHARDED_FORMAT if model_format == "sharded" else FORMAT
+    fixed = {"format": number, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
     content = {**about, **fixed, "files": {}, "info": info, "sha256": ""}
     if fault := _fault(content):
         raise ConfigError(f"manifest_info: {fault}")
     return cast(Manifest, {key: content[key] for key in Manifest.__annotations__})
+
+
+def state_text(directory: Path, structure: Any) -> bytes:
+    """Return the text of state.json for an encoded state."""
+    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > STATE_LIMIT:
+        raise CheckpointError(
+            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
+            "keep long lists of numbers as tensors or numpy arrays"
+        )
+    return text
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -116,16 +133,16 @@ def parse(data: bytes, where: str) -> Manifest:
         raise CheckpointDamaged(f"{where}: names no format of a checkpoint. {CURE}")
     newer = (
         f"written by zae {str(content.get('zae'))[:40]!r}, format {content['format']}; "
-        f"this version reads up to {FORMAT}; upgrade zae"
+        f"this version reads up to {SHARDED_FORMAT}; upgrade zae"
     )
     found, got = content.get("sha256"), _digest(data)
     if found != got:
         shown = ascii(found[:12])[1:-1] if isinstance(found, str) else "none"
-        either = f" (or it was {newer})" if content["format"] > FORMAT else ""
+        either = f" (or it was {newer})" if content["format"] > SHARDED_FORMAT else ""
         raise CheckpointDamaged(
             f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {CURE}"
         )
-    if content["format"] > FORMAT:
+    if content["format"] > SHARDED_FORMAT:
         raise CheckpointMismatch(f"{where}: {newer}")
     if fault := _fault(content) or _files_fault(content):
         raise CheckpointDamaged(f"{where}: {fault}. {CURE}")
@@ -194,8 +211,13 @@ def _fault(content: Mapping[str, Any]) -> str | None:
 
 
 def _files_fault(content: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the list of files; only three known names ever reach the disk."""
+    """Return what is wrong with the list of files; only known names ever reach the disk."""
     expected = {MODEL_FILES[content["model_format"]], STATE_TENSORS, STATE}
+    if content["model_format"] == "sharded":
+        if content["format"] != SHARDED_FORMAT:
+            return f"is sharded, and of format {content['format']}"
+        ranks = min(content["world_size"], len(content["files"]))  # A forged number must not take all memory.
+        expected |= {SHARDS, *map(shard_name, range(ranks))}
     for name in sorted(content["files"].keys() ^ expected):
         return f"lists the file {name!r:.80}, which is not part of it" if name not in expected else f"lacks {name}"
     for name, entry in content["files"].items():

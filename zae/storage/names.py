@@ -16,6 +16,7 @@ __all__ = [
     "KNOWN",
     "MANIFEST",
     "MODEL_FILES",
+    "SHARDS",
     "STATE",
     "STATE_TENSORS",
     "aside_name",
@@ -23,25 +24,30 @@ __all__ = [
     "entries_of",
     "holds_checkpoint",
     "is_abandoned",
+    "is_known",
     "locate",
     "original_name",
     "refuse_foreign",
     "set_aside",
+    "shard_name",
     "staging_name",
     "step_of",
 ]
 
 MANIFEST = "manifest.json"
-MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt"}  # By format.
+# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.storage.sharded.
+MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt", "sharded": "model.safetensors"}
 STATE_TENSORS = "state.safetensors"
 STATE = "state.json"
+SHARDS = "shards.json"
 KNOWN = {MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
-"""All files that a checkpoint may have."""
+"""All files that a checkpoint may have, without those of shards."""
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"(?:step|crash)-\d{8,18}")
 _ASIDE = re.compile(r"\.(replaced|deleting)-(.+)-[0-9a-f]{16}")
 _STAGED = re.compile(r"\.staging-.+-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}")
+_SHARD = re.compile(r"shard-\d{5}\.safetensors")
 _OLD = 24 * 3600.0
 
 
@@ -56,6 +62,16 @@ def step_of(name: str) -> int | None:
     """Return the step that a directory name stands for; None if `checkpoint_name` does not return such names."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file with the parts that a rank has written."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def is_known(name: str) -> bool:
+    """Return whether a file of this name may be part of a checkpoint."""
+    return name in KNOWN or name == SHARDS or _SHARD.fullmatch(name) is not None
 
 
 # -------------------------------------------------------------------------------------------------- hidden names
@@ -109,7 +125,7 @@ def holds_checkpoint(directory: Path) -> bool:
         names = {entry.name for entry in entries_of(directory)}
     except OSError:  # Without permission to list it; reading it will say so.
         return True
-    return not names or not names.isdisjoint(KNOWN)  # An empty one has lost its files.
+    return not names or any(map(is_known, names))  # An empty one has lost its files.
 
 
 def locate(directory: Path) -> Path:
@@ -128,7 +144,7 @@ def refuse_foreign(directory: Path) -> None:
     """Raise if a directory to be replaced or removed contains a user's files and is not named like a checkpoint."""
     if not os.path.lexists(directory) or _OURS.fullmatch(original_name(directory.name)):
         return
-    foreign = sorted(entry.name for entry in entries_of(directory) if entry.name not in KNOWN)
+    foreign = sorted(entry.name for entry in entries_of(directory) if not is_known(entry.name))
     if foreign:
         raise CheckpointError(
             f"{directory} contains {foreign[0]!r}, which is not part of a checkpoint; it is neither replaced nor "

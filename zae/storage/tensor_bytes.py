@@ -18,6 +18,8 @@ __all__ = [
     "byte_view",
     "dense",
     "from_bytes",
+    "is_part",
+    "local_part",
     "separate",
     "to_device",
     "view_key",
@@ -69,6 +71,17 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
         return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     except (RuntimeError, NotImplementedError, ValueError):
         return None
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in parts on several ranks (DTensor)."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; any other tensor itself."""
+    made: Tensor = tensor.detach().to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined]
+    return made
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
