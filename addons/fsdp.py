@@ -20,6 +20,7 @@ from zae.common.torch_private import overflow_flags
 from zae.errors import ConfigError
 from zae.launch import shards
 from zae.launch.ddp import alike, broadcast
+from zae.loop.model_weights import without_wrappers
 
 __all__ = ["FSDPAddon"]
 
@@ -42,9 +43,9 @@ class FSDPAddon(DistributedAddon):
     Parameters
     ----------
     fsdp_blocks : list, callable, optional
-        The modules that are gathered one at a time: classes, names of classes or of modules (``"layers.*"``), or a
-        function of name and module. By default the modules that a ``ModuleList``, ``ModuleDict`` or ``Sequential``
-        repeats; ``plan()`` shows them.
+        The modules that are gathered one at a time: classes, names of classes or of modules, or a function of name and
+        module; in ``"layers.*"`` the star is one part of a name. By default the modules that a ``ModuleList``,
+        ``ModuleDict`` or ``Sequential`` repeats; ``plan()`` shows them.
     reshard_after_forward : bool
         Free a block after its forward, and gather it again for the backward; False needs more memory and sends less.
     mp_policy : MixedPrecisionPolicy, optional
@@ -84,6 +85,7 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
+    process_attributes = {"_sharded": None}
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class FSDPAddon(DistributedAddon):
             **flags
         )
         self._factory: Callable[[], nn.Module] | None = None
+        self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         if self.meta_init:
             args, kwargs = self._on_meta(args, kwargs)
         super().__init__(*args, **kwargs)
@@ -151,6 +154,12 @@ class FSDPAddon(DistributedAddon):
         """Return whether there is one process."""
         return self._world == 1 == len(self.devices)
 
+    def setup(self) -> None:
+        """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
+        super().setup()
+        if self._world > 1:
+            broadcast(each for each in self.parameters if not shards.is_sharded(each))
+
     # ------------------------------------------------------------------------------------------------ the model
 
     def materialize(self, module: nn.Module) -> None:
@@ -175,11 +184,12 @@ class FSDPAddon(DistributedAddon):
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):  # Of an earlier run.
+            self._sharded = model
             return model
-        if getattr(self, "compile_mode", None) is not None:
+        if without_wrappers(model) is not model or getattr(self, "compile_mode", None) is not None:
             raise ConfigError(
-                "CompileAddon compiles the whole model, whose blocks could no longer be gathered one at a time; leave "
-                "it out, and write compile_blocks=True"
+                "CompileAddon, torch.compile or DataParallel is around the whole model, whose blocks could then not be "
+                "gathered one at a time; leave it out, and write compile_blocks=True"
             )
         if has_lazy([*model.parameters(), *model.buffers()]):
             raise ConfigError(
@@ -190,6 +200,7 @@ class FSDPAddon(DistributedAddon):
         if not on_meta:
             broadcast([*model.parameters(), *(each for each in model.buffers() if each.numel())])
         self._shard(model)
+        self._sharded = model
         self._replaced = {id(before[name]): (before[name], each) for name, each in model.named_parameters()}
         if on_meta:
             self._send_weights(model)
@@ -245,7 +256,7 @@ class FSDPAddon(DistributedAddon):
         """
         named = {name: each for name, each in self.unwrap().named_modules() if name}
         if callable(self.fsdp_blocks):
-            return {name: each for name, each in named.items() if self.fsdp_blocks(name, each)}
+            return _checked({name: each for name, each in named.items() if self.fsdp_blocks(name, each)})
         if not self.fsdp_blocks:
             return _repeated(self.unwrap())
         found: dict[str, nn.Module] = {}
@@ -258,7 +269,7 @@ class FSDPAddon(DistributedAddon):
                     f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
                 )
             found.update(chosen)
-        return found
+        return _checked(found)
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Name the blocks."""
@@ -276,7 +287,7 @@ class FSDPAddon(DistributedAddon):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate whole gradients on this rank, and average shards of them in the last micro-batch."""
         if self._world > 1:
-            self._module.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self._sharded.set_requires_gradient_sync(last)
         return super().sync_context(last)
 
     def normalize(self, num_targets: list[Any]) -> None:
@@ -339,8 +350,8 @@ class FSDPAddon(DistributedAddon):
         super().load_model_state(weights, strict)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
-        if _is_meta(self._module):
-            _fill(self._module, self._call_factory())
+        if _is_meta(self.unwrap()):
+            _fill(self.unwrap(), self._call_factory())
         super()._take_back(state, rest, loader)
 
 
@@ -363,7 +374,20 @@ def _class_name(module: nn.Module) -> str:
 def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
     if isinstance(wanted, type):
         return isinstance(module, wanted)
-    return _class_name(module) == wanted or fnmatch.fnmatchcase(name, wanted)
+    parts, patterns = name.split("."), wanted.split(".")
+    fits = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    return fits or _class_name(module) == wanted
+
+
+def _checked(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Refuse a list of modules, which is never called, as a block."""
+    for name, each in blocks.items():
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ConfigError(
+                f"fsdp_blocks: {name} is a {type(each).__name__}, which has no forward to gather it for; write "
+                f"fsdp_blocks=['{name}.*'] for the modules in it"
+            )
+    return blocks
 
 
 def _repeated(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
