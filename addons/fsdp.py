@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,13 +18,13 @@ from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.errors import ConfigError
 from zae.launch import shards
+from zae.launch.blocks import check_blocks, class_name, is_wanted, repeated_modules
 from zae.launch.ddp import alike, broadcast
 from zae.loop.model_weights import without_wrappers
 
 __all__ = ["FSDPAddon"]
 
 _SHOWN = 10
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class FSDPAddon(DistributedAddon):
@@ -256,12 +255,12 @@ class FSDPAddon(DistributedAddon):
         """
         named = {name: each for name, each in self.unwrap().named_modules() if name}
         if callable(self.fsdp_blocks):
-            return _checked({name: each for name, each in named.items() if self.fsdp_blocks(name, each)})
+            return check_blocks({name: each for name, each in named.items() if self.fsdp_blocks(name, each)})
         if not self.fsdp_blocks:
-            return _repeated(self.unwrap())
+            return repeated_modules(self.unwrap())
         found: dict[str, nn.Module] = {}
         for wanted in self.fsdp_blocks:
-            chosen = {name: each for name, each in named.items() if _is_wanted(wanted, name, each)}
+            chosen = {name: each for name, each in named.items() if is_wanted(wanted, name, each)}
             if not chosen:
                 known = sorted({type(each).__name__ for each in named.values()})
                 raise ConfigError(
@@ -269,7 +268,7 @@ class FSDPAddon(DistributedAddon):
                     f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
                 )
             found.update(chosen)
-        return _checked(found)
+        return check_blocks(found)
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Name the blocks."""
@@ -278,7 +277,7 @@ class FSDPAddon(DistributedAddon):
             return lines
         kinds: dict[str, list[str]] = {}
         for name, block in self.blocks().items():
-            kinds.setdefault(_class_name(block), []).append(name)
+            kinds.setdefault(class_name(block), []).append(name)
         each = [f"{len(names)} of {kind} ({_range(names)})" for kind, names in kinds.items()]
         return [*lines, f"sharded in blocks: {', '.join(each) or 'none'}; the rest of the model is one more"]
 
@@ -364,44 +363,6 @@ def _fill(module: nn.Module, made: nn.Module) -> None:
     for own, other in zip(module.modules(), made.modules(), strict=True):
         own._parameters.update(other._parameters)
         own._buffers.update(other._buffers)
-
-
-def _class_name(module: nn.Module) -> str:
-    """Return the name of a module's class, before sharding gave it another one."""
-    return type(module).__name__.removeprefix("FSDP")
-
-
-def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
-    parts, patterns = name.split("."), wanted.split(".")
-    fits = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-    return fits or _class_name(module) == wanted
-
-
-def _checked(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Refuse a list of modules, which is never called, as a block."""
-    for name, each in blocks.items():
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ConfigError(
-                f"fsdp_blocks: {name} is a {type(each).__name__}, which has no forward to gather it for; write "
-                f"fsdp_blocks=['{name}.*'] for the modules in it"
-            )
-    return blocks
-
-
-def _repeated(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the outermost modules that a container repeats, by name; single layers do not count."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        alike_children = [each for each in module.children() if type(each) is type(child)]
-        is_block = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and any(True for _ in child.children())
-        if is_block and any(True for _ in child.parameters()):
-            found[path] = child
-        else:
-            found.update(_repeated(child, f"{path}."))
-    return found
 
 
 def _range(names: Sequence[str]) -> str:

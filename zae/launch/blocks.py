@@ -1,0 +1,52 @@
+"""Find the blocks of a model: the modules that are sharded and gathered one at a time."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+
+from zae.errors import ConfigError
+
+__all__ = ["check_blocks", "class_name", "is_wanted", "repeated_modules"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, before sharding gave it another one."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    parts, patterns = name.split("."), wanted.split(".")
+    fits = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    return fits or class_name(module) == wanted
+
+
+def check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Refuse a list of modules, which is never called, as a block."""
+    for name, each in blocks.items():
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ConfigError(
+                f"fsdp_blocks: {name} is a {type(each).__name__}, which has no forward to gather it for; write "
+                f"fsdp_blocks=['{name}.*'] for the modules in it"
+            )
+    return blocks
+
+
+def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the outermost modules that a container repeats, by name; single layers do not count."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        alike_children = [each for each in module.children() if type(each) is type(child)]
+        is_block = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and any(True for _ in child.children())
+        if is_block and any(True for _ in child.parameters()):
+            found[path] = child
+        else:
+            found.update(repeated_modules(child, f"{path}."))
+    return found
