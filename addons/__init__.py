@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zae.addons.neptune_logger import NeptuneLoggerAddon
     from zae.addons.prefetch import PrefetchAddon
     from zae.addons.state_manager import StateManagerAddon
+    from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
 
@@ -39,6 +40,7 @@ __all__ = [
     "PrefetchAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
+    "TensorParallelAddon",
     "WandBLoggerAddon",
     "WebLoggerAddon",
 ]
@@ -58,6 +60,7 @@ _HOMES = {
     "PrefetchAddon": "prefetch",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
+    "TensorParallelAddon": "tensor_parallel",
     "WandBLoggerAddon": "wandb_logger",
     "WebLoggerAddon": "logger",
 }

@@ -197,10 +197,11 @@ class FSDPAddon(DistributedAddon):
             )
         before, on_meta = dict(model.named_parameters()), _is_meta(model)
         if not on_meta:
-            broadcast([*model.parameters(), *(each for each in model.buffers() if each.numel())])
+            plain = [each for each in model.parameters() if not shards.is_sharded(each)]
+            broadcast([*plain, *(each for each in model.buffers() if each.numel())])
         self._shard(model)
         self._sharded = model
-        self._replaced = {id(before[name]): (before[name], each) for name, each in model.named_parameters()}
+        self._note_replaced(before, dict(model.named_parameters()))
         if on_meta:
             self._send_weights(model)
         return model

@@ -54,7 +54,7 @@ class ShardingAddon(AddOnBase):
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the share of this rank: for the same loader, the same object each time."""
         loader = super().wrap_loader(loader, training)
-        if self._world == 1:
+        if self._data_size == 1:
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
@@ -204,6 +204,13 @@ class ShardingAddon(AddOnBase):
                 yield batch
 
     # --------------------------------------------------------------------------------------- parts of the tensors
+
+    def _note_replaced(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Note the parameters that stand in for others of the same names; another engine may have replaced these."""
+        first = {id(new): old for old, new in self._replaced.values()}
+        for name, each in before.items():
+            old = first.get(id(each), each)
+            self._replaced[id(old)] = (old, after[name])
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""

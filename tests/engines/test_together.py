@@ -22,15 +22,17 @@ from zae.addons import (
     CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
+    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
     StateManagerAddon,
+    TensorParallelAddon,
 )
 
 
 def sharded(engine: Engine) -> bool:
-    return engine.layout == "sharded"
+    return FSDPAddon in engine.add_ons
 
 
 class Double(Net):
@@ -103,6 +105,10 @@ def test_float16_overflows_on_one_rank_are_skipped_by_all(engine: Engine) -> Non
                 loss = loss * float("inf")
             return {"loss": loss}
 
+    if TensorParallelAddon in engine.add_ons:
+        with pytest.raises(ConfigError, match="precision='bf16'"):
+            build(engine, AMPAddon, precision="fp16").run(1, data())
+        return
     trainer = build(engine, AMPAddon, task=Overflows, model=net(torch.float32), precision="fp16", optimizer=sgd,
                     on_nonfinite="warn")  # fmt: skip
     trainer.run(1, data(24 * engine.shares))
@@ -118,12 +124,18 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
     if not sharded(engine):
         return
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
-    for options in ({"activation_checkpointing": True}, {"compile_blocks": "aot_eager"}):
+    ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"compile_blocks": "aot_eager"}]
+    if TensorParallelAddon in engine.add_ons:
+        with pytest.raises(ConfigError, match=r"compile_blocks: .*leave it out"):
+            build(engine, **ways.pop()).run(1, data())
+    for options in ways:
         trainer, single = build(engine, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
         trainer.run(1, data(24 * engine.shares), data(5, 1, False))
         single.run(1, data(24 * engine.shares, 4 * engine.shares), data(5, 1, False))
         assert distance(trainer, single) < LIMIT
         assert list(weights(trainer)) == list(weights(single))
+    if TensorParallelAddon in engine.add_ons:
+        return  # Refused when the class is made: tests/engines/test_tensor.py.
     with pytest.raises(ConfigError, match="compile_blocks=True"):
         build(engine, CompileAddon, compile_mode="model", compile_backend="eager").run(1, data())
 
@@ -133,11 +145,12 @@ def test_what_is_refused(engine: Engine) -> None:
     """Before the first step, with the line to write."""
     with pytest.raises(ConfigError, match=r"unknown dimension 'shards'.*shard"):
         build(engine, mesh={"shards": 2})
-    with pytest.raises(ConfigError, match=r"no add-on of .* divides the work along 'tensor'"):
-        build(engine, mesh={"tensor": 2})
+    with pytest.raises(ConfigError, match=r"no add-on of .* divides the work along 'pipeline'"):
+        build(engine, mesh={"pipeline": 2})
+    first, *others = engine.add_ons[0].mesh_dimensions
     with pytest.raises(ConfigError, match=f"is of 5 ranks, and this run has {engine.world}"):
-        build(engine, mesh=dict.fromkeys(engine.add_ons[0].mesh_dimensions, 1) | {"replicate": 5}).run(1, data())
-    if not sharded(engine):
+        build(engine, mesh={first: 5, **dict.fromkeys(others, 1)}).run(1, data())
+    if engine.add_ons != (FSDPAddon,):
         return
     model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.BatchNorm1d(48), nn.Linear(48, 1)).double()
 
@@ -156,7 +169,7 @@ def test_what_is_refused(engine: Engine) -> None:
         build(engine, meta_init=True)
 
 
-@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if sharded(engine)])
+@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.add_ons == (FSDPAddon,)])
 def test_blocks_are_found_named_and_shown(name: str) -> None:
     """By default the repeated ones; else classes, names, patterns, or a function."""
     engine = ENGINES[name]

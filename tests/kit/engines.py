@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import AddOnBase, Trainer
-from zae.addons import FSDPAddon, MultiGPUAddon
+from zae.addons import FSDPAddon, MultiGPUAddon, TensorParallelAddon
 
 F64 = torch.float64
-VOCABULARY, WIDTH = 11, 8
+VOCABULARY, WIDTH, HEAD = 11, 8, 4
 
 
 class Block(nn.Module):
@@ -30,8 +32,9 @@ class Block(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.first(inputs)
-        x = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
-        inputs = inputs + self.dropout(self.out(x))
+        heads = (each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        x = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        inputs = inputs + self.dropout(self.out(x.transpose(1, 2).flatten(2)))
         return inputs + self.down(nn.functional.gelu(self.up(self.second(inputs))))
 
 
@@ -89,14 +92,33 @@ class Engine:
     world: int = 2
     shares: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    layout: str = "replicated"
+    layouts: frozenset[str] = frozenset({"replicated"})
     wrapper: str = "Net"
 
 
+SHARDED, MIXED = frozenset({"sharded"}), frozenset({"sharded", "replicated"})
+PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.query": ColwiseParallel(),
+    "blocks.*.key": ColwiseParallel(),
+    "blocks.*.value": ColwiseParallel(),
+    "blocks.*.out": RowwiseParallel(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
 ENGINES = {
     "ddp": Engine((MultiGPUAddon,), wrapper="Replica"),
-    "fsdp": Engine((FSDPAddon,), layout="sharded", wrapper="FSDPNet"),
-    "hsdp": Engine((FSDPAddon,), 4, 4, {"mesh": {"replicate": 2, "shard": 2}}, layout="sharded", wrapper="FSDPNet"),
+    "fsdp": Engine((FSDPAddon,), layouts=SHARDED, wrapper="FSDPNet"),
+    "hsdp": Engine((FSDPAddon,), 4, 4, {"mesh": {"replicate": 2, "shard": 2}}, layouts=SHARDED, wrapper="FSDPNet"),
+    "tensor": Engine((TensorParallelAddon,), 2, 1, {"tensor_plan": PLAN}, layouts=MIXED),
+    "2-D": Engine(
+        (FSDPAddon, TensorParallelAddon),
+        *(4, 2, {"mesh": {"shard": 2, "tensor": 2}, "tensor_plan": PLAN}),
+        layouts=SHARDED,
+        wrapper="FSDPNet",
+    ),
 }
 
 

@@ -66,6 +66,7 @@ ELSEWHERE = {
     "CompileAddon": "a graph rounds otherwise, and takes time to compile",
     "MultiGPUAddon": "of several processes",
     "FSDPAddon": "of several processes",
+    "TensorParallelAddon": "of several processes",
     "PipelineAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",

@@ -150,6 +150,7 @@ OWN = {
     "PrefetchAddon": {},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
+    "TensorParallelAddon": {},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
 

@@ -12,7 +12,16 @@ from torch.optim import Optimizer
 
 from zae.common.walk import map_tensors
 
-__all__ = ["gradient_norm", "is_sharded", "like", "name_of_part", "replace_parameters", "shard_state", "whole"]
+__all__ = [
+    "by_mesh",
+    "gradient_norm",
+    "is_sharded",
+    "like",
+    "name_of_part",
+    "replace_parameters",
+    "shard_state",
+    "whole",
+]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -24,6 +33,14 @@ def whole(tensor: Any) -> Tensor:
     """Return a tensor with all of its shards, on every rank; any other tensor itself."""
     made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return made
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that one kernel may take together: those of one mesh, and those that are not divided."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 def name_of_part(name: str, tensor: Any) -> str:

@@ -1,0 +1,344 @@
+"""Tensor parallel training: each rank computes with a part of the layers that a plan names, on the same batches."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from zae.addons.distributed import DistributedAddon
+from zae.common.optim import has_lazy
+from zae.common.walk import tensors_in
+from zae.composition.introspect import add_ons_of
+from zae.errors import AddOnConflict, ConfigError, DistributedError
+from zae.launch import shards
+from zae.launch.ddp import broadcast
+from zae.sinks.fingerprint import fingerprint
+
+__all__ = ["TensorParallelAddon"]
+
+_REFUSED = {
+    "MultiGPUAddon": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
+    "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
+    "CompileAddon": "compiled code trains divided layers to other weights; leave CompileAddon out",
+}
+
+
+class TensorParallelAddon(DistributedAddon):
+    """Divide layers among several devices, which compute them together on the same batches.
+
+    ``tensor_plan`` says how each layer is divided, with the styles of ``torch.distributed.tensor.parallel``. The ranks
+    exchange activations: put them on devices with a fast connection. Parameters that the plan leaves out are the same
+    on each rank. The batch size of the loader is that of the step.
+
+    With `FSDPAddon`, ``Task.add_on(FSDPAddon, TensorParallelAddon)`` and ``mesh={"shard": 4, "tensor": 2}``, groups of
+    two ranks divide layers and get the same batches, and the parts are sharded over the four groups. Checkpoints,
+    ``state_dict`` and ``save_model`` contain whole tensors under the names of the plain model: they load into one
+    process, and into any other engine. All ranks call these methods, and ``evaluate``.
+
+    In the first step of each run, random numbers that are drawn for an activation of which each rank has another part
+    are refused: a dropout there would not be that of one process. Put it behind the layer that ends the division. At
+    the first batch of each epoch the ranks compare their batches.
+
+    Parameters
+    ----------
+    tensor_plan : dict of str to ParallelStyle
+        A style for each module path or pattern: ``{"layers.*.up": ColwiseParallel(), "layers.*.down":
+        RowwiseParallel()}``. Each pattern must match a module.
+
+    Raises
+    ------
+    ConfigError
+        A pattern matches no module, a module has two styles or cannot have its style, tied parameters are divided, or
+        an activation that is divided has a dropout.
+    DistributedError
+        As for `MultiGPUAddon`; and where the ranks of a share get different batches.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    >>> from zae import Trainer
+    >>> from zae.addons import TensorParallelAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> cls = Task.add_on(TensorParallelAddon)
+    >>> trainer = cls(model, ["cpu", "cpu"], optimizer=optimizer, tensor_plan=plan)
+    >>> len(trainer.devices)
+    2
+    """
+
+    slot = "parallel.tensor"
+    mesh_dimensions = ("tensor",)
+    inside = ("FSDPAddon",)
+    outside = ("MultiGPUAddon",)
+    process_attributes = {"_is_checked": False}
+
+    def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tensor_plan = {} if tensor_plan is None else tensor_plan
+        self._is_checked = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
+        if not isinstance(self.tensor_plan, Mapping) or not all(isinstance(name, str) for name in self.tensor_plan):
+            raise ConfigError(
+                f"tensor_plan={tensor_plan!r}; give a dict of styles by the path of a module, as in "
+                "{'layers.*.up': ColwiseParallel()}"
+            )
+        self.tensor_plan = dict(self.tensor_plan)
+        self.styles()
+
+    @classmethod
+    def apply(cls, base_cls: Any) -> Any:
+        """Refuse the add-ons that cannot train parts of layers."""
+        for other in add_ons_of(base_cls):
+            for name in _REFUSED.keys() & {each.__name__ for each in other.__mro__}:
+                raise AddOnConflict(f"{cls.__name__} and {name} do not go together: {_REFUSED[name]}")
+        return super().apply(base_cls)
+
+    @property
+    def can_save_alone(self) -> bool:  # type: ignore[override]
+        """False where the state lies in parts on several ranks."""
+        return self._world == 1
+
+    def is_idle(self) -> bool:
+        """Return whether there is one process."""
+        return self._world == 1 == len(self.devices)
+
+    # ------------------------------------------------------------------------------------------------ the model
+
+    def styles(self) -> dict[str, Any]:
+        """Return the style of each module that ``tensor_plan`` names, by the path of the module.
+
+        Returns
+        -------
+        dict of str to ParallelStyle
+            In the order of the plan.
+        """
+        names = [name for name, _ in self.unwrap().named_modules()]
+        found: dict[str, tuple[str, Any]] = {}
+        for pattern, style in self.tensor_plan.items():
+            if not hasattr(style, "_apply"):
+                raise ConfigError(f"tensor_plan[{pattern!r}] is {style!r}; give a style: ColwiseParallel()")
+            chosen = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            if not chosen:
+                raise ConfigError(
+                    f"tensor_plan: no module of {type(self.unwrap()).__name__} is {pattern!r}; its modules are "
+                    f"{', '.join(filter(None, names))}"
+                )
+            for name in chosen:
+                if name in found:
+                    raise ConfigError(f"tensor_plan: {pattern!r} and {found[name][0]!r} both match {name}; keep one")
+                found[name] = (pattern, style)
+        return {name: style for name, (_, style) in found.items()}
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Divide the layers of the plan in place, once, with the weights of rank 0."""
+        model = super().wrap_model(model)
+        if self._world == 1 or any(map(shards.is_sharded, model.parameters())):  # Of an earlier run.
+            return model
+        size = self._mesh().sizes.get("tensor", 1)
+        if size == 1:
+            raise ConfigError(
+                f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
+                "TensorParallelAddon out"
+            )
+        tensors = [*model.parameters(), *model.buffers()]
+        if getattr(self, "compile_blocks", False):
+            raise ConfigError("compile_blocks: compiled code trains divided layers to other weights; leave it out")
+        if has_lazy(tensors):
+            raise ConfigError(
+                "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
+                "before run(): model(inputs)"
+            )
+        broadcast(each for each in tensors if each.numel() and not each.is_meta)  # Those are sent by FSDPAddon.
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._divide(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        self._check_ties(before, after)
+        self._note_replaced(before, after)
+        return model
+
+    def _divide(self, model: nn.Module) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        mesh = self.build_mesh()
+        mesh = mesh["tensor"] if len(mesh.mesh_dim_names) > 1 else mesh
+        modules = dict(model.named_modules())
+        for name, style in self.styles().items():
+            try:
+                parallelize_module(modules[name], mesh, style, src_data_rank=None)
+            except (NotImplementedError, RuntimeError) as error:
+                raise ConfigError(f"tensor_plan: {name} ({type(modules[name]).__name__}): {error}") from error
+        if not any(map(shards.is_sharded, model.parameters())):
+            raise ConfigError(
+                "tensor_plan divides no parameter; give some layer ColwiseParallel() or RowwiseParallel()"
+            )
+
+    def _check_ties(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Refuse to divide one of several names of a parameter, which would become two."""
+        first: dict[int, str] = {}
+        for name, each in before.items():
+            other = first.setdefault(id(each), name)
+            if after[name] is not after[other]:
+                raise ConfigError(
+                    f"tensor_plan: {other} and {name} are one parameter, and would become two; leave both modules out "
+                    "of the plan, or let each have a parameter of its own"
+                )
+
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Clip divided parameters apart from others; refuse kernels of an optimizer that take both at once."""
+        super().wrap_optimizers(optimizers)
+        self.optimization.split_for_clip = shards.by_mesh if self._world > 1 else None
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                asked = [name for name in ("foreach", "fused") if group.get(name)]
+                if asked and len(shards.by_mesh(group["params"])) > 1:
+                    raise ConfigError(
+                        f"{asked[0]}=True of {type(optimizer).__name__} takes all parameters of a group at once, and "
+                        f"some of them are divided in another way than others; leave {asked[0]} out"
+                    )
+
+    def step_one(self, optimizer: Optimizer) -> bool:
+        """Update one parameter after another where they are divided in different ways."""
+        groups = [group for group in optimizer.param_groups if self._world > 1 and group.get("foreach", 0) is None]
+        mixed = [group for group in groups if len(shards.by_mesh(group["params"])) > 1]
+        try:
+            for group in mixed:
+                group["foreach"] = False
+            return super().step_one(optimizer)
+        finally:
+            for group in mixed:
+                group["foreach"] = None
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Name the layers that are divided."""
+        kinds: dict[str, list[str]] = {}
+        for name, style in self.styles().items():
+            kinds.setdefault(type(style).__name__, []).append(name)
+        each = [f"{kind} of {', '.join(names)}" for kind, names in kinds.items()]
+        return [*super().plan_lines(plan), f"divided layers: {'; '.join(each) or 'none'}"]
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def on_run_begin(self) -> None:
+        """Refuse a loss scale, and check the first step again: the modules may have changed."""
+        super().on_run_begin()
+        self._is_checked = False
+        if self._world > 1 and getattr(self, "scaler", None) is not None:
+            raise ConfigError(
+                "precision='fp16' needs a loss scale, which torch does not have for layers in parts; write "
+                "precision='bf16'"
+            )
+
+    def on_step_begin(self, batch: Any) -> None:
+        """Compare the first batches of an epoch."""
+        super().on_step_begin(batch)
+        if not (self._is_checked and self.progress_checker.epoch_batch):
+            self._compare_batches(batch)
+
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Compare the first batches of an evaluation."""
+        for index, batch in enumerate(super().evaluation_batches(loader)):
+            if not index:
+                self._compare_batches(batch)
+            yield batch
+
+    def _compare_batches(self, batch: Any) -> None:
+        if self._world > 1 and not self._same_on_ranks(batch):
+            raise DistributedError(
+                f"rank {self._rank} of {self._world} has another batch than the ranks that compute the same layers "
+                "with it. Let the loader depend on data_rank and data_size of the trainer, not on the rank, and draw "
+                "from torch, numpy.random or random, whose streams these ranks share"
+            )
+
+    def _same_on_ranks(self, values: Any) -> bool:
+        """Whether the ranks that divide layers among them have the same tensors."""
+        own = fingerprint(tensors_in(values))
+        found = [own] * self._mesh().sizes["tensor"]
+        dist.all_gather_object(found, own, group=self.build_mesh().get_group("tensor"))
+        return len(set(found)) == 1
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
+        inner = super().forward_context()
+        if self._world == 1 or self._is_checked or not torch.is_grad_enabled():
+            return inner
+        self._is_checked = True
+        return self._watched(inner)
+
+    @contextmanager
+    def _watched(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        with inner, _Draws(self):
+            yield
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Add up the gradients that a sequence parallel layer has left in parts."""
+        for parameter in self.parameters if self._world > 1 else ():
+            gradient: Any = parameter.grad
+            if shards.is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        super().normalize(num_targets)
+
+
+class _Draws(TorchFunctionMode):
+    """Refuses functions that draw random numbers and take tensors of which each rank has another part."""
+
+    def __init__(self, trainer: TensorParallelAddon) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._names = {id(each): name for name, each in trainer.unwrap().named_modules()}
+        self._inside: list[str] = []
+        self._hooks: Sequence[Any] = ()
+
+    def __enter__(self) -> _Draws:
+        self._hooks = (
+            module_hooks.register_module_forward_pre_hook(self._begin),
+            module_hooks.register_module_forward_hook(self._end, always_call=True),
+        )
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        self._inside.append(self._names.get(id(module), type(module).__name__))
+
+    def _end(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._stream()
+        made = function(*args, **(kwargs or {}))
+        if self._stream() != before:
+            taken = [*tensors_in((args, kwargs))]
+            in_parts = any(not place.is_replicate() for each in taken for place in getattr(each, "placements", ()))
+            if in_parts or not self._trainer._same_on_ranks(taken):
+                raise ConfigError(
+                    f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
+                    "numbers for an activation of which each rank has another part: they would not be those of one "
+                    "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
+                )
+        return made
+
+    def _stream(self) -> Any:
+        """Return the state of the random streams in a comparable form."""
+        device = self._trainer.device
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(getattr(torch, device.type).get_rng_state(device))
+        return [each.numpy().tobytes() for each in states]

@@ -1,0 +1,177 @@
+"""What TensorParallelAddon refuses, and what it is composed with; its promises as an engine are in test_engines.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from kit.engines import ENGINES, PLAN, VOCABULARY, Engine, Task, build, data, distance, net, weights
+from kit.ranks import each_rank
+from zae import AddOnConflict, ConfigError, DistributedError
+from zae.addons import AMPAddon, CompileAddon, EMAAddon, FSDPAddon, MultiGPUAddon, TensorParallelAddon
+
+TENSOR = ENGINES["tensor"]
+
+
+class Dropping(nn.Module):
+    """A layer in two parts, with a dropout between them or behind them."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+        self.place = place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        if self.place == "function":
+            x = nn.functional.dropout(x, 0.5, training=self.training)
+        x = self.down(self.drop(x) if self.place == "module" else x)
+        return self.drop(x) if self.place == "behind" else x
+
+
+class Mean(Task):
+    """Take the mean of the squares of what the model returns."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch[0]).square().mean()}
+
+    test_step = train_step
+
+
+HALVES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def rows(count: int = 8, add: float = 0.0) -> DataLoader[Any]:
+    values = torch.randn(count, 4, generator=torch.Generator().manual_seed(3)) + add
+    return DataLoader(TensorDataset(values), batch_size=4)
+
+
+def test_plans_that_cannot_be_meant_are_refused() -> None:
+    """When the trainer is made, with the names that there are."""
+    for plan, message in (
+        ({"blocks.*.uq": ColwiseParallel()}, r"no module of Net is 'blocks\.\*\.uq'.* blocks\.1\.up"),
+        ({"blocks.*.up": ColwiseParallel(), "*.1.up": RowwiseParallel()}, r"both match blocks\.1\.up; keep one"),
+        ({"head": "columns"}, r"tensor_plan\['head'\] is 'columns'"),
+        ([ColwiseParallel()], "give a dict of styles"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(TENSOR, tensor_plan=plan)
+    with pytest.raises(AddOnConflict, match=r"MultiGPUAddon do not go together.*use FSDPAddon"):
+        Task.add_on(MultiGPUAddon, TensorParallelAddon)
+    with pytest.raises(AddOnConflict, match=r"CompileAddon do not go together.*leave CompileAddon out"):
+        Task.add_on(TensorParallelAddon).add_on(CompileAddon)
+    names = [each.__name__ for each in Task.add_on(TensorParallelAddon, FSDPAddon).__mro__]
+    assert names.index("FSDPAddon") < names.index("TensorParallelAddon")
+
+
+def test_one_process_trains_as_without_it() -> None:
+    """With one device the plan does nothing."""
+    trainer, single = build(Engine((TensorParallelAddon,)), tensor_plan=PLAN), build(None)
+    assert trainer.run(1, data()) == single.run(1, data())
+    assert distance(trainer, single, without="none") == 0
+
+
+def test_what_ranks_refuse_in_a_run() -> None:
+    """Each refusal takes place on all ranks, and names the remedy."""
+
+    def ranks() -> None:
+        assert dist.get_world_size() == 2
+
+        def refused(message: str, kind: type[Exception] = ConfigError, loader: Any = None, **options: Any) -> None:
+            engine = Engine((TensorParallelAddon, *options.pop("add_ons", ())))
+            given = {"model": Dropping("none"), "tensor_plan": HALVES, "task": Mean, **options}
+            with pytest.raises(kind, match=message):
+                build(engine, **given).run(1, loader or rows())
+
+        for place, name in (("module", "dropout in drop"), ("function", "dropout in the model")):
+            refused(f"{name} draws random numbers.*Move it behind", model=Dropping(place))
+        build(TENSOR, task=Mean, model=Dropping("behind"), tensor_plan=HALVES).run(1, rows())
+        refused("has another batch than the ranks", DistributedError, rows(add=float(dist.get_rank())))
+        refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
+        refused("tensor_plan divides no parameter", tensor_plan={})
+        refused("foreach=True of SGD", optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(p_of())], foreach=True))
+        refused("precision='fp16' needs a loss scale", add_ons=(AMPAddon,), precision="fp16")
+        tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        tied[1].weight = tied[0].weight
+        refused("0.weight and 1.weight are one parameter", model=tied, tensor_plan={"1": ColwiseParallel()})
+
+    each_rank(2, ranks)
+
+
+def p_of() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.float64)
+
+
+def test_sequence_parallel_layers() -> None:
+    """Norms on parts of the sequence leave gradients in parts, which are added up."""
+    whole, parts = Replicate(), Shard(1)
+    enter, leave = ColwiseParallel(input_layouts=parts), RowwiseParallel(output_layouts=parts)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+        **dict.fromkeys(["blocks.*.first", "blocks.*.second", "norm"], SequenceParallel()),
+        **dict.fromkeys(["blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"], enter),
+        **dict.fromkeys(["blocks.*.out", "blocks.*.down"], leave),
+        "head": ColwiseParallel(input_layouts=parts, output_layouts=whole),
+    }
+    tokens = torch.randint(VOCABULARY, (32, 7), generator=torch.Generator().manual_seed(1))
+
+    def ranks(engine: Engine) -> None:
+        size = 4 // engine.shares
+        trainer = build(engine, gradient_clip=0.05, **{**engine.options, "tensor_plan": plan})
+        single = build(None, gradient_clip=0.05)
+        trainer.run(3, DataLoader(TensorDataset(tokens), size))
+        single.run(3, DataLoader(TensorDataset(tokens), 4))
+        assert dist.get_world_size() == engine.world
+        assert trainer.progress_checker.step == 24
+        assert distance(trainer, single) < 1e-12
+
+    for name in ("tensor", "2-D"):
+        each_rank(ENGINES[name].world, ranks, ENGINES[name])
+
+
+def test_composed_with_averages_and_autocast() -> None:
+    """Averages are those of one process; bfloat16 rounds, so that two runs of the same engine are compared."""
+
+    def ranks(engine: Engine) -> None:
+        trainer, single = (build(each, EMAAddon, decay=0.5, gradient_clip=0.05) for each in (engine, None))
+        trainer.run(2, data(), data(9, 2, False))
+        single.run(2, data(batch_size=4 * engine.shares), data(9, 2, False))
+        assert distance(trainer, single) < 1e-12
+        average = {name: trainer.whole(value) for name, value in trainer.average.items()}
+        for name, value in single.average.items():
+            assert name.endswith("key.bias") or float((average[name] - value).abs().max()) < 1e-12
+        assert trainer.evaluate(data(9, 2, False)) == pytest.approx(single.evaluate(data(9, 2, False)), rel=1e-9)
+        ends = []
+        for _ in range(2):
+            model = net(torch.float32)
+            trainer = build(engine, AMPAddon, precision="bf16", model=model)
+            trainer.run(1, data())
+            ends.append(weights(trainer))
+        assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+        single = build(None, AMPAddon, precision="bf16", model=net(torch.float32))
+        single.run(1, data(batch_size=4 * engine.shares))
+        assert 0 < distance(trainer, single) < 0.1
+
+    for name in ("tensor", "2-D"):
+        each_rank(ENGINES[name].world, ranks, ENGINES[name])
+
+
+def test_processes_that_run_starts() -> None:
+    """The plan is sent to the ranks, and the caller's model gets the weights."""
+    engine = Engine((TensorParallelAddon,), options={"tensor_plan": PLAN})
+    single = build(None)
+    cls = Task.add_on(*engine.add_ons)
+    trainer = cls(net(), ["cpu", "cpu"], optimizer=torch.optim.SGD, log_bar=False, seed=0, tensor_plan=PLAN)
+    reference = Task(net(), "cpu", optimizer=torch.optim.SGD, log_bar=False, seed=0)
+    trainer.run(1, data())
+    reference.run(1, data())
+    assert distance(trainer, reference) < 1e-12
+    assert distance(trainer, single) > 1e-5
+    assert "divided layers: RowwiseParallel of embed" in str(trainer.plan(1, data()))
