@@ -201,7 +201,7 @@ def test_places_that_cannot_be_written(folder: Path) -> None:
 )  # fmt: skip
 def test_paths_that_no_system_takes(add_on: Any, option: str, path: str) -> None:
     """F-D13, F-E: refused at construction, in words."""
-    with pytest.raises(ConfigError, match=rf"^{option}='.*(cannot be a path|has no home folder)"):
+    with pytest.raises(ConfigError, match=rf"^{option}='.*(cannot be a path|there is no such home folder)"):
         build(faults.Task, add_on, **{option: path})
 
 

@@ -121,6 +121,7 @@ def _has_same_shape(value: Any, parameter: Tensor) -> bool:
     """Whether an entry of a state is a plain tensor with the shape and device of its parameter."""
     return (
         type(value) is Tensor
+        and not nn.parameter.is_lazy(parameter)
         and value.layout is parameter.layout is torch.strided
         and (value.shape, value.device) == (parameter.shape, parameter.device)
     )
