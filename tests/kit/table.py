@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kit import hand
-from zae import AddOnBase, Trainer
+from zae import AddOnBase, AddOnConflict, Trainer
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -185,9 +185,12 @@ def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, 
 
 
 def compatible(*entries: Entry) -> bool:
-    """Whether these may stand together: two fillers of a slot may not."""
-    slots = [entry.add_on.slot for entry in entries if entry.add_on.slot]
-    return len(set(slots)) == len(slots)
+    """Whether these may stand together: two fillers of a slot may not, nor what an add-on refuses by name."""
+    try:
+        Task.add_on(*(entry.add_on for entry in entries))
+    except AddOnConflict:
+        return False
+    return True
 
 
 def fingerprint(value: Any) -> str:
