@@ -16,7 +16,8 @@ import torch
 
 import zae.addons
 from kit import hand
-from kit.table import TABLE, Task, build, compatible, composed, core_of, fingerprint, parts
+from kit.table import TABLE, Entry, Task, build, compatible, composed, core_of, fingerprint, parts
+from zae.addons import FSDPAddon, TensorParallelAddon
 from zae.composition.metaclass import arrange
 from zae.storage.encoding import decode, encode
 
@@ -220,11 +221,17 @@ def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
     assert not bites or hand.digest(model) != hand.digest(by_hand()[0]), "the setting changes nothing"
 
 
+TOGETHER = {entry.add_on for entry in ACTING} - {FSDPAddon, TensorParallelAddon}
+"""What stands together: of the engines one."""
+
+
 def test_all_together_is_the_hand_loop(tmp_path: Any) -> None:
     """P-50: as many as can stand together."""
     for left_out in ("fp16", "bf16"):
-        entries = [entry for entry in ACTING if entry.variant != left_out]
-        assert compatible(*entries)
+        entries: list[Entry] = []
+        for entry in (each for each in ACTING if each.variant != left_out):
+            entries += [entry] * compatible(*entries, entry)
+        assert {add_on.__name__ for add_on in TOGETHER} <= {entry.add_on.__name__ for entry in entries}
         trainer = train(build(entries, "biting", tmp_path / left_out))
         model, out = by_hand(*entries)
         assert hand.digest(trainer.model) == hand.digest(model)

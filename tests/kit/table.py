@@ -186,11 +186,12 @@ def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, 
 
 def compatible(*entries: Entry) -> bool:
     """Whether these may stand together: two fillers of a slot may not, nor what an add-on refuses by name."""
+    add_ons = {entry.add_on for entry in entries}
     try:
-        Task.add_on(*(entry.add_on for entry in entries))
+        Task.add_on(*add_ons)
     except AddOnConflict:
         return False
-    return True
+    return len(add_ons) == len(entries)
 
 
 def fingerprint(value: Any) -> str:

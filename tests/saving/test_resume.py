@@ -475,7 +475,7 @@ def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
         return made.progress_checker
 
     assert forked(lambda: run(4, kill_at=2) and None).status == -signal.SIGKILL
-    with pytest.raises(CheckpointMismatch, match="a StatefulDataLoader keeps its own position"):
+    with pytest.raises(CheckpointMismatch, match="a StatefulDataLoader has its own position"):
         run(8, reshard=True)
     with pytest.raises(CheckpointMismatch, match="batch_size was 4 and is 8"):
         run(8, mid_epoch="restart")
