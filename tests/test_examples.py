@@ -119,6 +119,12 @@ def test_plain_is_the_hand_written_loop():
     assert lines[-1] == "9610 weights, bitwise equal to those of the hand-written loop"
 
 
+def test_fsdp_trains_a_language_model_in_shards():
+    """Two ranks on the CPU; a model that knows only how frequent each character is has a loss of about 3.1."""
+    (loss,) = matched(r"validation loss (\d\.\d{3})\n", start_afresh("fsdp.py"))
+    assert float(loss) < 3.0
+
+
 def test_examples_are_short_and_all_tested():
     """Each has under 80 lines, and a test that names it."""
     names = {path.name for path in EXAMPLES.glob("*.py")}
