@@ -22,7 +22,7 @@ __all__ = ["Processes"]
 class Processes:
     """What a trainer knows of the other processes, and how they hold its model: here it is alone.
 
-    docs/engines.md is the contract for add-ons that fill a slot ``parallel``.
+    `zae.addons.distributed.DistributedAddon` has the contract for add-ons that fill a slot ``parallel``.
 
     Attributes
     ----------
