@@ -208,7 +208,7 @@ def first_block():
 
 def test_first_block_trains_real_data_in_eleven_lines():
     """X-3: at most 11 non-blank lines beyond the data, and at most 4 names that are ours."""
-    data, training = first_block().split("# The data is there. Now train on it:\n")
+    data, training = first_block().split("# The data is ready. Now train on it:\n")
     assert "zae" not in data
     assert "optim" not in data
     lines = [line for line in training.splitlines() if line.strip()]
