@@ -62,8 +62,8 @@ def test_the_names_exist() -> None:
     assert names - others - paths - known == set()
 
 
-class Told(Task):
-    """Is told when a step begins and ends."""
+class Observed(Task):
+    """Overrides the events, which idle trainers do not call."""
 
     def on_step_begin(self, batch: Any) -> None:
         super().on_step_begin(batch)
@@ -82,7 +82,7 @@ def test_a_step_flows_as_it_is_drawn() -> None:
         if event == "call" and name in drawn:
             called.append(name)
 
-    trainer = make(Told.add_on(AMPAddon), gradient_clip=1.0, precision="fp16", loss_scale=(1.0, 1.0))
+    trainer = make(Observed.add_on(AMPAddon), gradient_clip=1.0, precision="fp16", loss_scale=(1.0, 1.0))
     sys.setprofile(note)
     try:
         trainer.run(1, batches(1))
@@ -96,7 +96,7 @@ def test_a_step_flows_as_it_is_drawn() -> None:
 
 def test_the_size_of_what_the_rules_limit() -> None:
     """The limits of the page are those that are asserted."""
-    assert "at most 40 lines of code, a file 400 (an add-on 250), a folder 12 files" in TEXT
+    assert "at most 40 lines of code, a file 400 (an add-on 250), and a folder 12 files" in TEXT
     assert {source.limit for source in house.read_sources()} == {400, 250}
     assert Path(house.__file__) == Path(imports.ROOT, "tests", "kit", "house.py")
 
