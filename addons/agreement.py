@@ -25,6 +25,7 @@ class AgreementAddon(ShardingAddon):
 
     layer = "parallel"
     process_attributes = {"_outer_error": None}
+    timeout: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +67,7 @@ class AgreementAddon(ShardingAddon):
             waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
             if waits:
                 self._check_drift()
-            if (reason := self._stop_flag.agree(waits, self.gather)) is not None:
+            if (reason := self._stop_flag.agree(waits, self.gather, self.timeout)) is not None:
                 super().stop(reason)
         super().checkpoint()
 
