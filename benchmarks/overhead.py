@@ -156,9 +156,9 @@ def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, float, list[dict
 
 
 def verdicts(results: dict[str, Any]) -> str:
-    """The limits, and where they are kept."""
+    """Return the table of the limits."""
     lines = [
-        "| workload | contestant | at most | median | kept | microseconds per step more than the manual loop |",
+        "| workload | contestant | limit | median | within the limit | microseconds per step more than the manual loop |",
         "|---" * 6 + "|",
     ]
     for title, label, limit, rows in judged(results):
@@ -194,8 +194,8 @@ def floor(results: dict[str, Any]) -> str:
     )
     return (
         f"A step of the tiny MLP in the manual loop takes {mlp:.0f} microseconds with the DataLoader, and {free:.0f} "
-        "over batches "
-        f"in a list: a loader that costs nothing would bring the manual loop to {free / mlp:.2f}."
+        "over a list of batches: with a loader that costs nothing, the ratio of the manual loop would be "
+        f"{free / mlp:.2f}."
     )
 
 
@@ -246,11 +246,11 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
         "# What a training step costs",
-        "CPU time of the same work, as a ratio to a manual loop in plain PyTorch: median (minimum-maximum) of "
-        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a fresh process. "
-        f"For the rows with a limit, and for the first row, a process measures again as long as {SECONDS:.0f} seconds "
-        f"({SECONDS_OF['cnn']:.0f} on the CNN) allow, and reports its own median. An asterisk marks final weights "
-        "that are not bitwise those of the manual loop. The first row compares the manual loop with itself: its "
+        "CPU time as a ratio to a manual loop in plain PyTorch that does the same work: median (minimum-maximum) of "
+        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a new process. "
+        f"For the rows with a limit, and for the first row, each process repeats the measurement for {SECONDS:.0f} "
+        f"seconds ({SECONDS_OF['cnn']:.0f} for the CNN) and reports its median. An asterisk marks final weights "
+        "that are not bitwise those of the manual loop. The first row compares the manual loop with itself, so its "
         "scatter is the noise of the machine.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
@@ -259,8 +259,8 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         verdicts(results),
         floor(results),
         "## Start and memory",
-        "| | import and first step, CPU seconds | a later run of one step, CPU milliseconds | bytes a step, step 4,000 "
-        "to 20,000 |\n|---|---|---|---|\n"
+        "| | import and first step, CPU seconds | a later run of one step, CPU milliseconds | memory growth in bytes "
+        "per step, step 4,000 to 20,000 |\n|---|---|---|---|\n"
         + "\n".join(
             f"| {contestants()[n]['name']} | {cell(rows.get('start', []), 'seconds')} | "
             f"{cell(rows.get('once', []), 'milliseconds', 1)} | {cell(rows.get('growth', []), 'bytes_a_step', 0)} |"
@@ -270,27 +270,26 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
     if differ:
         parts += [
             "Largest difference of a weight: " + "; ".join(differ) + ". The differences of Lightning and Transformers "
-            "over a DataLoader have one cause: they stop at the last batch according to the loader's length, without "
-            "asking the loader for its end. A shuffling sampler then draws one permutation less per epoch, so the "
-            "next epoch has another order; the work is the same, and a manual loop that stops in the same way gets "
-            "bitwise the same weights."
+            "over a DataLoader have one cause: they stop after as many batches as the loader's length says, without "
+            "exhausting the iterator. A shuffling sampler then draws one permutation less per epoch, so the next epoch "
+            "has another order. The amount of work is the same, and a manual loop that stops in this way gets bitwise "
+            "the same weights."
         ]
     if failed:
         parts += ["Not measured: " + "; ".join(failed) + "."]
     parts += [
         "## What is measured",
         "- tiny MLP: 20-64-5, SGD, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
-        "- all features: validation, a clip that clips every step, accumulation of 4, checkpoint (fsync and SHA-256) "
-        "and log each epoch, early stopping, bar.\n"
+        "- all features: validation, gradient clipping that changes every step, accumulation of 4, a checkpoint (fsync "
+        "and SHA-256) and a log record each epoch, early stopping, progress bar.\n"
         "- evaluation: the tiny MLP over 500 batches of a DataLoader, or over a list of 2,000 batches, where "
-        "Accelerate runs the same code as the manual loop; CNN: 50 steps of about 10 ms an epoch.\n"
+        "Accelerate runs the same code as the manual loop; CNN: 50 steps of about 10 ms per epoch.\n"
         "- Every contestant reads the loss of every step; zae also checks that it is finite.\n"
-        "- The exact data path, on by default: a DataLoader without workers over tensors in memory yields each batch "
-        "with one gather, in its own order and from its own random numbers. For a loader that is iterated over "
-        "unchanged, `plan()` says why; with `fast_data=False` every loader is.\n"
-        "- Without a profiler and without optimizer hooks, zae calls the optimizer's step without the wrapper that "
-        "torch puts around it, which opens a profiler range and calls hooks; the optimizer here is SGD, whose own "
-        "step is short.\n"
+        "- The exact data path is on by default: a DataLoader without workers over tensors in memory collates each "
+        "batch with one gather, with the same order and the same random numbers. `plan()` says why a loader does not "
+        "qualify; `fast_data=False` turns the path off.\n"
+        "- If there is no profiler and no optimizer hook, zae calls the optimizer's step without torch's wrapper, "
+        "which opens a profiler range and calls hooks. The optimizer here is SGD, whose step is short.\n"
         "- On a GPU: benchmarks/gpu.py. It has not been run, because no GPU was available.",
     ]
     return "\n\n".join(parts) + "\n"
