@@ -158,7 +158,7 @@ def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, float, list[dict
 def verdicts(results: dict[str, Any]) -> str:
     """Return the table of the limits."""
     lines = [
-        "| workload | contestant | limit | median | within the limit | microseconds per step more than the manual loop |",
+        "| workload | contestant | limit | median | within the limit | microseconds per step over the manual loop |",
         "|---" * 6 + "|",
     ]
     for title, label, limit, rows in judged(results):

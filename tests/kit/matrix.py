@@ -279,8 +279,8 @@ The same add-ons in any order give the same class. The signs of the table mean:
 - **=**: the two together train bitwise like the manual loop in plain PyTorch (tests/kit/oracle.py): the weights, the
   optimizer and scheduler state, the recorded losses and the random state are the same. This also holds for every larger
   set of add-ons that have this sign with each other; tests/test_composition.py tests all of them.
-- **+**: the two can be combined. The tests of these add-ons compare them with the manual loop, because they need several
-  processes, a compiler, or a client that is slow to start.
+- **+**: the two can be combined. The tests of these add-ons compare them with the manual loop, because they need
+  several processes, a compiler, or a client that is slow to start.
 - A number: the two cannot be combined, for the reason with that number below the table. `add_on` raises this error.
 
 """
