@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zae.addon import replaces
-from zae.addons.sharded import ShardingAddon
+from zae.composition.introspect import AddOnPart, replaces
 from zae.errors import DistributedError
 from zae.launch import shards
 from zae.launch.drift import DriftCheck
@@ -20,12 +19,13 @@ from zae.sinks.fingerprint import fingerprints
 __all__ = ["AgreementAddon"]
 
 
-class AgreementAddon(ShardingAddon):
+class AgreementAddon(AddOnPart):
     """Let the ranks stop together, and find ranks whose weights have drifted apart; a base of `DistributedAddon`."""
 
     layer = "parallel"
     process_attributes = {"_outer_error": None}
-    timeout: float
+    timeout: float  # Set by DistributedAddon.
+    _world: int  # Set by ShardingAddon.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zae.addon import replaces
+from zae.addon import AddOnBase, replaces
 from zae.addons.agreement import AgreementAddon
+from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.composition.introspect import add_ons_of
@@ -28,7 +29,7 @@ from zae.saving.rank_states import RankStates, between_epochs, derive_streams, e
 __all__ = ["DistributedAddon"]
 
 
-class DistributedAddon(AgreementAddon):
+class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
     """Run the loop on several ranks: the base of engines, the add-ons that fill the slot ``parallel``.
 
     It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,

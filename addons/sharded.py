@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.addon import AddOnBase, replaces
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
 from zae.common.walk import map_tensors
+from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
@@ -27,8 +27,8 @@ _SHOWN = 10
 _CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
 
 
-class ShardingAddon(AddOnBase):
-    """Give each rank its share of every loader; a base of the add-ons that train on several devices."""
+class ShardingAddon(AddOnPart):
+    """Give each rank its share of every loader and its part of each tensor; a base of `DistributedAddon`."""
 
     layer = "parallel"
     process_attributes = {"_shared": [], "_shares": None, "_replaced": {}}

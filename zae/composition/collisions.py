@@ -49,11 +49,13 @@ def check_collisions(cls: Any) -> None:
     names = {c: _own_names(c) for c in cls.__mro__ if is_trainer(c) or c.__module__ != "builtins"}
     mro = [c for c in cls.__mro__[: cls.__mro__.index(_root(cls))] if "_partial" not in c.__dict__]
     core = {n for c in _root(cls).__mro__ for n in c.__dict__} | _allnames_set_in(_root(cls))
+    declared = {n for c in cls.__mro__ if is_base(c) for n in names[c]}
     owners: dict[str, Any] = {}
     for klass in mro:
         for name in names[klass]:
             outer = owners.setdefault(name, klass)
-            if name in core or not (is_add_on(outer) or is_add_on(klass)):
+            count = is_add_on(outer) + is_add_on(klass)
+            if name in core or count == 0 or (count == 2 and name in declared):
                 continue
             if any(name in names.get(c, ()) for c in outer.__mro__ if c in klass.__mro__):
                 continue  # Both inherit it from one base.

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial, partialmethod
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from zae.addon import AddOnBase
 
 __all__ = [
     "LAYERS",
     "RENAMED_SEAMS",
+    "AddOnPart",
     "add_ons_of",
     "calls_super",
     "function_of",
@@ -41,6 +45,19 @@ RENAMED_SEAMS = {"scale_loss": "weigh", "sample_weight": "weight_of"}
 
 _STORE = dis.opmap["STORE_ATTR"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+if TYPE_CHECKING:
+
+    class AddOnPart(AddOnBase): ...
+
+else:
+
+    class AddOnPart:
+        """Base of a class that holds some of the seams of one add-on, which derives from it and from AddOnBase."""
+
+        _is_addon = _is_base = True
+        slot = None
 
 
 def seam(function: AnyFunction) -> AnyFunction:

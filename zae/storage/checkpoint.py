@@ -50,7 +50,7 @@ from zae.storage.names import (
     set_aside,
     step_of,
 )
-from zae.storage.sharded import read_parts
+from zae.storage.parts import read_parts
 from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import byte_count, separate, to_device
 from zae.storage.weights_file import (

@@ -47,7 +47,7 @@ MANIFEST_LIMIT = 16 << 20
 """The largest manifest that is written or read, in bytes."""
 
 STATE_LIMIT = 256 << 20
-"""The largest state.json that is written or read, in bytes."""
+"""The largest state.json that is written, and the largest of it and of shards.json that is read, in bytes."""
 
 _LAST = b',\n "sha256": "%s"\n}\n'
 _SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
@@ -230,8 +230,8 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
         for key in ("step", "run_id"):
             if entry[key] != content[key]:
                 return f"is of {key} {content[key]!r:.80}, and {name} of {entry[key]!r:.80}: mixed checkpoints"
-    if content["files"][STATE]["size"] > STATE_LIMIT:
-        return f"claims {content['files'][STATE]['size']} bytes for {STATE}; the limit is {STATE_LIMIT}"
+        if name in (STATE, SHARDS) and entry["size"] > STATE_LIMIT:
+            return f"claims {entry['size']} bytes for {name}; the limit is {STATE_LIMIT}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank writes its own parts, and which any number of processes reads.
+"""Save checkpoints of which each rank writes its own parts, and which any number of processes reads.
 
 Beside the files of every checkpoint (see zae.storage.checkpoint), which rank 0 writes, there are::
 
@@ -14,35 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from zae.errors import CheckpointDamaged, CheckpointError, NonFiniteError
+from zae.errors import CheckpointError, NonFiniteError
 from zae.storage import filesystem
 from zae.storage.encoding import encode
 from zae.storage.filesystem import install, make_directory, not_saved, staged, write_file
-from zae.storage.hashed_io import CURE, read_whole
-from zae.storage.manifest import STATE_LIMIT, FileEntry, Manifest, draft, seal, state_text, verify
+from zae.storage.manifest import FileEntry, Manifest, draft, seal, state_text, verify
 from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, refuse_foreign, shard_name
-from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import DTYPE_NAMES, DTYPES, byte_count, is_part, separate
-from zae.storage.weights_file import load_safetensors, write_safetensors
+from zae.storage.parts import OF_MODEL, OF_STATE, chunk_name
+from zae.storage.tensor_bytes import DTYPE_NAMES, byte_count, is_part, separate
+from zae.storage.weights_file import write_safetensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData
 
-__all__ = ["Group", "read_parts", "save_shards", "verify_shards"]
+__all__ = ["Group", "save_shards", "verify_shards"]
 
 _Result = TypeVar("_Result")
 _Writers = dict[str, Callable[[Callable[[Any], object]], object]]
-_MODEL, _STATE = "model/", "state/"  # What the names of divided tensors begin with.
 
 
 class Group(NamedTuple):
@@ -131,15 +127,15 @@ def _split(
     """Return the writers of what rank 0 writes, the tensors that lie in parts, by name, and the bytes of the rest."""
     structure, tensors = encode(dict(state), with_parts=True)
     text = state_text(directory, structure)
-    named = {_MODEL: model_state, _STATE: tensors}
+    named = {OF_MODEL: model_state, OF_STATE: tensors}
     parts = {f"{kind}{name}": each for kind, held in named.items() for name, each in held.items() if is_part(each)}
     plain = {kind: _plain(held) for kind, held in named.items()}
     writers: _Writers = {
-        MODEL_FILES["sharded"]: partial(write_safetensors, tensors=plain[_MODEL]),
-        STATE_TENSORS: partial(write_safetensors, tensors=plain[_STATE]),
+        MODEL_FILES["sharded"]: partial(write_safetensors, tensors=plain[OF_MODEL]),
+        STATE_TENSORS: partial(write_safetensors, tensors=plain[OF_STATE]),
         STATE: lambda write: write(text),
     }
-    return writers, parts, len(text) + byte_count(*plain[_MODEL].values(), *plain[_STATE].values())
+    return writers, parts, len(text) + byte_count(*plain[OF_MODEL].values(), *plain[OF_STATE].values())
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,12 +166,8 @@ def _plan(parts: Mapping[str, Tensor], group: Group, where: Path) -> tuple[dict[
             kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
             described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
             if rank == group.rank:
-                own[_chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+                own[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
     return own, json.dumps(described, separators=(",", ":")).encode()
-
-
-def _chunk_name(name: str, offsets: Sequence[int]) -> str:
-    return f"{name}@{','.join(map(str, offsets))}"
 
 
 def _write(staging: Path, writers: _Writers) -> dict[str, tuple[int, str]]:
@@ -209,57 +201,3 @@ def verify_shards(directory: Path, group: Group) -> None:
 
     ranks = len(group.gather(None))
     group.together(check, directory)
-
-
-# --------------------------------------------------------------------------------------------------------- reading
-
-
-def read_parts(directory: Path, manifest: Manifest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read and verify the shards of a checkpoint, and return whole tensors: those of the model, and the others."""
-    if manifest["model_format"] != "sharded":
-        return {}, {}
-    entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
-    if entry["size"] > STATE_LIMIT:
-        raise CheckpointDamaged(f"{where}: claims {entry['size']} bytes; the limit is {STATE_LIMIT}. {CURE}")
-    text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
-    files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
-    try:
-        plan = strict_json(text, where)
-        made = _allocated(plan, sum(each["size"] for each in files.values()))
-        missing = {name: each.numel() for name, each in made.items()}
-        for rank, (file, each) in enumerate(files.items()):
-            held = load_safetensors(directory / file, each)
-            for name, described in plan.items():
-                for offsets in [offsets for holder, offsets in described["parts"] if holder == rank]:
-                    part = held.pop(_chunk_name(name, offsets))
-                    _place(made[name], part, offsets).copy_(part)
-                    missing[name] -= part.numel()
-        if lacking := [name for name, count in missing.items() if count]:
-            raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
-    # Hostile text may have any type anywhere.
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
-    model = {name.removeprefix(_MODEL): each for name, each in made.items() if name.startswith(_MODEL)}
-    return model, {name.removeprefix(_STATE): each for name, each in made.items() if name.startswith(_STATE)}
-
-
-def _allocated(plan: Any, limit: int) -> dict[str, Tensor]:
-    """Return tensors for what the shards hold, which cannot be more bytes than their files have."""
-    kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
-    if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
-        raise ValueError("a shape is not a list of sizes")
-    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
-        raise ValueError("it claims more than the files hold")
-    return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in kinds.items()}
-
-
-def _place(whole: Tensor, part: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return the view of a tensor where a part of it belongs."""
-    ends = [first + size for first, size in zip(offsets, part.shape, strict=True)]
-    if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
-        raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
-    if any(end > size for end, size in zip(ends, whole.shape)):
-        raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
-    return whole[tuple(slice(first, end) for first, end in zip(offsets, ends))]
