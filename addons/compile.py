@@ -126,7 +126,7 @@ class CompileAddon(AddOnBase):
         self._to_fuse: list[Optimizer] = []
         self._update: fused.Update | None = None  # Of the optimizer, for a graph of the whole step.
         self._made: Any = None  # What the graph of the whole step returned, until the loop has used it.
-        self._way, self._began = "", 0.0  # How this window is computed, and since when.
+        self._way = ""  # How this window is computed; "" is eagerly, and not timed.
 
     def setup(self) -> None:
         """Check what the graph supports; it is compiled with the first full batch."""
@@ -180,11 +180,9 @@ class CompileAddon(AddOnBase):
         """Choose how to compute this window: eagerly, with a graph of the gradient, or with one of the whole step."""
         if not self._looked:
             self._look()
-        self._way, self._began, self._made = self.compile_report["kept"], 0.0, None
+        self._way, self._made = self.compile_report["kept"], None
         if self._way == "auto":  # During the benchmark, in turn.
-            self._way = self._benchmark.next_way
-            compiler.synchronize(self.device)
-            self._began = time.perf_counter()
+            self._way = self._benchmark.start(self.device)
         return super().gradients(batch)
 
     def _look(self) -> None:
@@ -227,7 +225,7 @@ class CompileAddon(AddOnBase):
 
     def _is_due(self, batch: Any, count: int) -> bool:
         """Return whether a micro-batch is computed by a graph."""
-        if self.compile_report["kept"] == "eager" and (self._shapes is not None or not self._settings):
+        if self.is_idle():
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
@@ -236,7 +234,10 @@ class CompileAddon(AddOnBase):
             full = graphs.is_full(batch, *self._full, self.progress_checker.epoch_batch, count)
             full = full and not optim.has_lazy(self.parameters)
             if full and count == getattr(self, "gradient_accumulation_steps", count):
-                self._settle_on(shapes)
+                self._shapes = shapes
+                if self._reported not in (None, shapes):
+                    self._begin_report()
+                self._reported = shapes
         if shapes != self._shapes:
             self._pass_over()
         return self._way not in ("", "eager") and self.compile_report["kept"] != "eager"
@@ -245,13 +246,6 @@ class CompileAddon(AddOnBase):
         """Count an eager batch; a window with one is not timed."""
         self._way = ""
         self.compile_report["eager_batches"] += 1
-
-    def _settle_on(self, shapes: Any) -> None:
-        """Compile batches of these shapes; keep the report of an earlier run with the same shapes."""
-        self._shapes = shapes
-        if self._reported not in (None, shapes):
-            self._begin_report()
-        self._reported = shapes
 
     def _begin_report(self) -> None:
         self._benchmark = Benchmark(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
@@ -353,10 +347,8 @@ class CompileAddon(AddOnBase):
             graphed = self._way != "eager" and self.compile_report["kept"] != "eager"
             with kernels.fused_kernels(self._to_fuse if graphed else ()):
                 stepped = super().optimizer_step()
-        if self._began and self._way:
-            compiler.synchronize(self.device)
-            self._benchmark.record(self._way, time.perf_counter() - self._began)
-            self._benchmark.decide(self.compile_report)
+        if self._way and self.compile_report["kept"] == "auto":
+            self._benchmark.stop(self._way, self.device, self.compile_report)
         return stepped
 
     def _release_settings(self) -> None:
@@ -374,6 +366,7 @@ class CompileAddon(AddOnBase):
         """Run eagerly from now on; during the benchmark, only without what was refused."""
         if self._way == "fused" and self.compile_report["kept"] == "auto":
             self._benchmark.remove("fused")
+            self._way = ""
             self.compile_report["not_fused"] = reason
             return
         self.compile_report |= {"kept": "eager", "reason": reason}

@@ -315,7 +315,7 @@ class StateManagerAddon(AddOnBase):
         """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
         checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self.checkpointer.has_failed
         in_step = self.current_run.batch is not None and not has_failed
-        check_moment(target, self.loader_position.is_evaluating, in_step and self.is_main)
+        check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
         state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}

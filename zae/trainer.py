@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import can_copy_async, leading_dimension, parse_device, to_device
 from zae.common.optimizer_modes import NOTHING
-from zae.composition import binding
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
@@ -34,7 +33,7 @@ from zae.loop.optimization import Optimization
 from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
-from zae.loop.state import evaluation_weights, load_core, load_evaluation_weights, read_core
+from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
 from zae.preview import explain, preview
 from zae.storage.checkpoint import Weights, read_weights, save_weights
@@ -571,7 +570,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
-        binding.release(self)
+        self.optimization.release()
+        self.current_run.binding.release()
         self.current_run.close()
         self.current_run, self.model = Run(self), self._module
 
@@ -763,7 +763,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
         self._in_training = switch_mode(root, self._module, (before, self.mode), self._in_training)
         if self.current_run.is_ready:
-            binding.bind(self)
+            self.current_run.binding.update()
 
     # ------------------------------------------------------------------------------------- weights and state
 
@@ -781,7 +781,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on;
             "validation" where that of this moment is still to be made.
         """
-        return read_core(self)
+        return CoreState(self).read()
 
     @seam
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -799,12 +799,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch
             With what differs.
         """
-        load_core(self, state, strict)
+        CoreState(self).load(state, strict)
 
     @seam
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Take of a state only what evaluation needs: the weights. Training goes on from them."""
-        load_evaluation_weights(self, state["model"], strict=True)
+        CoreState(self).load_weights(state["model"], strict=True)
 
     def save_model(self, path: str | Path) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
@@ -819,7 +819,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         Path
             The file.
         """
-        return save_weights(Path(path), evaluation_weights(self), {"step": str(self.progress_checker.step)})
+        return save_weights(Path(path), CoreState(self).weights(), {"step": str(self.progress_checker.step)})
 
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
@@ -841,7 +841,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch, CheckpointNotFound
             The model is unchanged.
         """
-        return load_evaluation_weights(self, read_weights(weights), strict)
+        return CoreState(self).load_weights(read_weights(weights), strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 
@@ -937,7 +937,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up, and continues where this one stands."""
-        return binding.unbound(self)
+        return {**self.current_run.binding.unbound(), "model": self._module}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""

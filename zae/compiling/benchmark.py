@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterable
 from statistics import median, quantiles
 from typing import Any
+
+import torch
+
+from zae.compiling.compiler import synchronize
 
 __all__ = ["Benchmark", "Report"]
 
@@ -33,6 +38,21 @@ class Benchmark:
 
     def __init__(self, ways: Iterable[str]) -> None:
         self._times: dict[str, list[float]] = {way: [] for way in ways}
+        self._began = 0.0
+
+    def start(self, device: torch.device) -> str:
+        """Begin to time a step, and return the way to make it."""
+        synchronize(device)
+        self._began = time.perf_counter()
+        return self.next_way
+
+    def stop(self, way: str, device: torch.device, report: dict[str, Any]) -> None:
+        """Add the time of the step that was started, and decide where the times are enough."""
+        if self._began:
+            synchronize(device)
+            self.record(way, time.perf_counter() - self._began)
+            self._began = 0.0
+            self.decide(report)
 
     @property
     def next_way(self) -> str:

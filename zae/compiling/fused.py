@@ -15,7 +15,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zae.common.optim import is_stepped_by_class, parameters_of
 from zae.common.torch_private import add_to_all, has_step_hooks
-from zae.composition.binding import idle_add_ons
 from zae.preview.explain import owners_of
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def why_not(trainer: Trainer) -> str | None:
 
 def _overrides_with_gradients(trainer: Trainer) -> list[tuple[str, type]]:
     """List the overrides of seams that need ``.grad``."""
-    idle, found = idle_add_ons(trainer), []
+    idle, found = trainer.current_run.binding.idle_add_ons(), []
     for seam in _SEAMS:
         for owner in owners_of(type(trainer), seam):
             harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")

@@ -40,7 +40,6 @@ class LoaderPosition:
     def __init__(self, fast: bool = True) -> None:
         self.loader: Any = None
         self.pinned = False  # Whether the batches of the epoch are copied to a GPU without waiting.
-        self.is_evaluating = False  # Whether weights and random streams are those of an evaluation.
         self.is_fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
@@ -65,8 +64,7 @@ class LoaderPosition:
         if self._resume is None and self.loader is not None:
             twin = self.renewed()
             twin.load_state_dict(self.state_dict())
-        return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None),
-                "is_evaluating": self.is_evaluating}  # fmt: skip
+        return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None)}
 
     def renewed(self) -> LoaderPosition:
         """Return a position before the first batch, of no loader."""

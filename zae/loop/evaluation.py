@@ -12,7 +12,6 @@ from torch import nn
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
-from zae.composition import binding
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
 from zae.data.sharding import shares_of
@@ -133,7 +132,7 @@ class Evaluation:
 
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
-        with NOTHING if self.trainer.loader_position.is_evaluating else self._testing(None):
+        with NOTHING if self.trainer.current_run.is_evaluating else self._testing(None):
             self._walk(None, iter([batch]), self.trainer.logging)
 
     def outputs(self, loader: Any) -> list[dict[str, Any]]:
@@ -156,7 +155,7 @@ class Evaluation:
         trainer, run, count = self.trainer, self.trainer.current_run, 0
         to_device, test_step, forward_context = trainer.to_device, trainer.test_step, trainer.forward_context
         sample_weight = trainer.sample_weight
-        with run.evaluating(loader):
+        with run.walking(loader):
             for batch in batches:
                 if signals:
                     return None
@@ -174,13 +173,13 @@ class Evaluation:
     @contextmanager
     def _testing(self, loader: Any) -> Iterator[None]:
         """Enclose an evaluation, and put back what it changes."""
-        trainer, position = self.trainer, self.trainer.loader_position
+        trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
-        training, before = _modules_in_training(root), (trainer.mode, position.pinned, position.is_evaluating)
+        training, before = _modules_in_training(root), (trainer.mode, position.pinned, run.is_evaluating)
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
-            trainer.mode, position.pinned, position.is_evaluating = "test", has_pinned_batches(loader), True
-            binding.bind(trainer)
+            trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
+            run.binding.update()
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
@@ -188,8 +187,8 @@ class Evaluation:
         finally:
             for module in training:
                 module.training = True
-            trainer.mode, position.pinned, position.is_evaluating = before
-            binding.bind(trainer)
+            trainer.mode, position.pinned, run.is_evaluating = before
+            run.binding.update()
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
+from zae.common.optimizer_checks import Span, check_schedules
 from zae.common.optimizer_settings import REMEDY, ScriptSettings
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, named_parameters
-from zae.loop.progress import Span
-from zae.schedulers import is_plateau, own_length, planned_length, steps_taken
+from zae.schedulers import is_plateau, steps_taken
 
-__all__ = ["Optimization", "check_schedules"]
+__all__ = ["Optimization"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
@@ -420,97 +420,6 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
             # A partial that has set it leaves it behind as keyword-only, with a default.
             return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
     return False
-
-
-# ------------------------------------------------------------------------------------------------ checks of a run
-
-
-def check_schedules(
-    schedulers: Mapping[str, Any], on_batch: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
-) -> list[str]:
-    """Refuse an invalid schedule before the first batch, and return texts of warnings."""
-    found: list[str] = []
-    if 0 in (epochs.left, steps.left):
-        return found  # A finished script that is started again steps nothing.
-    for name, scheduler in schedulers.items():
-        where = f"scheduler {name} ({type(scheduler).__name__})"
-        if is_plateau(scheduler):
-            if not has_metric:
-                raise ConfigError(
-                    f"{where} needs a metric after each validation, and run() got no valid_loader; give "
-                    "run(..., valid_loader=...), or monitor='train/loss'"
-                )
-            continue
-        if isinstance(scheduler, OneCycleLR) and not on_batch:
-            _check_cycle(where, scheduler, is_set, epochs, steps)
-        _check_end(where, scheduler, on_batch, epochs, steps)
-        found += _check_unit(where, scheduler, on_batch, is_set, epochs, steps)
-    return found
-
-
-def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:
-    """Refuse a OneCycleLR that is stepped by epochs, unless the user wrote so and it may have that many."""
-    total = int(scheduler.total_steps)
-    fits = steps_taken(scheduler) + (epochs.left or 0) == total or total in epochs.totals()
-    if is_set and (fits or total not in steps.totals()):
-        return
-    line = "scheduler_step_on_batch=True"
-    if steps.left is not None and total < steps.present + steps.left:
-        line += f", and total_steps={steps.present + steps.left}"
-    raise ConfigError(
-        f"{where} has total_steps={total} and would be stepped once an epoch; it is made to be stepped after each "
-        f"optimizer step: write {line}"
-        + ("" if is_set else " (for a cycle that is counted in epochs: scheduler_step_on_batch=False)")
-    )
-
-
-def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: Span) -> None:
-    """Refuse a schedule that ends before the run does."""
-    longest = planned_length(scheduler)
-    if longest is None:
-        return
-    planned, unit = (steps.left, "optimizer steps") if on_batch else (epochs.left, "epochs")
-    taken = steps_taken(scheduler)
-    if planned is None:
-        raise ConfigError(
-            f"{where} ends after {longest} steps, and the loader has no length to plan with; give "
-            "run(..., steps_per_epoch=...) or "
-            + ("run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)")
-        )
-    if taken + planned <= longest:
-        return
-    cure = ""
-    if on_batch and longest in epochs.totals():
-        cure = ", or, if its steps are epochs, write scheduler_step_on_batch=False"
-    elif on_batch and longest > taken:
-        cure = f", or end the run there: run(..., max_steps={longest - taken})"
-    elif not on_batch and longest > planned:
-        cure = ", or did you mean scheduler_step_on_batch=True?"
-    raise ConfigError(
-        f"{where} ends after {longest} steps, but this run takes it to {taken + planned} ({planned} {unit} after "
-        f"{taken}); make it that long{cure}"
-    )
-
-
-def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs: Span, steps: Span) -> list[str]:
-    """Compare a schedule's own length with what it is stepped by, and with the other unit."""
-    length = own_length(scheduler)
-    used, other = (steps, epochs) if on_batch else (epochs, steps)
-    taken = 0 if used.left is None else steps_taken(scheduler) + used.left
-    if length not in other.totals() or length in {taken, *used.totals()}:
-        return []
-    if on_batch:
-        return [
-            f"{where} lasts {length} steps, as many as this run has epochs, and is stepped after each of its optimizer "
-            "steps; if its steps are epochs, write scheduler_step_on_batch=False"
-        ]
-    text = (
-        f"{where} lasts {length} steps, as many as this run has optimizer steps, and would be stepped once an epoch; "
-        "write scheduler_step_on_batch=True"
-    )
-    if not is_set:
-        raise ConfigError(f"{text} (or scheduler_step_on_batch=False, if {length} epochs are meant)")
-    return [text.replace("would be", "is").replace("; write", "; if these are meant, write")]
 
 
 def _highest(scheduler: Any) -> float:

@@ -23,7 +23,6 @@ __all__ = [
     "ProgressChecker",
     "RunCalls",
     "RunLimits",
-    "Span",
     "check_counters",
     "remaining",
 ]
@@ -315,18 +314,6 @@ class ProgressChecker:
 
 class EvaluationAborted(BaseException):
     """A validation was left between two batches because a signal asks for the end; caught by the run."""
-
-
-class Span(NamedTuple):
-    """The part of a counter, of epochs or of optimizer steps, that a call of ``run`` covers."""
-
-    start: int  # At the beginning of the call.
-    present: int  # Now; after a resume it is larger.
-    left: int | None  # Remaining; None is unknown.
-
-    def totals(self) -> set[int]:
-        """Return the length of this call, and the total at its end."""
-        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
 
 
 class RunLimits(NamedTuple):

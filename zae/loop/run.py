@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zae.common import argument_checks, optim
-from zae.composition import binding
+from zae.common.optimizer_checks import Span
+from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import dead_workers, undisturbed
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
-from zae.loop.progress import NO_LIMIT, Bar, EvaluationAborted, RunLimits, Span, remaining
+from zae.loop.progress import NO_LIMIT, Bar, EvaluationAborted, RunLimits, remaining
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -36,17 +37,6 @@ class Run:
     It belongs to one process: a copy of a trainer leaves its run behind. The trainer holds the run, and the run only
     refers to the trainer, so that the memory of a trainer that is deleted is freed at once.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose run it is.
-    loader, valid_loader : object, optional
-        What ``run`` was given.
-    limits : RunLimits, optional
-        The limits of the call; None outside of ``run``.
-    is_ready : bool
-        Whether the trainer is set up already.
-
     Attributes
     ----------
     signals : list of int
@@ -55,27 +45,28 @@ class Run:
         Where the call ends at the latest.
     is_call, is_new : bool
         Whether it is a call of ``run``, and whether that is still to be set up.
-    trainer : Trainer
-        Whose run it is.
+    is_ready : bool
+        Whether the trainer is set up.
+    binding : Binding
+        The seams that are bound past idle add-ons.
+    is_evaluating : bool
+        Whether weights, modes and random streams are those of an evaluation.
     batch, walked : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
-    is_loading, is_evaluating : bool
-        Whether that loader is being asked for a batch, and whether it is of an evaluation.
+    is_loading : bool
+        For error notes: whether that loader is being asked for a batch.
+    walked_for : {"epoch", "evaluation"}
+        For error notes: which of them it is of.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        loader: Any = None,
-        valid_loader: Any = None,
-        limits: RunLimits | None = None,
-        *,
-        is_ready: bool = False,
+        self, trainer: Trainer, loader: Any = None, valid_loader: Any = None, limits: RunLimits | None = None
     ) -> None:
         self._trainer = weakref.ref(trainer)
+        self.binding = Binding(self._trainer)
         self.loader, self.valid_loader = loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
-        self.is_ready, self.is_new = is_ready, self.is_call
+        self.is_ready, self.is_new = False, self.is_call
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.signals: list[int] = []
@@ -83,6 +74,7 @@ class Run:
         self.batch: Any = None
         self.walked: Any = None
         self.is_loading = self.is_evaluating = False
+        self.walked_for = "epoch"
 
     @property
     def trainer(self) -> Any:
@@ -96,7 +88,9 @@ class Run:
 
     def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""
-        return Run(self.trainer, loader, valid_loader, limits, is_ready=self.is_ready)
+        call = Run(self.trainer, loader, valid_loader, limits)
+        call.is_ready, call.binding = self.is_ready, self.binding
+        return call
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -122,7 +116,7 @@ class Run:
         if not self.is_ready:
             self.trainer.setup()
             self.is_ready = True
-            binding.bind(self.trainer)
+            self.binding.update()
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -216,7 +210,7 @@ class Run:
             trainer.log_test.clear()
         progress.pending_validation = ""
         trainer.optimization.begin_training()
-        binding.bind(trainer)
+        self.binding.update()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
@@ -225,7 +219,7 @@ class Run:
     def batches(self, wrapped: Any) -> Iterator[Any]:
         """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
         trainer, progress = self.trainer, self.trainer.progress_checker
-        self.walked, self.is_loading, self.is_evaluating = wrapped, True, False
+        self.walked, self.is_loading, self.walked_for = wrapped, True, "epoch"
         if progress.epoch_batch and progress.epoch_step == self.epoch_steps:
             trainer.loader_position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
             return iter(())
@@ -311,12 +305,12 @@ class Run:
     # ------------------------------------------------------------------------------------------------ validation
 
     @contextmanager
-    def evaluating(self, loader: Any) -> Iterator[None]:
+    def walking(self, loader: Any) -> Iterator[None]:
         """Hold, for error notes, which loader is evaluated."""
-        before = self.batch, self.walked, self.is_loading, self.is_evaluating
-        self.batch, self.walked, self.is_loading, self.is_evaluating = None, loader, True, True
+        before = self.batch, self.walked, self.is_loading, self.walked_for
+        self.batch, self.walked, self.is_loading, self.walked_for = None, loader, True, "evaluation"
         yield
-        self.batch, self.walked, self.is_loading, self.is_evaluating = before  # After an error its note comes first.
+        self.batch, self.walked, self.is_loading, self.walked_for = before  # After an error its note comes first.
 
     def _validate(self, moment: str) -> None:
         """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
@@ -464,7 +458,7 @@ class Run:
             error.add_note(f"zae: {near or f'set self.{error.name} in __init__, before it is used'}")
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
-        if self.is_evaluating:
+        if self.walked_for == "evaluation":
             place = f"in an evaluation after step {progress.step}"
         place = f"{place}, on {self.trainer.device}"
         try:
@@ -486,7 +480,7 @@ class Run:
             return ""
         progress, workers = self.trainer.progress_checker, getattr(self.walked, "num_workers", 0)
         asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-        if self.is_evaluating:
+        if self.walked_for == "evaluation":
             asked = f"while a batch was asked for in an evaluation after step {progress.step}"
         of_workers = f", num_workers={workers}" if workers else ""
         return f"{asked}, from {describe(self.walked)}{of_workers}{dead_workers(error)}"

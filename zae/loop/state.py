@@ -21,10 +21,9 @@ from zae.loop.model_weights import check_types, fit_weights
 from zae.loop.progress import ProgressChecker
 
 if TYPE_CHECKING:
-    from zae.loop.optimization import Optimization
     from zae.trainer import Trainer
 
-__all__ = ["evaluation_weights", "load_core", "load_evaluation_weights", "read_core"]
+__all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
@@ -32,92 +31,96 @@ _OPTIONAL = ("order", "validation", "training_weights", "generators")
 _LOAD = torch.optim.Optimizer.load_state_dict
 
 
-def read_core(trainer: Trainer) -> dict[str, Any]:
-    """Return the state of a trainer without its add-ons."""
-    optimization, progress = _present_optimization(trainer), trainer.progress_checker
-    optimization.note_settings()
-    trainer.nonfinite.read_pending(progress, trainer)
-    weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
-    if not addon_state.is_loading(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
-        weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
-        optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
-    # A pending validation may read a training metric of the epoch that was just closed.
-    is_open = bool(progress.epoch_batch or progress.pending_validation)
-    return {
-        "model": weights,
-        "optimizer": optimizers,
-        **optimization.state_dict(trainer.unwrap()),
-        **progress.entries(),
-        "records": {**trainer.history.state_dict(is_open), **optimization.records()},
-        "position": trainer.loader_position.state_dict(),
-        # Some optimizers train with other weights than they evaluate with.
-        **({"training_weights": training_weights} if training_weights else {}),
-    }
+class CoreState:
+    """The state of a trainer without the entries of its add-ons.
 
-
-def load_core(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
-    """Check the whole state, and only then load it; on an error nothing is loaded."""
-    if addon_state.is_loading(trainer, addon_state.ENTRIES):
-        return
-    _check_keys(state, strict)
-    optimization, position, module = _present_optimization(trainer), trainer.loader_position, trainer.unwrap()
-    if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
-        optimization.build(trainer.build_optimizer, trainer.build_scheduler)
-    optimization.note_settings()
-    load_optimizer: Callable[[str, Any], None] = trainer.load_optimizer_state
-    if not addon_state.is_loading(trainer, addon_state.FROM_FILE):  # It keeps the tensors, which others hold as well.
-        load_optimizer = _copying(load_optimizer)
-    weights = _fitting_weights(module, state, strict)
-    with _explaining_misfits():
-        is_same = trainer.history.has_criterion_of(state["records"])
-        load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
-        outside = optimization.pair_outside(state["outside"], module)
-        progress, history = ProgressChecker.loaded(state), trainer.history.loaded(state["records"])
-    # A seed overrides the random streams of a state before any run.
-    is_unused = trainer.seed is not None and not progress.batch and not progress.run_starts
-
-    several = [*optimization.optimizers.values(), *optimization.schedulers.values()]
-    with _restoring_on_error([trainer, position, optimization, optimization.settings], several):
-        with _explaining_misfits():
-            position.load_state_dict(state["position"])
-            load_optimization()
-        progress.is_seeded = trainer.progress_checker.is_seeded
-        if is_unused:
-            # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.
-            progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
-            trainer.loader_position = position.renewed()
-        trainer.progress_checker, trainer.history = progress, history
-        trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
-    with torch.no_grad():
-        for parameter, value in outside:
-            parameter.copy_(value)
-    if state.get("training_weights"):
-        optimizer_modes.treat_as_training(optimization.optimizers)
-
-
-def evaluation_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the weights that evaluation uses, whole on this rank."""
-    return optimizer_modes.both_weights(_present_optimization(trainer).optimizers, trainer.model_state)[0]
-
-
-def load_evaluation_weights(
-    trainer: Trainer, weights: Mapping[str, Tensor], strict: bool
-) -> tuple[list[str], list[str]]:
-    """Load weights alone, and return the missing and the unexpected keys; on an error the model is unchanged.
-
-    An optimizer with modes uses them for evaluation.
+    Parameters
+    ----------
+    trainer : Trainer
+        Whose state it is. Before the trainer is set up, its optimizers are those that it was given.
     """
-    fitted, own = fit_weights(trainer.unwrap(), weights, strict), trainer.unwrap().state_dict()
-    trainer.load_model_state(fitted, strict)
-    optimizer_modes.treat_as_evaluation(_present_optimization(trainer).optimizers)
-    return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
 
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.optimization = trainer, trainer.optimization
+        if not trainer.current_run.is_ready:
+            self.optimization.hold()
 
-def _present_optimization(trainer: Trainer) -> Optimization:
-    """Return the optimizers and schedulers of a trainer; before it is set up, those that it was given."""
-    if not trainer.current_run.is_ready:
-        trainer.optimization.hold()
-    return trainer.optimization
+    def read(self) -> dict[str, Any]:
+        """Return the state."""
+        trainer, optimization, progress = self.trainer, self.optimization, self.trainer.progress_checker
+        optimization.note_settings()
+        trainer.nonfinite.read_pending(progress, trainer)
+        weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
+        if not addon_state.is_loading(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
+            weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
+            optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
+        # A pending validation may read a training metric of the epoch that was just closed.
+        is_open = bool(progress.epoch_batch or progress.pending_validation)
+        return {
+            "model": weights,
+            "optimizer": optimizers,
+            **optimization.state_dict(trainer.unwrap()),
+            **progress.entries(),
+            "records": {**trainer.history.state_dict(is_open), **optimization.records()},
+            "position": trainer.loader_position.state_dict(),
+            # Some optimizers train with other weights than they evaluate with.
+            **({"training_weights": training_weights} if training_weights else {}),
+        }
+
+    def load(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Check the whole state, and only then load it; on an error nothing is loaded."""
+        trainer, optimization, position = self.trainer, self.optimization, self.trainer.loader_position
+        if addon_state.is_loading(trainer, addon_state.ENTRIES):
+            return
+        _check_keys(state, strict)
+        module = trainer.unwrap()
+        if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
+            optimization.build(trainer.build_optimizer, trainer.build_scheduler)
+        optimization.note_settings()
+        load_optimizer: Callable[[str, Any], None] = trainer.load_optimizer_state
+        if not addon_state.is_loading(trainer, addon_state.FROM_FILE):  # It keeps the tensors, which others hold too.
+            load_optimizer = _copying(load_optimizer)
+        weights = _fitting_weights(module, state, strict)
+        with _explaining_misfits():
+            is_same = trainer.history.has_criterion_of(state["records"])
+            load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
+            outside = optimization.pair_outside(state["outside"], module)
+            progress, history = ProgressChecker.loaded(state), trainer.history.loaded(state["records"])
+        # A seed overrides the random streams of a state before any run.
+        is_unused = trainer.seed is not None and not progress.batch and not progress.run_starts
+
+        several = [*optimization.optimizers.values(), *optimization.schedulers.values()]
+        with _restoring_on_error([trainer, position, optimization, optimization.settings], several):
+            with _explaining_misfits():
+                position.load_state_dict(state["position"])
+                load_optimization()
+            progress.is_seeded = trainer.progress_checker.is_seeded
+            if is_unused:
+                # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.
+                progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
+                trainer.loader_position = position.renewed()
+            trainer.progress_checker, trainer.history = progress, history
+            trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
+        with torch.no_grad():
+            for parameter, value in outside:
+                parameter.copy_(value)
+        if state.get("training_weights"):
+            optimizer_modes.treat_as_training(optimization.optimizers)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that evaluation uses, whole on this rank."""
+        return optimizer_modes.both_weights(self.optimization.optimizers, self.trainer.model_state)[0]
+
+    def load_weights(self, weights: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
+        """Load weights alone, and return the missing and the unexpected keys; on an error the model is unchanged.
+
+        An optimizer with modes uses them for evaluation.
+        """
+        module = self.trainer.unwrap()
+        fitted, own = fit_weights(module, weights, strict), module.state_dict()
+        self.trainer.load_model_state(fitted, strict)
+        optimizer_modes.treat_as_evaluation(self.optimization.optimizers)
+        return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
 
 
 def _copying(load: Callable[[str, Any], None]) -> Callable[[str, Any], None]:

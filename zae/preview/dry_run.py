@@ -27,7 +27,6 @@ from zae.common.device import to_device
 from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
-from zae.composition import binding
 from zae.composition.introspect import set_by
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
@@ -106,7 +105,7 @@ class Trial:
         if optim.has_lazy([*module.parameters(), *module.buffers()]):
             raise NotTried("the model is lazy: its first batch makes its weights")
         twin = object.__new__(type(trainer))
-        memo, held = {id(trainer): twin}, binding.unbound(trainer)
+        memo, held = {id(trainer): twin}, trainer.current_run.binding.unbound()
         own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
         bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
         if bytes_held > _LARGE:

@@ -16,6 +16,7 @@ import torch
 
 from zae.common import optim, random_state
 from zae.common.device import leading_dimension
+from zae.common.optimizer_checks import check_schedules
 from zae.composition.introspect import add_ons_of, seam, slots_of
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
@@ -23,7 +24,6 @@ from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.errors import MonitorError
 from zae.loop.history import split_prefix
-from zae.loop.optimization import check_schedules
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.preview.dry_run import NotTried, Trial, state_after_a_step
