@@ -15,9 +15,11 @@ __all__ = ["JSONLLoggerAddon"]
 class JSONLLoggerAddon(LoggerAddon):
     """Log to a file with one JSON object in each line.
 
-    A line reads ``{"step": 10, "epoch": 1, "batch": 10, "train/loss": 0.5, "lr": 0.1}``: the number of optimizer
-    steps and loader batches so far, and the epoch, from 1. NaN and infinities are the strings "nan", "inf" and "-inf",
-    so that every line is strict JSON. After a kill and a resume each record is there exactly once.
+    A record reads ``{"step": 10, "epoch": 1, "batch": 10, "train/loss": 0.5, "lr": 0.1, "unix_time": 1764079800.123}``:
+    the number of optimizer steps and loader batches so far, and the epoch, from 1. NaN and infinities are the strings
+    "nan", "inf" and "-inf", so that every line is strict JSON. After a kill and a resume each record is there exactly
+    once. Before its first record, a new run and a resumed one write a line whose key "run" describes it: options,
+    composition, ``explain()`` and environment. ``python -m zae report`` makes a page of the file.
 
     Parameters
     ----------
@@ -32,7 +34,7 @@ class JSONLLoggerAddon(LoggerAddon):
 
     Examples
     --------
-    >>> import tempfile, torch
+    >>> import json, tempfile, torch
     >>> from pathlib import Path
     >>> from zae import Trainer
     >>> from zae.addons.jsonl_logger import JSONLLoggerAddon
@@ -47,9 +49,9 @@ class JSONLLoggerAddon(LoggerAddon):
     ...     path = Path(folder, "run.jsonl")
     ...     trainer = Task.add_on(JSONLLoggerAddon)(model, "cpu", optimizer=optimizer, jsonl_path=path)
     ...     _ = trainer.run(2, [torch.ones(1, 1)] * 2)
-    ...     print(path.read_text(), end="")
-    {"step": 2, "epoch": 1, "batch": 2, "train/loss": -0.5, "lr": 1.0}
-    {"step": 4, "epoch": 2, "batch": 4, "train/loss": -2.5, "lr": 1.0}
+    ...     about, *records = map(json.loads, path.read_text().splitlines())
+    >>> about["run"]["config"]["composition"], [(each["step"], each["train/loss"]) for each in records]
+    (['JSONLLoggerAddon'], [(2, -0.5), (4, -2.5)])
     """
 
     def __init__(self, *args: Any, jsonl_path: str | Path, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from zae.composition.introspect import add_ons_of
 from zae.composition.options import option_values
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 from zae.sinks.base import RunInfo, Sink
+from zae.sinks.environment import environment
 from zae.sinks.redact import redact, secrets_in
 from zae.sinks.worker import SinkWorker
 
@@ -176,6 +177,8 @@ class LoggerAddon(AddOnBase):
             records=None if self._resumed_at is None else self._records,
             timeout=self.logger_timeout,
             config=self._config(),
+            explain="" if continued and self._resumed_at is None else self._explained(),
+            environment=environment(self.device),
         )
         folder, hidden = self.logger_fallback.absolute(), self._secrets()
         self._workers = [
@@ -216,6 +219,10 @@ class LoggerAddon(AddOnBase):
     def _secrets(self) -> list[str]:
         """Return texts to remove from messages."""
         return []
+
+    def _explained(self) -> str:
+        """Return the text of `explain`, for a run that begins or is resumed."""
+        return str(redact(str(self.explain()), self._secrets()))
 
     def _config(self) -> dict[str, Any]:
         """Return how this trainer was made, in plain values."""

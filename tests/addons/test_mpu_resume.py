@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kit import faults
+from kit.loggers import lines
 from kit.rank_tasks import (
     F64,
     Seen,
@@ -231,7 +231,7 @@ def test_one_rank_logs(world, tmp_path):
     dist.barrier()
     assert trainer.world_size == world
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    records = lines(tmp_path / "log.jsonl")
     assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4]
     assert len(records) == len(trainer.log_history)
 

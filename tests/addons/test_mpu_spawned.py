@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import warnings
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
+from kit.loggers import lines
 from kit.rank_tasks import F64, Seen, Task, build, dataset, distance, forks, loader, network, same, weights
 from zae import ConfigError, Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
@@ -57,7 +57,7 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
     for key, average in single.average.items():
         assert torch.allclose(trainer.average[key], average, rtol=0, atol=1e-12)
     assert len(trainer.log_test["loss"]) == 4
-    records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    records = lines(Path("log.jsonl"))
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 13))
     assert len(records) == len(trainer.log_history)
     assert [str(each.message) for each in recwarn] == []

@@ -52,14 +52,16 @@ def digest(trainer):
 
 
 def lines(path):
-    """The records of a file of JSON lines, read strictly."""
+    """The records of a file of JSON lines, read strictly, without the times and the lines that describe the run."""
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     text = path.read_text(encoding="utf-8")
     assert not text or text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    rows = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert all(row.pop("unix_time") > 1.7e9 for row in rows)
+    return [row for row in rows if "run" not in row]
 
 
 def bare(rows):

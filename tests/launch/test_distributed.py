@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kit.faults import Child, fingerprint
+from kit.loggers import lines
 from kit.rank_tasks import Task, build, forks, loader, same
 from kit.scripts import Script, Torchrun
 from zae import ConfigError, DistributedError
@@ -438,7 +438,7 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
     ends = [torch.load(f"{name}.pt", weights_only=True) for name in ("dies", "whole")]
     assert same(*ends)
     for name in ("dies", "whole"):
-        records = [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+        records = lines(Path(f"{name}.jsonl"))
         assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -22,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit import faults, hand
 from kit.faults import KillAddon, answer, everything, forked
+from kit.loggers import lines
 from zae import Every, Trainer
 from zae.addons import (
     AMPAddon,
@@ -81,8 +81,8 @@ class Case:
         faults.ambient(seed)
         trainer = self.build(folder, **more)
         trainer.run(EPOCHS, self.loader(), hand.loader(9, 4, seed=8, shuffle=False), valid_every=Every(epochs=1))
-        lines = (folder / "log.jsonl").read_text() if JSONLLoggerAddon in self.add_ons else ""
-        return {**everything(trainer), "steps": trainer.progress_checker.step, "lines": lines}
+        rows = lines(folder / "log.jsonl") if JSONLLoggerAddon in self.add_ons else []
+        return {**everything(trainer), "steps": trainer.progress_checker.step, "lines": rows}
 
 
 CASES = {
@@ -111,8 +111,7 @@ def test_killed_after_every_update(folder: Path, name: str) -> None:
     ended = answer(case.run, folder, 999)
     assert ended == whole
     if ended["lines"]:
-        lines = [json.loads(line) for line in ended["lines"].splitlines()]
-        assert [line["step"] for line in lines if "train/noise" in line or "train/loss/body" in line] == list(
+        assert [line["step"] for line in ended["lines"] if "train/noise" in line or "train/loss/body" in line] == list(
             range(1, whole["steps"] + 1)
         ), "each step exactly once"
 

@@ -16,6 +16,7 @@ import torch
 
 from kit import faults, hand
 from kit.faults import answer, everything, forked
+from kit.loggers import lines
 from kit.rank_tasks import forks
 from zae import Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
@@ -99,7 +100,7 @@ class Case:
             **everything(trainer), "rates": [group["lr"] for group in optimizer.param_groups],
             "stopped": (metrics["step"], metrics["stop_reason"]), "validations": [len(trainer.valid_history)],
             "best": (trainer.best_path.name, best[0]["info"]["score"], faults.fingerprint(dict(best[1]))),
-            "lines": (folder / "log.jsonl").read_text(),
+            "lines": lines(folder / "log.jsonl"),
             "ends": [line[1] for line in trainer.noted() if line[0] == "end"],
         }  # fmt: skip
 
@@ -283,8 +284,7 @@ def test_where_nothing_can_be_validated_and_where_the_epoch_begins_again(folder:
     case, again = CASES["by steps"], made(folder / "again")
     cut_short(case, again, 4, 3)
     ended = answer(lambda: case.run(again, 3, mid_epoch="restart"))
-    lines = [json.loads(line) for line in ended["lines"].splitlines()]
-    assert [line["step"] for line in lines if "valid/loss" in line] == [4, 8, 12, 16]
+    assert [line["step"] for line in ended["lines"] if "valid/loss" in line] == [4, 8, 12, 16]
     assert ended["ends"] == [1, 2]
 
 

@@ -38,7 +38,7 @@ def test_every_line_is_strict_json(tmp_path):
     path = tmp_path / "run.jsonl"
     write(path, RunInfo("a"), (1, math.nan), (2, math.inf), (3, -math.inf), (4, 0.1), (5, 7), (6, True), (7, "ü\n"))
     assert [row["x"] for row in lines(path)] == ["nan", "inf", "-inf", 0.1, 7, True, "ü\n"]
-    assert len(path.read_bytes().splitlines()) == 7
+    assert len(path.read_bytes().splitlines()) == 8
 
 
 def test_numbers_of_numpy_are_written_like_pythons(tmp_path):
@@ -144,4 +144,19 @@ def test_the_base_does_nothing_but_ask_for_write():
 
 def test_numbers_are_exact(tmp_path):
     write(tmp_path / "run.jsonl", RunInfo("a"), (2**53, 0.1 + 0.2))
-    assert json.loads((tmp_path / "run.jsonl").read_text()) == {"step": 2**53, "x": 0.1 + 0.2}
+    assert lines(tmp_path / "run.jsonl") == [{"step": 2**53, "x": 0.1 + 0.2}]
+
+
+def test_a_run_and_each_resumed_one_describe_themselves(path):
+    """Before the first record, and not where nothing is logged; a description is not counted as a record."""
+    config = {"lr": math.nan, "nested": [{"x": math.inf}]}
+    for resumed_at in (3, 4):
+        info = RunInfo("a", continued=True, resumed_at=resumed_at, records=5, config=config, explain="the loop")
+        write(path, info)
+        write(path, info, (resumed_at + 1, 9.0))
+        write(path, RunInfo("a", continued=True), (resumed_at + 2, 10.0))
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    headers = [(each["step"], each["run"]["config"], each["run"]["explain"]) for each in found if "run" in each]
+    resumed = {"lr": "nan", "nested": [{"x": "inf"}]}, "the loop"
+    assert headers == [(0, {}, ""), (3, *resumed), (4, *resumed)]
+    assert [step for step, _ in steps(path)] == [1, 2, 2, 3, 3, 5, 6]

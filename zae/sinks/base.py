@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,10 @@ class RunInfo:
         Seconds that opening and closing may take.
     config : mapping
         The options of the trainer, without secrets.
+    explain : str
+        The text of ``explain()``.
+    environment : mapping
+        The versions and the device that the run has.
 
     Examples
     --------
@@ -50,6 +55,8 @@ class RunInfo:
     records: int | None = None
     timeout: float = 5.0
     config: Mapping[str, Any] = field(default_factory=dict)
+    explain: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sink:
@@ -118,8 +125,10 @@ class Sink:
 class JSONLSink(Sink):
     """A file with one JSON object a line; NaN and the infinities are the texts "nan", "inf" and "-inf".
 
-    Every line is flushed. After a resume, lines that are newer than the loaded state, and incomplete ones, are removed,
-    so that each record is in the file once.
+    Before its first record, a new run and a resumed one write a line that describes the run, with the key "run" and the
+    step from which it continues. Each record has the time when it was written, in seconds since 1970. Every line is
+    flushed. After a resume, lines that are newer than the loaded state, and incomplete ones, are removed, so that each
+    record is in the file once.
     """
 
     name = "jsonl"
@@ -128,6 +137,7 @@ class JSONLSink(Sink):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
+        self._header: dict[str, Any] | None = None  # Not written yet.
 
     def open(self, info: RunInfo) -> None:
         """Create the file, or remove the lines after the position of the run."""
@@ -138,12 +148,21 @@ class JSONLSink(Sink):
         elif info.resumed_at is not None:
             _keep_lines(path, info.records, info.resumed_at)
         self._file = path.open("a", encoding="utf-8", newline="\n")
+        if info.resumed_at is not None or not self._file.tell():
+            about = {"id": info.id, "config": info.config, "explain": info.explain, "environment": info.environment}
+            self._header = {"step": info.resumed_at or 0, "run": about}
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Append a line."""
+        header, self._header = self._header, None
+        if header is not None:
+            self._append(header)
+        self._append({"step": step, **{key: value for key, value in metrics.items() if key != "step"}})
+
+    def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        plain = {key: _strict(value) for key, value in metrics.items() if key != "step"}
-        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+        now = {"unix_time": round(time.time(), 6)}
+        self._file.write(json.dumps(_strict({**line, **now}), allow_nan=False) + "\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -171,12 +190,16 @@ def _move_aside(path: Path) -> None:
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
     # float(): a float64 of NumPy has another repr.
     return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
-    """Keep the complete lines up to a step among the first ``records`` lines; the file is replaced atomically."""
+    """Keep the complete lines up to a step among the first ``records`` records; the file is replaced atomically."""
     if not path.exists():
         return
     staging = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
@@ -184,10 +207,10 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
     try:
         with path.open("rb") as source, staging.open("xb") as target:
             for line in source:
-                if records is not None and count >= records:
+                at, is_record = _place_of(line)
+                if is_record and records is not None and count >= records:
                     break
-                count += 1
-                at = _step_of(line)
+                count += is_record
                 if at is not None and (step is None or at <= step):
                     kept += target.write(line)
             target.flush()
@@ -200,10 +223,11 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
             staging.unlink(missing_ok=True)
 
 
-def _step_of(line: bytes) -> float | None:
-    """Return the step of a complete line, else None."""
+def _place_of(line: bytes) -> tuple[float | None, bool]:
+    """Return the step of a complete line, else None, and whether it is a record and not the description of the run."""
     try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+        found = json.loads(line) if line.endswith(b"\n") else None
+        step = found["step"]
+        return (step if isinstance(step, (int, float)) else None), not isinstance(found.get("run"), dict)
     except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-    return step if isinstance(step, (int, float)) else None
+        return None, True
