@@ -86,6 +86,7 @@ def test_archives_hold_each_file_once(built):
     names = zipfile.ZipFile(archives["wheel"]).namelist()
     assert sorted(name for name in names if name.endswith(".py")) == modules()
     assert {name for name in names if name.endswith("py.typed")} == {"zae/py.typed", "zae/addons/py.typed"}
+    assert {f"zae/report/report.{kind}" for kind in ("html", "css", "js")} <= set(names)
     with tarfile.open(archives["sdist"]) as archive:
         members = archive.getmembers()
     assert not any(member.issym() or member.islnk() for member in members)

@@ -71,6 +71,8 @@ class Sink:
         Used in messages, and in the name of the local file.
     remedy : str
         What to do when it fails, as the end of a sentence.
+    logged_at : float
+        When the record that is being written was logged, in seconds since 1970; `write` itself may be called later.
 
     Examples
     --------
@@ -84,6 +86,7 @@ class Sink:
 
     name: ClassVar[str] = "sink"
     remedy: ClassVar[str] = "see the message above"
+    logged_at: float = 0.0
 
     def load(self) -> None:
         """Import the client, in the main thread; the time limit does not apply."""
@@ -161,7 +164,7 @@ class JSONLSink(Sink):
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        now = {"unix_time": round(time.time(), 6)}
+        now = {"unix_time": round(self.logged_at or time.time(), 6)}
         self._file.write(json.dumps(_strict({**line, **now}), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -226,7 +229,7 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
 def _place_of(line: bytes) -> tuple[float | None, bool]:
     """Return the step of a complete line, else None, and whether it is a record and not the description of the run."""
     try:
-        found = json.loads(line) if line.endswith(b"\n") else None
+        found: Any = json.loads(line) if line.endswith(b"\n") else None
         step = found["step"]
         return (step if isinstance(step, (int, float)) else None), not isinstance(found.get("run"), dict)
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -47,7 +47,7 @@ class SinkWorker:
         self.path = folder / f"{sink.name}-{info.id}.jsonl"
         self._required, self._secrets = required, tuple(secrets)
         self._change = threading.Condition()  # Its lock protects everything below.
-        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()  # Pending calls, the oldest first.
+        self._calls: deque[tuple[str, tuple[Any, ...], float]] = deque()  # Pending, each with its time.
         self._given_up, self._closed = lost, False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -73,7 +73,7 @@ class SinkWorker:
         except Exception as error:
             self._fail(error)
             return
-        self._calls.append(("open", (self.info,)))
+        self._calls.append(("open", (self.info,), time.time()))
         # A daemon: a client that blocks forever does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"zae-{self.sink.name}", daemon=True)
         self._thread.start()
@@ -126,15 +126,15 @@ class SinkWorker:
     def _submit(self, name: str, *args: Any) -> None:
         with self._change:
             if not self._given_up:
-                self._calls.append((name, args))
+                self._calls.append((name, args, time.time()))
                 self._change.notify_all()
             elif name == "write":
-                self._keep(*args)
+                self._keep(time.time(), *args)
 
     def _work(self) -> None:
         """Make the calls in their order, until the sink is closed or has failed."""
         while (call := self._next()) is not None:
-            name, args = call
+            name, args, self.sink.logged_at = call
             try:
                 getattr(self.sink, name)(*args)
             except BaseException as error:
@@ -150,7 +150,7 @@ class SinkWorker:
             with contextlib.suppress(BaseException):
                 self.sink.close(True)
 
-    def _next(self) -> tuple[str, tuple[Any, ...]] | None:
+    def _next(self) -> tuple[str, tuple[Any, ...], float] | None:
         """Wait for a call; return None when the sink has failed."""
         with self._change:
             self._change.wait_for(lambda: self._calls or self._given_up)
@@ -183,13 +183,13 @@ class SinkWorker:
             else:
                 text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
                 _log.warning(text, name, reason, self.path, remedy)
-                for call, args in self._calls:
+                for call, args, at in self._calls:
                     if call == "write":
-                        self._keep(*args)
+                        self._keep(at, *args)
             self._calls.clear()
             self._change.notify_all()
 
-    def _keep(self, metrics: Mapping[str, Any], step: int) -> None:
+    def _keep(self, at: float, metrics: Mapping[str, Any], step: int) -> None:
         """Write one record to the local file."""
         if self._required or self._dropped:
             self._dropped += 1
@@ -198,6 +198,7 @@ class SinkWorker:
             if self._local is None:
                 self._local = JSONLSink(self.path)
                 self._local.open(replace(self.info, continued=True, records=None))
+            self._local.logged_at = at
             self._local.write(metrics, step)
             self._kept += 1
         except Exception as error:

@@ -1,0 +1,113 @@
+"""`python -m zae report RUN [RUN ...] -o FILE`: write a page with the curves and all else that is known of runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zae.errors import CheckpointError, ConfigError, printable
+
+if TYPE_CHECKING:
+    from zae.report.page import Run
+    from zae.report.records import Records
+
+__all__ = ["add_arguments", "load_run", "names_of", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run, or the file of its JSONLLoggerAddon"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object about what was written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page of all runs together; return 2 where one cannot be read."""
+    from zae.report.page import render
+
+    out: Path = arguments.out.expanduser()
+    if out.suffix not in (".html", ".htm"):
+        sys.stderr.write(f"-o {printable(str(out), kept='')} would not be opened as a page; end it with .html\n")
+        return 2
+    try:
+        paths = [path.expanduser() for path in arguments.runs]
+        runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
+    except (ConfigError, CheckpointError) as error:
+        sys.stderr.write(f"{printable(str(error))}\n")
+        return 2
+    page = render(runs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
+    if arguments.json:
+        sys.stdout.write(json.dumps({"file": str(out), "bytes": len(page.encode()), "points": counts}) + "\n")
+        return 0
+    said = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
+    sys.stdout.write(f"{printable(str(out), kept='')} ({len(page.encode()) / 1000:,.0f} kB; {said})\n")
+    return 0
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """Name each path by as many of its last parts as tell them apart."""
+    parts = [path.absolute().with_suffix("" if path.is_file() else path.suffix).parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def load_run(path: Path, name: str) -> Run:
+    """Read what a folder, or a log, tells about a run; ConfigError where there is nothing."""
+    from zae.report.page import Run
+    from zae.report.records import find_log, read_log
+
+    log = path if path.is_file() else find_log(path)
+    records = None if log is None else read_log(log)
+    reports = _examined(path, records)
+    if records is None and not reports:
+        raise ConfigError(
+            f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
+            "JSONLLoggerAddon(jsonl_path=...) wrote"
+        )
+    whole = [each for report in reports for each in report["checkpoints"] if each["whole"]]
+    if records is None:
+        newest = next(((report, each) for report in reports for each in report["checkpoints"] if each["whole"]), None)
+        records = _records_in(newest)
+    return Run(name, records, reports, whole[0]["composition"] if whole else [])
+
+
+def _examined(path: Path, records: Records | None) -> list[dict[str, Any]]:
+    """Return what doctor reports of the checkpoints in a folder and in those in it, or where a log says they are."""
+    from zae.cli.doctor import examine  # It imports torch, which takes seconds: not for --help.
+    from zae.storage.checkpoint import list_checkpoints
+
+    if path.is_dir():
+        folders = [path, *sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())]
+    else:
+        saved = records.described("config").get("save_path") if records is not None else None
+        folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
+    folders = [each for each in folders if each.is_dir()]
+    found = [each for each in folders if (each / "manifest.json").exists() or list_checkpoints(each)]
+    inner = {folder for folder in found if folder.parent in found}  # A checkpoint is not a folder of checkpoints.
+    return [examine(each) for each in dict.fromkeys(each.absolute() for each in found if each not in inner)]
+
+
+def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:
+    """Return the records that a checkpoint contains: a run that was not logged has them there too."""
+    from zae.report.records import Records
+    from zae.storage.checkpoint import load_state
+
+    if newest is None:
+        return Records()
+    folder = Path(newest[0]["path"])
+    state = load_state(folder if folder.name == newest[1]["name"] else folder / newest[1]["name"])
+    rows = state.get("records", {})
+    return Records.of(rows.get("log_history", []) if isinstance(rows, dict) else [])

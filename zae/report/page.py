@@ -1,0 +1,112 @@
+"""Write the page of a report: one HTML file with everything in it, which requests nothing."""
+
+from __future__ import annotations
+
+import array
+import base64
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import zae
+from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
+from zae.report.sections import SECTIONS, overview, subtitle, text_of
+
+__all__ = ["render"]
+
+_FOLDER = Path(__file__).parent
+_MOST = 100  # Metrics with a curve: a person does not look at a thousand.
+_TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page of one run, or of several that are compared.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        Their order is that of their colours.
+
+    Returns
+    -------
+    str
+        An HTML document.
+
+    Examples
+    --------
+    >>> from zae.report.records import Records, Run
+    >>> page = render([Run("first", Records.of([{"step": 1, "train/loss": 0.5}]))])
+    >>> page.startswith("<!DOCTYPE html>"), "train/loss" in page
+    (True, True)
+    """
+    metrics = metrics_of(runs)
+    css, script = (_asset(name) for name in ("report.css", "report.js"))
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    left_out = f"<p class='note'>{len(metrics) - _MOST} more metrics are not drawn.</p>" if len(metrics) > _MOST else ""
+    parts = {
+        "title": text_of(title),
+        "subtitle": subtitle(runs),
+        "version": text_of(zae.__version__),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "overview": overview(runs),
+        "left_out": left_out,
+        "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
+        "data": _embedded(_payload(runs, metrics[:_MOST])),
+        "css": css,
+        "script": script,
+        "css_hash": _hash(css),
+        "script_hash": _hash(script),
+    }
+    return Template(_asset("report.html")).substitute(parts)
+
+
+def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
+    """Return what the script draws: numbers as little-endian 64-bit floats in base64; equal axes are there once."""
+    axes: dict[tuple[str, str], int] = {}
+    found = []
+    for run in runs:
+        series = []
+        for key, each in run.records.series.items():
+            metric, split = split_key(key)
+            if metric in metrics:
+                axis = axes.setdefault((_packed(each.steps), _packed(_since(run, each))), len(axes))
+                series.append({"metric": metric, "split": split, "axis": axis, "values": _packed(each.values)})
+        epochs = run.records.epochs
+        resumed = [each["step"] for each in run.records.sessions[1:]]
+        found.append({"name": run.name, "series": series, "resumed": resumed,
+                      "epochs": list(zip(epochs.steps, map(int, epochs.values)))})  # fmt: skip
+    titles = [{"name": metric, "title": _TITLES.get(metric, metric)} for metric in metrics]
+    return {"metrics": titles, "axes": list(axes), "runs": found}
+
+
+def _since(run: Run, series: Series) -> list[float]:
+    """Return the seconds of each point since the run began; none where no time is known."""
+    start = run.records.began
+    return [] if math.isnan(start) else [round(time - start, 6) for time in series.times]
+
+
+def _packed(values: Iterable[float]) -> str:
+    numbers = array.array("d", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _embedded(value: Any) -> str:
+    """Return JSON that no text in it can end as the content of a script element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,257 @@
+"""The parts of a report that are text: tiles and tables. Every text that comes from a run is escaped."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from zae.errors import printable
+from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
+
+__all__ = ["SECTIONS", "overview", "subtitle", "text_of"]
+
+_MOST = 500  # Rows of the table of metrics.
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    """Return the line below the title: what was trained, where, when, and how it ended."""
+    if len(runs) > 1:
+        return text_of(", ".join(run.name for run in runs))
+    records, config = runs[0].records, runs[0].records.described("config")
+    count = config.get("parameters")
+    model = f"{config.get('model', '')}" + (f", {count:,} parameters" if isinstance(count, int) else "")
+    begun = "" if math.isnan(records.began) else f"started {_when(records.began)}"
+    found = (model, records.described("environment").get("device"), begun, runs[0].status)
+    return " · ".join(text_of(each) for each in found if each)
+
+
+def overview(runs: Sequence[Run]) -> str:
+    """Return the most important numbers, as tiles for one run and as a table for several."""
+    facts = [_facts(run) for run in runs]
+    if len(runs) == 1:
+        tiles = "".join(
+            f"<div class='tile'><dt>{text_of(name)}</dt><dd>{text_of(value)} <small>{text_of(note)}</small></dd></div>"
+            for name, (value, note) in facts[0].items()
+        )
+        return f"<dl class='tiles'>{tiles}</dl>"
+    names = list(dict.fromkeys(name for each in facts for name in each))
+    rows = [[_run(runs, at), *(_noted(*each.get(name, ("-", ""))) for name in names)] for at, each in enumerate(facts)]
+    return _section("overview", "Overview", _table(["run", *map(text_of, names)], rows, "The main numbers of each run"))
+
+
+def _facts(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the best score, the last values, and how far and how fast a run came, each with a note."""
+    series, config, facts = run.records.series, run.records.described("config"), dict[str, tuple[str, str]]()
+    metric = split_key(str(config.get("monitor", "loss")))[0]
+    choose = {"min": min, "max": max}.get(str(config.get("monitor_mode")))
+    best = next((series[key] for key in (f"valid/{metric}", f"train/{metric}", metric) if key in series), Series())
+    points = [pair for pair in zip(best.values, best.steps) if not math.isnan(pair[0])]
+    if points and choose is not None:
+        value, step = choose(points, key=lambda pair: pair[0])
+        facts[f"best {metric}"] = _short(value), f"at step {step:,}"
+    for key in ("train/loss", "valid/loss"):
+        if key in series:
+            facts[f"last {key}"] = _short(series[key].values[-1]), ""
+    if series:
+        facts["steps"] = f"{max(each.steps[-1] for each in series.values()):,}", ""
+    if run.records.epochs.values:
+        facts["epochs"] = f"{int(run.records.epochs.values[-1]):,}", ""
+    end = max((each.times[-1] for each in series.values() if not math.isnan(each.times[-1])), default=math.nan)
+    if end > run.records.began:
+        facts["duration"] = _duration(end - run.records.began), ""
+    rates = sorted(series[THROUGHPUT].values) if THROUGHPUT in series else []
+    if rates:
+        facts["throughput"] = f"{rates[len(rates) // 2]:.3g}", "steps/s, median"
+    return facts
+
+
+# ----------------------------------------------------------------------------------------------------- the sections
+
+
+def _metric_table(runs: Sequence[Run]) -> str:
+    """Return the last, lowest and highest value of each series."""
+    rows = [
+        [text_of(key), *([_run(runs, at)] if len(runs) > 1 else []), *_extremes(series)]
+        for metric in metrics_of(runs)
+        for key in dict.fromkeys(key for run in runs for key in run.records.series if split_key(key)[0] == metric)
+        for at, run in enumerate(runs)
+        for series in [run.records.series.get(key)]
+        if series is not None
+    ]
+    named = ["metric", *(["run"] if len(runs) > 1 else [])]
+    headers = [*named, "last", "lowest", "highest", "points", "not finite"]
+    table = _table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
+    return _section("metrics", "Metrics", table) if rows else ""
+
+
+def _extremes(series: Series) -> list[str]:
+    """Return the cells of a series."""
+    finite = [pair for pair in zip(series.values, series.steps) if math.isfinite(pair[0])]
+    cells = [_short(series.values[-1])]
+    for choose in (min, max):
+        value, step = choose(finite, key=lambda pair: pair[0]) if finite else (math.nan, 0)
+        cells.append(_noted(_short(value), f"at {step:,}") if finite else "-")
+    return [*cells, f"{len(series.values):,}", f"{len(series.values) - len(finite) or '-'}"]
+
+
+def _described(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
+    """Return the section of a part of the description, where runs are compared: what differs comes first."""
+
+    def section(runs: Sequence[Run]) -> str:
+        found = [_flat(run.records.described(part)) for run in runs]
+        names = list(dict.fromkeys(name for each in found for name in each if name != "composition"))
+        if not names:
+            return ""
+        rows = {name: [_value(each.get(name)) for each in found] for name in names}
+        if len(runs) == 1:
+            pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
+            return _section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
+        headers = ["", *(_run(runs, at) for at in range(len(runs)))]
+        same = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) == 1]
+        differing = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) > 1]
+        content = _table(headers, differing, "What differs") if differing else "<p>Nothing differs.</p>"
+        if same:
+            rest = _table(headers, same, "What is the same")
+            content += f"<details><summary>The same in all runs ({len(same)})</summary>{rest}</details>"
+        return _section(identifier, identifier.title(), content)
+
+    return section
+
+
+def _composition(runs: Sequence[Run]) -> str:
+    """Return the add-ons of each run, and the loop that they make."""
+    parts = []
+    for at, run in enumerate(runs):
+        names = run.records.described("config").get("composition", run.composition)
+        names = names if isinstance(names, list) else []
+        chips = "".join(f"<li>{text_of(name)}</li>" for name in names) or "<li class='none'>no add-on</li>"
+        text = run.records.about.get("explain")
+        loop = ""
+        if text:
+            shown = f"<pre tabindex='0'>{text_of(text, kept=chr(10))}</pre>"
+            loop = f"<details{' open' if len(runs) == 1 else ''}><summary>The effective loop</summary>{shown}</details>"
+        if names or text:
+            parts.append(f"{_heading(runs, at)}<ul class='chips'>{chips}</ul>{loop}")
+    return _section("composition", "Composition", "".join(parts)) if parts else ""
+
+
+def _checkpoints(runs: Sequence[Run]) -> str:
+    """Return what doctor reports of the checkpoints of each run."""
+    parts = []
+    for at, run in enumerate(runs):
+        for report in run.checkpoints:
+            rows = [_checkpoint(each) for each in [*report["checkpoints"], *report.get("crashes", [])]]
+            headers = ["checkpoint", "step", "epoch", "score", "size", "ranks", "zae", "state"]
+            table = _table(headers, rows, "Checkpoints") if rows else ""
+            advice = "".join(f"<li>{text_of(line)}</li>" for line in report["advice"])
+            place = f"<p class='quiet place'>{text_of(report['path'])}</p>"
+            parts.append(f"{_heading(runs, at)}{place}{table}<ul class='advice'>{advice}</ul>")
+    return _section("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
+
+
+def _checkpoint(each: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a checkpoint."""
+    size = f"{each['bytes'] / 1e6:,.1f} MB"
+    if not each["whole"]:
+        wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(each.get('wrong', ''))}</span>"
+        return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
+    score = each.get("score")
+    shown = _noted(_short(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
+    cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
+    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], "<span class='good'>intact</span>"]
+
+
+def _processes(runs: Sequence[Run]) -> str:
+    """Return when a run was started and resumed; nothing where each run is one process."""
+    rows = []
+    for at, run in enumerate(runs):
+        for each in run.records.sessions:
+            environment = each.get("environment")
+            device = environment.get("device", "-") if isinstance(environment, Mapping) else "-"
+            began = f"resumed after step {each['step']:,}" if each["step"] else "started"
+            name = [_run(runs, at)] if len(runs) > 1 else []
+            rows.append([*name, began, _when(each["unix_time"]), text_of(device)])
+    headers = [*(["run"] if len(runs) > 1 else []), "process", "time", "device"]
+    table = _table(headers, rows, "When a run was started and resumed")
+    return _section("processes", "Processes", table) if len(rows) > len(runs) else ""
+
+
+SECTIONS: tuple[Callable[[Sequence[Run]], str], ...] = (
+    _metric_table,
+    _checkpoints,
+    _composition,
+    _described("options", "config"),
+    _described("environment", "environment"),
+    _processes,
+)
+"""What comes below the curves; each returns an empty text where nothing is known."""
+
+
+# -------------------------------------------------------------------------------------------------------- the pieces
+
+
+def text_of(value: object, kept: str = "") -> str:
+    """Return any text as HTML."""
+    return html.escape(printable(str(value), kept=kept))
+
+
+def _section(identifier: str, title: str, content: str) -> str:
+    return f"<section id='{identifier}'><h2>{title}</h2>\n{content}\n</section>"
+
+
+def _heading(runs: Sequence[Run], at: int) -> str:
+    return f"<h3>{_run(runs, at)}</h3>" if len(runs) > 1 else ""
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+    """Return a table of cells that are HTML already."""
+    head = "".join(f"<th scope='col'>{each}</th>" for each in headers)
+    body = "\n".join(
+        f"<tr><th scope='row'>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for first, *cells in rows
+    )
+    opening = f"<div class='scroll' tabindex='0' role='region' aria-label='{text_of(caption)}'>"
+    return f"{opening}<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+
+
+def _run(runs: Sequence[Run], at: int) -> str:
+    """Return the name of a run, with its colour."""
+    return f"<span class='swatch c{at % 8}'></span>{text_of(runs[at].name)}"
+
+
+def _noted(value: str, note: str) -> str:
+    return f"{text_of(value)} <small>{text_of(note)}</small>" if note else text_of(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """Return the entries of nested mappings by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.", depth + 1) if isinstance(value, Mapping) and depth < 8 else {name: value}
+    return found
+
+
+def _value(value: Any) -> str:
+    """Return the value of an option."""
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return f"<code>{text_of(text if len(text) <= 300 else text[:300] + ' ...')}</code>"
+
+
+def _short(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _when(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if 0 < time < 1e11 else "-"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{seconds / 60:.1f} min"
