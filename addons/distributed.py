@@ -183,6 +183,12 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Return the arrangement of the ranks that there are, or will be."""
         return Mesh(self.mesh, self._dimensions(), self._planned_world())
 
+    def plan_ranks(self, plan: Any) -> None:
+        """Set the ranks that there are, or will be, and how they divide the work."""
+        super().plan_ranks(plan)
+        mesh = self._mesh()
+        plan.world_size, plan.data_size, plan.mesh = mesh.world, mesh.data_size, mesh.sizes
+
     def build_mesh(self) -> Any:
         """Return the DeviceMesh of this run; all ranks call it, once they have joined."""
         if self.device_mesh is None:

@@ -178,6 +178,11 @@ class EMAAddon(AddOnBase):
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         return super().plan_lines(plan)
 
+    def plan_memory(self, plan: Any) -> None:
+        """Add the average, which lies on the ranks as the weights do."""
+        super().plan_memory(plan)
+        plan.memory.held["average"] = plan.memory.parameters
+
     def adapt_state(self, entry: Any) -> Any:
         """Refuse an average of another model; replace names of wrappers, which older versions saved."""
         if entry is None:

@@ -18,9 +18,10 @@ from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.errors import ConfigError
 from zae.launch import shards
-from zae.launch.blocks import check_blocks, class_name, is_wanted, repeated_modules
+from zae.launch.blocks import check_blocks, class_name, is_wanted, repeated_modules, split_by_block
 from zae.launch.ddp import alike, broadcast
 from zae.loop.model_weights import without_wrappers
+from zae.preview.memory import shard_memory
 
 __all__ = ["FSDPAddon"]
 
@@ -281,6 +282,15 @@ class FSDPAddon(DistributedAddon):
             kinds.setdefault(class_name(block), []).append(name)
         each = [f"{len(names)} of {kind} ({_range(names)})" for kind, names in kinds.items()]
         return [*lines, f"sharded in blocks: {', '.join(each) or 'none'}; the rest of the model is one more"]
+
+    def plan_memory(self, plan: Any) -> None:
+        """Divide all that belongs to the model, and add the blocks that are gathered."""
+        super().plan_memory(plan)
+        if plan.world_size == 1:
+            return
+        groups = split_by_block((name for name, _ in self.unwrap().named_parameters()), self.blocks())
+        keeps, accumulates = not self.reshard_after_forward, plan.batches_per_step > 1
+        shard_memory(plan.memory, groups, plan.mesh.get("shard", 1), self.mp_policy, keeps, accumulates, self.meta_init)
 
     # ------------------------------------------------------------------------------------------------ a step
 

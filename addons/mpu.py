@@ -159,6 +159,12 @@ class MultiGPUAddon(DistributedAddon):
             self.comm_hook.register(self._engine)
         return self._engine or self._inner
 
+    def plan_memory(self, plan: Any) -> None:
+        """Add the buckets in which the wrapper averages gradients."""
+        super().plan_memory(plan)
+        if plan.world_size > 1:
+            plan.memory.held["buckets"] = plan.memory.gradients
+
     def _check_hook(self, why: str = "") -> None:
         """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
         if self._sparse:

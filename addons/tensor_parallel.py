@@ -230,6 +230,18 @@ class TensorParallelAddon(DistributedAddon):
         each = [f"{kind} of {', '.join(names)}" for kind, names in kinds.items()]
         return [*super().plan_lines(plan), f"divided layers: {'; '.join(each) or 'none'}"]
 
+    def plan_memory(self, plan: Any) -> None:
+        """Divide the parameters of the layers that the plan divides."""
+        super().plan_memory(plan)
+        if plan.world_size == 1:
+            return
+        ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())
+        plan.memory.start = 2 * plan.memory.parameters  # It is sent in one piece.
+        for name, style in self.styles().items():
+            for key, dimension in _divided(style, modules[name]).items():
+                if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.
+                    part.divide(dimension, ranks)
+
     # ------------------------------------------------------------------------------------------------ a step
 
     def on_run_begin(self) -> None:
@@ -290,6 +302,18 @@ class TensorParallelAddon(DistributedAddon):
             if shards.is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         super().normalize(num_targets)
+
+
+def _divided(style: Any, module: nn.Module) -> dict[str, int]:
+    """Return the parameters of a layer that a style of torch divides, each with the dimension."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    is_table = isinstance(module, nn.Embedding)
+    if isinstance(style, ColwiseParallel):
+        found = {"weight": int(is_table), "bias": 0}
+    else:
+        found = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
+    return {key: dimension for key, dimension in found.items() if getattr(module, key, None) is not None}
 
 
 class _Draws(TorchFunctionMode):

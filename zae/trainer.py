@@ -927,6 +927,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return cast("type[AnyTrainer]", compose(cls, add_ons))
 
     explain, plan, plan_lines = explain.explain, preview.plan, preview.plan_lines
+    plan_memory, plan_ranks = preview.plan_memory, preview.plan_ranks
 
     def __repr__(self) -> str:
         at, model = self.progress_checker, type(self.unwrap()).__name__

@@ -146,7 +146,7 @@ def build(engine: Engine | None, *add_ons: type[AddOnBase], task: type[Trainer] 
     own = {} if engine is None else engine.options
     given = {"optimizer": adamw, "log_bar": False, "seed": 0, **own, **options}
     cls = task.add_on(*(() if engine is None else engine.add_ons), *add_ons)
-    return cls(given.pop("model", None) or net(), "cpu", **given)
+    return cls(given.pop("model", None) or net(), given.pop("device", "cpu"), **given)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from zae.errors import ConfigError
 
-__all__ = ["check_blocks", "class_name", "is_wanted", "repeated_modules"]
+__all__ = ["check_blocks", "class_name", "is_wanted", "repeated_modules", "split_by_block"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -50,3 +51,12 @@ def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module
         else:
             found.update(repeated_modules(child, f"{path}."))
     return found
+
+
+def split_by_block(names: Iterable[str], blocks: Iterable[str]) -> list[list[str]]:
+    """Group the names of parameters by the innermost block that they are in; those of no block come first."""
+    groups: dict[str, list[str]] = {"": [], **{block: [] for block in blocks}}
+    for name in names:
+        inside = [block for block in groups if block and name.startswith(f"{block}.")]
+        groups[max(inside, key=len, default="")].append(name)
+    return [*groups.values()]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zae.loop.progress import Every
+from zae.preview.memory import Memory
 
 __all__ = ["RunPreview"]
 
@@ -28,7 +29,13 @@ class RunPreview:
     batches_per_step : int
         Loader batches in a step; the last step of an epoch may have fewer.
     batch_size, effective_batch_size : int or None
-        Samples of a batch, and of a step over all batches and processes.
+        Samples of a batch, and of a step over all batches and shares of the data.
+    world_size, data_size : int
+        How many processes train, and how many of them get different batches.
+    mesh : dict of str to int
+        How many processes divide the work along each dimension; empty for one.
+    leaves_out : bool
+        Whether the last step of an epoch has too few samples for each process.
     epoch_ends : list of (int, int)
         The epochs that this run ends, each with its last step.
     learning_rates : dict of str to list of float
@@ -39,6 +46,8 @@ class RunPreview:
         The names that ``monitor`` may have; None where they cannot be tried.
     bytes_per_checkpoint, disk : int
         The size of the largest checkpoint, and of all that are kept at once; 0 without a state manager.
+    memory : Memory or None
+        The bytes that each process takes, without activations; None where they are not known.
     kernels : dict of str to str
         For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
         kernel removes the entry.
@@ -54,6 +63,9 @@ class RunPreview:
     batches_per_step: int = 1
     batch_size: int | None = None
     world_size: int = 1
+    data_size: int = 1
+    mesh: dict[str, int] = field(default_factory=dict)
+    leaves_out: bool = False
     epoch_ends: list[tuple[int, int]] = field(default_factory=list)
     learning_rates: dict[str, list[float]] = field(default_factory=dict)
     validates_at: list[int] = field(default_factory=list)
@@ -63,6 +75,7 @@ class RunPreview:
     monitor: str = ""
     bytes_per_checkpoint: int = 0
     disk: int = 0
+    memory: Memory | None = None
     kernels: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
@@ -76,7 +89,7 @@ class RunPreview:
     @property
     def effective_batch_size(self) -> int | None:
         """The number of samples of a step."""
-        return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.world_size
+        return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.data_size
 
     def due(self, every: Every) -> list[int]:
         """List the steps of this run at which a cadence is due.
@@ -141,12 +154,21 @@ class RunPreview:
         ]  # fmt: skip
         rows += [(name, _curve(rates, self.first_step)) for name, rates in self.learning_rates.items()]
         rows += [("validates", _steps(self.validates_at)), ("logs", _steps(self.logs_at))]
+        if self.memory is not None:
+            rows.append(("memory", self._memory(self.memory)))
         if self.bytes_per_checkpoint:
             rows.append(("saves", _steps(self.saves_at)))
             rows.append(("disk", f"{_size(self.disk)} at most, {_size(self.bytes_per_checkpoint)} a checkpoint"))
         if self.metrics is not None:
             rows.append(("monitor", f"{self.monitor}; there are {', '.join(self.metrics)}"))
         return rows + [("note", note) for note in self.notes]
+
+    def _memory(self, memory: Memory) -> str:
+        entries = memory.entries()
+        each = ", ".join(f"{name} {_size(size)}" for name, size in entries.items())
+        where = " a process" if self.world_size > 1 else ""
+        whole = f"; {_size(memory.start)} before the model is divided" if memory.start > sum(entries.values()) else ""
+        return f"{_size(sum(entries.values()))}{where} and activations: {each}{whole}"
 
     def __str__(self) -> str:
         rows = self.rows()

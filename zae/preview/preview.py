@@ -18,6 +18,7 @@ from zae.common import optim, random_state
 from zae.common.device import leading_dimension
 from zae.common.optimizer_checks import check_schedules
 from zae.composition.introspect import add_ons_of, seam, slots_of
+from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
@@ -27,6 +28,7 @@ from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.preview.dry_run import NotTried, Trial, state_after_a_step
+from zae.preview.memory import Memory
 from zae.preview.plan import RunPreview
 from zae.schedulers import is_plateau
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from zae.loop.run import Run
     from zae.trainer import Trainer
 
-__all__ = ["Preview", "plan", "plan_lines"]
+__all__ = ["Preview", "plan", "plan_lines", "plan_memory", "plan_ranks"]
 
 _log = logging.getLogger("zae")
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
@@ -61,7 +63,7 @@ class Preview:
     def plan(self) -> RunPreview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
         found, trainer, run = self.found, self.trainer, self.run
-        found.world_size = max(trainer.world_size, len(trainer.devices))
+        trainer.plan_ranks(found)
         if trainer.mode == "test":
             self.describe_evaluation()
             return found
@@ -73,6 +75,7 @@ class Preview:
         self.find_metrics()
         self.measure_checkpoint()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
+        self.measure_memory()
         found.notes += found.kernels.values()
         if not found.disk:
             found.bytes_per_checkpoint = 0
@@ -156,13 +159,14 @@ class Preview:
             )
 
     def _wrapped_loader(self) -> Any:
-        """Return the loader of this rank, or the whole one where the ranks are still to be started."""
-        if self.run.is_ready or "parallel" not in slots_of(type(self.trainer)):
+        """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
+        found = self.found
+        if self.run.is_ready or found.data_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
-        self.found.notes.append(
-            "the loader is shared among the processes when they begin; the steps here are of one alone"
-        )
-        return self.run.loader
+        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, found.data_size, list, bool))
+        shares = sharding.shares_of(shared)
+        found.leaves_out = shares is not None and shares.leaves_out
+        return shared
 
     # -------------------------------------------------------------------------------------------- learning rates
 
@@ -219,7 +223,17 @@ class Preview:
         if history.score_of(dict.fromkeys(names, 0.0)) is None and any(map(is_plateau, schedulers)):
             raise MonitorError(f"no step returns {history.monitor!r}; available: {', '.join(names)}; give monitor=...")
 
-    # ----------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------- memory and checkpoints
+
+    def measure_memory(self) -> None:
+        """Find the memory of a process, which engines divide."""
+        trainer, found, module = self.trainer, self.found, self.trainer.unwrap()
+        parameters = list(module.parameters())
+        if optim.has_lazy(parameters):
+            return
+        made = [each for _, each in trainer.optimization.made_optimizers(parameters)]
+        found.memory = Memory.of_model(module, [(each, state_after_a_step(each)) for each in made])
+        trainer.plan_memory(found)
 
     def measure_checkpoint(self) -> None:
         """Find the size of a checkpoint, where the trainer saves any."""
@@ -261,6 +275,16 @@ def _batch_size(loader: Any) -> int | None:
 def plan_lines(self: Any, plan: RunPreview) -> list[str]:
     """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
     return []
+
+
+@seam
+def plan_ranks(self: Any, plan: RunPreview) -> None:
+    """Set how many processes the run will have, and how they divide the work; called by ``plan`` before it counts."""
+
+
+@seam
+def plan_memory(self: Any, plan: RunPreview) -> None:
+    """Change ``plan.memory``, the bytes of one process, to those of a rank; called by ``plan``, not for lazy models."""
 
 
 def plan(
@@ -314,6 +338,7 @@ def plan(
       lr         0.1
       validates  at steps 5, 10
       logs       at steps 5, 10
+      memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
       monitor    loss; there are loss, accuracy
     """
     limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)

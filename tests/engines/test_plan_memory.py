@@ -1,0 +1,181 @@
+"""plan() tells the memory of a rank, within a tenth of what the ranks then take, and their steps and batches."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from kit.engines import ENGINES, Task, build
+from kit.ranks import each_rank
+from zae.addons import EMAAddon, GradientAccumulationAddon
+
+ROWS, WIDTH, VOCABULARY = 8, 256, 1000
+SMALL = 8
+MMAP_THRESHOLD = -3  # Of mallopt: larger tensors get memory of their own, which is given back when they are freed.
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A language model whose memory is that of its parameters, as its batches are tiny."""
+
+    def __init__(self, width: int = WIDTH, blocks: int = 4, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * 1.0
+
+
+PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+}
+Case = tuple[str | None, tuple[Any, ...], dict[str, Any], dict[str, int]]
+CASES: dict[int, list[Case]] = {  # By the number of ranks.
+    1: [(None, (), {}, {}), (None, (EMAAddon,), {"optimizer": "momentum"}, {})],
+    2: [("ddp", (), {}, {}), ("fsdp", (), {}, {}), ("tensor", (), {"tensor_plan": PLAN}, {})],
+    4: [("2-D", (), {"tensor_plan": PLAN}, {})],
+}
+WINDOW = {"gradient_accumulation_steps": 2}
+MORE: dict[int, list[Case]] = {
+    1: [
+        *((None, (), {"optimizer": each}, {}) for each in OPTIMIZERS),
+        (None, (), {}, {"vocabulary": 8000}),  # Nearly all is one parameter.
+    ],
+    2: [
+        ("ddp", (GradientAccumulationAddon,), {**WINDOW, "optimizer": "momentum"}, {}),
+        ("fsdp", (), {"optimizer": "sgd"}, {}),
+        ("fsdp", (), {"reshard_after_forward": False}, {}),
+        ("fsdp", (GradientAccumulationAddon, EMAAddon), WINDOW, {}),
+        ("fsdp", (), {}, {"blocks": 2}),
+        ("fsdp", (), {}, {"blocks": 1}),
+        ("fsdp", (), {}, {"vocabulary": 8000}),
+        ("fsdp", (), {"fsdp_blocks": ["blocks.0", "embed"]}, {}),
+    ],
+    4: [("hsdp", (), {}, {}), ("fsdp", (), {}, {})],
+}
+
+
+def data(batch_size: int = 1, rows: int = ROWS) -> DataLoader[Any]:
+    tokens = torch.randint(SMALL, (rows, 3), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(tokens), batch_size)
+
+
+def make(case: Any, devices: Any = "cpu", **sizes: int) -> Any:
+    name, add_ons, options, own = case
+    options = {**options, "optimizer": OPTIMIZERS[options.get("optimizer", "adamw")], "model": Net(**{**own, **sizes})}
+    return build(name and ENGINES[name], *add_ons, task=Task, device=devices, **options)
+
+
+def resident(field: str) -> int:
+    """Return the bytes of this process that are in memory: now (VmRSS), or at most (VmHWM)."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def measure(cases: Any) -> list[int]:
+    """Return how much the memory of this rank grows at most in a run of each case."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(MMAP_THRESHOLD, 1 << 15) == 1
+    grown = []
+    for case in cases:
+        make(case, width=SMALL, vocabulary=SMALL).run(1, data())  # It loads the code, and fills caches.
+        gc.collect()
+        end = libc.sbrk(0)
+        while libc.sbrk(0) == end:  # Until the heap has no room for a tensor, whose memory would be counted already.
+            libc.malloc(1 << 14)
+        Path("/proc/self/clear_refs").write_text("5")  # The highest value is the present one again.
+        before = resident("VmRSS")
+        trainer = make(case)
+        trainer.run(1, data())
+        grown.append(resident("VmHWM") - before)
+        assert trainer.progress_checker.step == trainer.plan(1, data()).steps
+        del trainer
+    return grown
+
+
+def check(world: int, cases: list[Case]) -> None:
+    plans = [make(case, ["cpu"] * world).plan(1, data()) for case in cases]
+    found = each_rank(world, measure, cases, timeout=60)
+    rows = [
+        (case, plan.memory.total, of_rank[index])
+        for of_rank in found
+        for index, (case, plan) in enumerate(zip(cases, plans, strict=True))
+    ]
+    assert [row for row in rows if not 0.9 < row[1] / row[2] < 1.1] == []
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor", "2-D"])
+def test_the_steps_are_those_of_the_ranks(name: str) -> None:
+    """The plan is made before the ranks are there: steps of each rank, and samples of all shares of the data."""
+    engine = ENGINES[name]
+    case: Case = (name, (GradientAccumulationAddon,), {**WINDOW, **engine.options}, {})
+    case[2].update({"tensor_plan": PLAN} if "tensor_plan" in engine.options else {})
+    many = (ROWS, 2 * engine.world + 1)
+    found = each_rank(engine.world, run, case, many)
+    for index, rows in enumerate(many):
+        plan = make(case, ["cpu"] * engine.world, width=SMALL).plan(2, data(2, rows), data(2, 3))
+        assert (plan.world_size, plan.data_size) == (engine.world, engine.shares)
+        assert plan.effective_batch_size == 2 * 2 * engine.shares
+        assert plan.leaves_out == (rows % (2 * engine.shares) in range(1, engine.shares))
+        counts = (plan.batches_per_epoch, plan.steps_per_epoch)
+        assert [of_rank[index] for of_rank in found] == [(counts, plan.steps, plan.epoch_ends)] * engine.world
+
+
+def run(case: Case, many: tuple[int, ...]) -> list[Any]:
+    """Return for each number of rows what a rank knows before the run, and after it."""
+    made = []
+    for rows in many:
+        trainer = make(case, width=SMALL)
+        plan = trainer.plan(2, data(2, rows))
+        trainer.run(2, data(2, rows), data(2, 3))
+        ends = [(row["epoch"], row["step"]) for row in trainer.train_history]
+        made.append(((plan.batches_per_epoch, plan.steps_per_epoch), trainer.progress_checker.step, ends))
+    return made
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_the_memory_of_a_rank_is_that_of_the_plan(world: int) -> None:
+    """ENGINES.md section 3.10: at most a tenth apart from what the ranks take."""
+    check(world, CASES[world])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", MORE)
+def test_what_changes_the_memory_is_in_the_plan(world: int) -> None:
+    """Optimizers, accumulation, an average, blocks that stay gathered, few blocks, and one large parameter."""
+    check(world, MORE[world])
