@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from kit.engines import ENGINES, Counted, Engine, Net, Task, build, data, distance, net, sgd, weights
-from kit.ranks import each_rank
 from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 LIMIT = 1e-12
@@ -24,13 +24,19 @@ def on_engine(test: Any) -> Any:
     """Run a test function on the ranks of every engine."""
 
     @functools.wraps(test)
-    def run(name: str, tmp_path: Path) -> None:
-        engine = ENGINES[name]
-        fixtures = {"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {}
-        each_rank(engine.world, functools.partial(test, engine, **fixtures), timeout=30)
+    def run(name: str, tmp_path: Path, crews: Any) -> None:
+        crews(ENGINES[name].world).call(on_rank, test.__module__, test.__name__, name, tmp_path)
 
     del run.__wrapped__
+    run.on_rank = test  # type: ignore[attr-defined]
     return EVERY(run)
+
+
+def on_rank(module: str, test: str, name: str, tmp_path: Path) -> None:
+    """Call a test function, which the ranks know by its name, with an engine."""
+    function = getattr(sys.modules[module], test).on_rank
+    fixtures = {"tmp_path": tmp_path} if "tmp_path" in inspect.signature(function).parameters else {}
+    function(ENGINES[name], **fixtures)
 
 
 def check(trainer: Any, engine: Engine) -> None:
@@ -45,13 +51,13 @@ def check(trainer: Any, engine: Engine) -> None:
 @on_engine
 def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
     """20 steps of AdamW, with a clip that bites and two batches in a window."""
-    for task in (Task, Counted):
+    for task, steps in ((Task, 20), (Counted, 4)):
         options = {"task": task, "gradient_clip": 0.05, "gradient_accumulation_steps": 2}
         trainer, single = (build(each, GradientAccumulationAddon, **options) for each in (engine, None))
-        rows = 4 * engine.shares * 20
-        here = trainer.run(2, data(rows), data(13, 2, False))
-        there = single.run(2, data(rows, 4 * engine.shares), data(13, 2, False))
-        assert here["step"] == there["step"] == 20
+        rows = 4 * engine.shares * steps
+        here = trainer.run(2, data(rows), data(9, 2, False))
+        there = single.run(2, data(rows, 4 * engine.shares), data(9, 2, False))
+        assert here["step"] == there["step"] == steps
         assert float(single.grad_norm) > 0.05
         assert abs(float(trainer.grad_norm) - float(single.grad_norm)) < LIMIT
         assert distance(trainer, single) < LIMIT
@@ -90,8 +96,8 @@ def test_an_instance_of_an_optimizer_trains_the_wrapped_parameters(engine: Engin
         begun = {name: value.detach().clone() for name, value in model.named_parameters()}
         trainers.append(build(kind, model=model, optimizer=optimizer))
     trainer, single = trainers
-    trainer.run(2, data(16 * engine.shares))
-    single.run(2, data(16 * engine.shares, 4 * engine.shares))
+    trainer.run(2, data(8 * engine.shares))
+    single.run(2, data(8 * engine.shares, 4 * engine.shares))
     own = weights(trainer)
     assert all(bool((own[name] != begun[name]).any()) for name in begun if not name.endswith("key.bias"))
     assert distance(trainer, single) < LIMIT
@@ -102,21 +108,21 @@ def test_an_instance_of_an_optimizer_trains_the_wrapped_parameters(engine: Engin
 @on_engine
 def test_two_runs_are_bitwise_the_same_and_a_second_run_goes_on(engine: Engine) -> None:
     """Wrapping happens once: run, evaluate, toggle and run again use the same module."""
-    ends = []
+    ends, rows = [], 12 * engine.shares
     for _ in range(2):
         trainer = build(engine, gradient_clip=0.05, model=net(dropout=0.5))
-        trainer.run(1, data())
-        trainer.evaluate(data(13, 2, False))
+        trainer.run(1, data(rows))
+        trainer.evaluate(data(9, 2, False))
         trainer.toggle()
         trainer.toggle()
-        trainer.run(1, data())
+        trainer.run(1, data(rows))
         ends.append(weights(trainer))
         check(trainer, engine)
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     trainer, single = (build(each) for each in (engine, None))
     for each, size in ((trainer, 4), (single, 4 * engine.shares)):
-        each.run(1, data(batch_size=size))
-        each.run(1, data(batch_size=size))
+        each.run(1, data(rows, size))
+        each.run(1, data(rows, size))
     assert distance(trainer, single) < LIMIT
 
 
@@ -131,8 +137,8 @@ def test_evaluation_of_unequal_shares(engine: Engine) -> None:
             here, there = (each.inference(valid) for each in (trainer, single))
             assert [out["rows"].tolist() for out in here] == [out["rows"].tolist() for out in there]
         if not step:
-            trainer.run(1, data())
-            single.run(1, data(batch_size=4 * engine.shares))
+            trainer.run(1, data(8 * engine.shares))
+            single.run(1, data(8 * engine.shares, 4 * engine.shares))
     check(trainer, engine)
 
 
@@ -148,7 +154,7 @@ def test_the_initial_weights_are_those_of_one_process(engine: Engine) -> None:
             own = weights(trainer)
             assert {trainer.layout(each) for each in trainer.unwrap().parameters()} == engine.layouts
         assert all(torch.equal(value, expected[name]) for name, value in own.items())
-        trainer.run(1, data())
+        trainer.run(1, data(4 * engine.shares))
 
 
 @on_engine
@@ -161,12 +167,12 @@ def test_whole_states_load_into_every_engine(engine: Engine, tmp_path: Path) -> 
         path = tmp_path / (folder if kind else f"{folder}-{dist.get_rank()}")
         trainer = build(kind, StateManagerAddon, gradient_clip=0.05, save_path=path, **options)
         size = 4 * engine.world // (1 if kind is None else kind.shares)
-        limits = {} if "resume" in options else {"max_steps": 7}
-        trainer.run(3, data(16 * engine.world, size, False), **limits)
+        limits = {} if "resume" in options else {"max_steps": 3}
+        trainer.run(3, data(8 * engine.world, size, False), **limits)
         return trainer
 
     end = build(None, gradient_clip=0.05)
-    end.run(3, data(16 * engine.world, 4 * engine.world, False))
+    end.run(3, data(8 * engine.world, 4 * engine.world, False))
     for name, kind in kinds.items():
         run(kind, name)
     dist.barrier()
@@ -175,7 +181,7 @@ def test_whole_states_load_into_every_engine(engine: Engine, tmp_path: Path) -> 
         if "one" in (saved, loaded) and saved != loaded == "one":
             continue  # One process has no add-on for the state of ranks; weights alone are below.
         trainer = run(kinds[loaded], f"{saved}-{loaded}", resume=str(found), reshard=saved != loaded)
-        assert trainer.progress_checker.step == 12
+        assert trainer.progress_checker.step == 6
         assert distance(trainer, end) < LIMIT, (saved, loaded)
         if loaded == saved and loaded != "one":
             check(trainer, kinds[loaded] or engine)
@@ -185,7 +191,7 @@ def test_whole_states_load_into_every_engine(engine: Engine, tmp_path: Path) -> 
 def test_weights_alone(engine: Engine, tmp_path: Path) -> None:
     """save_model writes the plain weights, once; one process and the engine load them."""
     trainer, single, again = build(engine), build(None), build(engine)
-    trainer.run(1, data())
+    trainer.run(1, data(8 * engine.shares))
     trainer.save_model(tmp_path / "model.safetensors")
     trainer.barrier()
     single.apply_weights(tmp_path / "model.safetensors")

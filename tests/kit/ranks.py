@@ -4,22 +4,28 @@
     def test_sums_are_equal(world, tmp_path):  # fixtures are made before the fork: the ranks share tmp_path
         assert dist.get_world_size() == world
     each_rank(2, function, *arguments)         # the same inside of a test: a list of what each rank returned
+    Crew(2).call(function, *arguments)         # ranks that stay for further calls, with what torch has cached in them
 
-Arguments are not pickled, so that closures and classes of the test may be used; what is returned is pickled. The world
-size is asserted before and after, warnings are errors, and the tracebacks of all ranks that failed are shown.
+Arguments are not pickled, so that closures and classes of the test may be used; what is returned is pickled. Those of a
+crew are pickled too. The world size is asserted before and after, warnings are errors, and the tracebacks of all ranks
+that failed are shown.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +82,14 @@ def _wait(ranks: list[Child], outcomes: dict[int, Outcome], seconds: float, fold
         time.sleep(0.001)
     for rank in {*range(len(ranks))} - {*outcomes}:
         ranks[rank].kill()
-        stack, _, _ = (folder / f"stack-{rank}").read_text().partition(f'  File "{__file__}"')
-        late.append(f"rank {rank} of {len(ranks)} did not end:\n{stack}")
+        late.append(f"rank {rank} of {len(ranks)} did not end:\n{_stack(folder, rank)}")
     return failed or late
+
+
+def _stack(folder: Path, rank: int) -> str:
+    """Return where a rank was when its time was over."""
+    stack, _, _ = (folder / f"stack-{rank}").read_text().partition(f'  File "{__file__}"')
+    return stack
 
 
 def _be_rank(rank: int, world: int, folder: Path, timeout: float, function: Callable[[], Any]) -> Any:
@@ -91,14 +102,87 @@ def _be_rank(rank: int, world: int, folder: Path, timeout: float, function: Call
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=waiting
     )
     assert dist.get_world_size() == world
-    with warnings.catch_warnings(), open(folder / f"stack-{rank}", "w") as stack:
-        faulthandler.dump_traceback_later(2 * timeout, file=stack)
-        for category in (UserWarning, FutureWarning, DeprecationWarning):
-            warnings.simplefilter("error", category)
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
-        result = function()
-        faulthandler.cancel_dump_traceback_later()
+    result = _call(folder, timeout, function)
     assert dist.get_world_size() == world
     dist.barrier()  # Who ends first would break the others' last exchange.
     dist.destroy_process_group()
     return result
+
+
+def _call(folder: Path, timeout: float, function: Callable[[], Any]) -> Any:
+    """Call a function with warnings as errors, and write where it is when the time is over."""
+    with warnings.catch_warnings(), open(folder / f"stack-{dist.get_rank()}", "w") as stack:
+        faulthandler.dump_traceback_later(2 * timeout, file=stack)
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.simplefilter("error", category)
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
+        try:
+            return function()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class Crew:
+    """Ranks that stay for many calls: sharding propagation and imports of torch take a second in each new rank.
+
+    After a call that failed the ranks are gone.
+    """
+
+    def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
+        importlib.import_module("torch._dynamo")
+        self.timeout, self._ranks, self._pipes = timeout, [], []
+        self._folder = tempfile.TemporaryDirectory(prefix="zae-ranks-")
+        self._path = Path(self._folder.name)
+        for rank in range(world):
+            pipe, other = Pipe()
+            serve = functools.partial(_serve, other, self._path, timeout)
+            self._ranks.append(Child(_be_rank, rank, world, self._path, timeout, serve))
+            self._pipes.append(pipe)
+            other.close()
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._ranks)
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function of a module, which is pickled by its name, on every rank."""
+        for pipe in self._pipes:
+            pipe.send(functools.partial(function, *args))
+        pending, failed = dict(zip(self._pipes, range(len(self._pipes)))), []
+        deadline = time.monotonic() + 2 * self.timeout + 1
+        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    error = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    error = "it ended"
+                if error:
+                    failed.append(f"rank {rank} of {len(self._ranks)}: {error}")
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if pending or failed:
+            late = [f"rank {rank} did not end:\n{_stack(self._path, rank)}" for rank in pending.values()]
+            self.end()
+            raise AssertionError("\n".join(failed or late))
+
+    def end(self) -> None:
+        """Kill the ranks."""
+        for child, pipe in zip(self._ranks, self._pipes):
+            child.kill()
+            pipe.close()
+        self._ranks, self._pipes = [], []
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, folder: Path, timeout: float) -> None:
+    """Be a rank of a crew, until it is killed."""
+    while True:
+        function = pipe.recv()
+        world, error = dist.get_world_size(), ""
+        try:
+            _call(folder, timeout, function)
+            assert dist.get_world_size() == world
+        except BaseException:
+            error = traceback.format_exc()
+        gc.collect()
+        pipe.send(error)
