@@ -32,10 +32,11 @@ guards.profile_guard_manager = lambda *_: 0.0
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("table", "resume", "testing", "distributed", "crash", "compile_fused", "mpu", "compile", "mpu_resume",
-           "resume_scripts", "mpu_spawned", "mpu_data", "examples", "wandb_logger", "gather", "composition", "loading",
-           "package", "fault_signals", "fault_exceptions", "readme", "performance", "neptune_logger")  # fmt: skip
-"""The files that take more than ten seconds of a processor, the longest first."""
+LONGEST = ("engines", "together", "table", "sharded", "distributed", "resume", "testing", "crash", "rank_failures",
+           "examples", "compile_fused", "mpu", "wandb_logger", "composition", "mpu_resume", "tensor", "gather",
+           "package", "compile", "loading", "fault_signals", "torch_private", "addon_examples", "mpu_spawned",
+           "mpu_data", "resume_scripts", "readme", "stop_signals", "start_from", "performance")  # fmt: skip
+"""The files that take more than five seconds of a processor, the longest first."""
 
 
 def pytest_collection_modifyitems(items):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from kit.rank_tasks import forks
 from kit.scripts import Script
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -35,12 +36,12 @@ def _warm():
 
 def start(name):
     """Run an example in the present folder; its output is plain text, and it says nothing to standard error (X-7)."""
-    return plain(*Script(EXAMPLES / name).end(120))
+    return plain(*Script(EXAMPLES / name).end(60))
 
 
 def start_afresh(name):
     """The same, by the command that the README shows."""
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, timeout=60)
     return plain(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -122,7 +123,8 @@ def test_plain_is_the_hand_written_loop():
 
 def test_fsdp_trains_a_language_model_in_shards():
     """Two ranks on the CPU; a model that knows only how frequent each character is has a loss of about 3.1."""
-    (loss,) = matched(r"validation loss (\d\.\d{3})\n", start_afresh("fsdp.py"))
+    with forks():
+        (loss,) = matched(r"validation loss (\d\.\d{3})\n", start("fsdp.py"))
     assert float(loss) < 3.0
 
 

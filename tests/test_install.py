@@ -60,7 +60,7 @@ def built(request, tmp_path_factory):
     for kind in ("editable", "wheel", "sdist"):
         (parent / "built" / kind).mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, parent / "built"], cwd=root, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", BUILD, parent / "built"], cwd=root, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return parent, {path.parent.name: path for path in parent.glob("built/*/*")}, request.param

@@ -272,7 +272,7 @@ Logged = Task.add_on(NeptuneLoggerAddon, TensorBoardLoggerAddon, WandBLoggerAddo
 Logged(model, "cpu", optimizer=optimizer, web_logger=logs, log_dir="events")
 sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "runs"]
 

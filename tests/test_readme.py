@@ -225,7 +225,7 @@ def test_first_block_copied_into_a_file(tmp_path):
     """X-3, X-5, X-7: at least 0.95 within 20 s; piped, it writes plain lines, nothing to stderr, and no file."""
     (tmp_path / "first.py").write_text(first_block())
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b""

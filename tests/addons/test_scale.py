@@ -24,7 +24,7 @@ def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     Path("page.py").write_text("\n".join([*blocks, CHECK]))
     with forks():
-        status, shown, said = Script(Path("page.py").absolute()).end(120)
+        status, shown, said = Script(Path("page.py").absolute()).end(60)
     assert (status, said) == (0, "")
     assert shown == "1899 886\n"
     assert "gives 1899;" in text

@@ -228,7 +228,7 @@ def test_fault_servers_that_do_not_serve(tmp_path, monkeypatch):
     code = FAULT.format(tests=str(Path(__file__).parent.parent))
     with server("refuses") as refuses, server("silent") as silent, server("500") as broken:
         urls = (refuses, silent, broken)
-        done = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["0", "1", "0", "0"], done.stderr
     assert not any(KEY.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     port = refuses.rsplit(":", 1)[1]

@@ -255,5 +255,5 @@ def test_the_message_for_an_unknown_option_survives_a_broken_installation():
         "try: T(torch.nn.Linear(1, 1), zzz=1)\n"
         "except zae.OptionError as error: sys.stdout.write(str(error))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "unknown argument 'zzz' for T; it has model" in done.stdout, done.stderr

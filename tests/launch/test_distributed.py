@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -376,7 +377,7 @@ def torchrun(*arguments):
 
 
 def output_of(process):
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=60)
     assert process.returncode == 0, text
     return text
 
@@ -412,6 +413,7 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
     """
     example = ROOT / "examples" / "ddp.py"
     Path("restart.py").write_text(textwrap.dedent(RESTART.format(tests=str(TESTS), example=str(example))))
+    importlib.import_module("sklearn.datasets")  # Here once, and not in each of the forks.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -421,7 +423,7 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
         alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
         again = Torchrun(*alone, "--nproc_per_node", "2", "--max-restarts", "2", "restart.py")
         agent, plain = Torchrun(*joins), Script(example)
-        ended, other = [each.end(120) for each in (again, agent, plain)], output_of(command)
+        ended, other = [each.end(60) for each in (again, agent, plain)], output_of(command)
     assert [status for status, *_ in ended] == [0, 0, 0], ended
     (_, restarted, _), (_, both, _), (_, out, said) = ended
     assert said == ""
@@ -445,6 +447,6 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
 def test_the_seed_s_example_runs():
     with forks():
         script = Script(ROOT / "examples" / "ddp_seed.py")
-    assert script.end(120) == (0, "Model saved as 'runs/dummy_model_mgpu.pth'.\n", "")
+    assert script.end(60) == (0, "Model saved as 'runs/dummy_model_mgpu.pth'.\n", "")
     state = torch.load("runs/dummy_model_mgpu.pth", weights_only=True)
     assert list(state) == ["weight", "bias"]

@@ -276,7 +276,7 @@ def test_the_status_that_a_shell_sees(folder: Path) -> None:
         f"test_fault_signals.long_run(pathlib.Path({str(folder)!r}), number=signal.SIGINT, at=3)\n"
     )
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} {script}; echo $?"], capture_output=True, text=True, timeout=90
+        ["sh", "-c", f"{sys.executable} {script}; echo $?"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "130", done.stderr
     assert "KeyboardInterrupt" in done.stderr

@@ -53,7 +53,7 @@ def on_a_terminal(command: tuple[Path, str], **environment: str) -> str:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = Script(*command, terminal=slave, TERM="xterm", **environment)
     os.close(slave)
-    out, end = b"", time.monotonic() + 120
+    out, end = b"", time.monotonic() + 60
     while time.monotonic() < end:
         ready, _, _ = select.select([master], [], [], 1.0)
         if ready:
@@ -127,7 +127,7 @@ def test_no_color(tmp_path: Path, shown: Any) -> None:
 @pytest.mark.covers("X-7")
 def test_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
     """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
-    assert Script(*script(tmp_path)).end(120) == (0, "", "")
+    assert Script(*script(tmp_path)).end(60) == (0, "", "")
     assert (tmp_path / "end.txt").read_text() == shown[2]
 
 
