@@ -489,9 +489,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @seam
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
-        if num_targets != [None]:
-            ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
-            optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
+        ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
+        optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
     @seam
     def unscale(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "children_of",
+    "copy_of",
     "fields_of",
     "has_same_bits",
     "is_dataclass",
@@ -136,3 +138,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         items = [map_tensors(function, each) for each in value]
         return value if all(a is b for a, b in zip(items, value)) else type(value)(items)
     return value
+
+
+def copy_of(value: Any, device: torch.device | None = None) -> Any:
+    """Copy a value deeply, with its tensors detached, and on the device if one is given."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+    if type(value) is dict:
+        return {key: copy_of(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copy_of(each, device) for each in value)
+    return copy.deepcopy(value)

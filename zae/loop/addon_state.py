@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.walk import map_tensors, tensors_in
+from zae.common.walk import copy_of, map_tensors, tensors_in
 from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.storage.encoding import decode, encode
@@ -131,7 +130,7 @@ def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
     on_host = entry.get(_ON_HOST, ())
     if is_loading(trainer, FROM_FILE) and trainer.device.type == "cpu":
         return {name: entry[key] for key, name in names.items()}
-    return {name: _placed(entry[key], None if key in on_host else trainer.device) for key, name in names.items()}
+    return {name: copy_of(entry[key], None if key in on_host else trainer.device) for key, name in names.items()}
 
 
 def _misfit(present: Any, saved: Any) -> str:
@@ -146,17 +145,6 @@ def _misfit(present: Any, saved: Any) -> str:
     if any(isinstance(present, kind) != isinstance(saved, kind) for kind in kinds):
         return f"was a {type(saved).__name__} and is a {type(present).__name__} here"
     return ""
-
-
-def _placed(value: Any, device: torch.device | None) -> Any:
-    """Copy a value, with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
-    if type(value) is dict:
-        return {key: _placed(each, device) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_placed(each, device) for each in value)
-    return copy.deepcopy(value)
 
 
 # ---------------------------------------------------------------------------------------------------- generators

@@ -21,6 +21,7 @@ from zae.common import argument_checks, optim, optimizer_modes, random_state
 from zae.common.optimizer_checks import Span, check_schedules
 from zae.common.optimizer_settings import REMEDY, ScriptSettings
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
+from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.model_weights import fit_name, named_parameters
 from zae.schedulers import is_plateau, steps_taken
@@ -437,17 +438,8 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
     twin.param_groups = [
         {"params": [torch.zeros(1, dtype=d) for d in types]}
-        | {name: _copied(value) for name, value in group.items() if name != "params"}
+        | {name: copy_of(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
         for types in [{p.dtype for p in group["params"]}]
     ]
     return twin
-
-
-def _copied(value: Any) -> Any:
-    """Copy a setting of a group; a learning rate that is a tensor is changed in place."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else copy.copy(value)
