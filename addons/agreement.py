@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from zae.common.model_weights import named_parameters
 from zae.composition.introspect import AddOnPart, replaces
 from zae.errors import DistributedError
 from zae.launch import shards
 from zae.launch.drift import DriftCheck
 from zae.launch.stop_flag import StopFlag
 from zae.loop import addon_state
-from zae.loop.model_weights import named_parameters
 from zae.sinks.fingerprint import fingerprints
 
 __all__ = ["AgreementAddon"]

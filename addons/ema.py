@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase
+from zae.common.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.common.optim import has_lazy
 from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.loop.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.checkpoint import save_weights
 

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from zae.addons.distributed import DistributedAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_model
+from zae.common.model_weights import without_wrappers
 from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.errors import ConfigError
 from zae.launch import shards
 from zae.launch.blocks import check_blocks, class_name, is_wanted, repeated_modules, split_by_block
 from zae.launch.ddp import alike, broadcast
-from zae.loop.model_weights import without_wrappers
 from zae.preview.memory import shard_memory
 
 __all__ = ["FSDPAddon"]

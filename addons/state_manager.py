@@ -11,10 +11,10 @@ from typing import Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_flags, check_folder, check_partial
+from zae.common.model_weights import named_parameters
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
-from zae.loop.model_weights import named_parameters
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver

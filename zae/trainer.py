@@ -18,16 +18,17 @@ from torch.optim import Optimizer
 
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import can_copy_async, leading_dimension, parse_device, to_device
+from zae.common.model_weights import without_wrappers
 from zae.common.optimizer_modes import NOTHING
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
-from zae.loop.epoch_log import EpochLog, plain
+from zae.loop.attributes import Attributes
+from zae.loop.epoch_log import plain
 from zae.loop.evaluation import Evaluation, switch_mode
 from zae.loop.history import History, Metrics, MetricsDict
-from zae.loop.model_weights import without_wrappers
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
 from zae.loop.processes import Processes
@@ -46,16 +47,7 @@ __all__ = ["Trainer"]
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 
-def _of(part: str, name: str, doc: str) -> Any:
-    """Return a property for a public attribute of a trainer that one of its parts holds."""
-
-    def read(trainer: Any) -> Any:  # Not an attrgetter, which torch.compile cannot trace.
-        return getattr(getattr(trainer, part), name)
-
-    return property(read, lambda trainer, value: setattr(getattr(trainer, part), name, value), doc=doc)
-
-
-class Trainer(Processes, metaclass=TrainerMeta):
+class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     """The training loop of PyTorch, with its seams open: subclass it with ``train_step`` and ``test_step``.
 
     Parameters
@@ -845,64 +837,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------------- what is shown
 
     old_attributes: ClassVar[Any] = {"is_seeded": "progress_checker.is_seeded", "monitor_mode": "history.direction"}
-
-    optimizer: Any = _of("optimization", "optimizer", "What was given; once set up, with what the factories made.")
-    scheduler: Any = _of("optimization", "scheduler", "What was given; once set up, with what the factories made.")
-    optimizers: dict[str, Optimizer] = _of("optimization", "optimizers", "The optimizers by name; an only one is '0'.")
-    schedulers: dict[str, Any] = _of("optimization", "schedulers", "The schedulers by name; an only one is '0'.")
-    parameters: list[Tensor] = _of("optimization", "parameters", "What is trained, of the model and the optimizers.")
-    gradient_clip: float = _of("optimization", "gradient_clip", "The largest gradient norm; 0 does not clip.")
-    grad_norm: Tensor | None = _of("optimization", "grad_norm", "The norm of the gradients before the last clip.")
-    scheduler_step_on_batch: bool = _of("optimization", "scheduler_step_on_batch", "Step schedulers after each step.")
-    monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
-    fast_data: bool = _of("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
-    keep_train_outputs: bool = _of("log_train", "keeps", "Whether what steps return beside numbers is kept.")
-    log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")
-    log_test: EpochLog = _of("history", "log_test", "What the steps of the last evaluation returned.")
-    train_metrics: Metrics = _of("history", "train_metrics", "The metrics of the last epoch.")
-    test_metrics: Metrics = _of("history", "test_metrics", "The metrics of the last validation.")
-    best: Metrics = _of("history", "best", "The metrics of the best epoch, with its score and place.")
-    train_history: list[Metrics] = _of("history", "train", "A row for each epoch of training.")
-    valid_history: list[Metrics] = _of("history", "valid", "A row for each validation.")
-    log_history: list[dict[str, Any]] = _of("history", "log", "A row for each call of ``log``.")
-
-    @property
-    def metrics(self) -> MetricsDict:
-        """The history so far, as ``run`` returns it."""
-        return self.history.as_metrics(self.progress_checker)
-
-    def get_loss_history(self, mode: str = "train") -> list[float]:
-        """Return the mean loss of each epoch ("train"), or of each validation ("test")."""
-        return self.history.losses_of(mode)
-
-    def print_log(self) -> None:
-        """Write the history to standard output, as a table."""
-        self.metrics.write()
-
-    def log_reset(self) -> None:
-        """Forget what the open epoch has logged."""
-        self.log_train.clear()
-        self.log_test.clear()
-
-    def score_of(self, metrics: Mapping[str, float]) -> float | None:
-        """Look the monitored metric up.
-
-        Parameters
-        ----------
-        metrics : mapping
-            The metrics of a validation, or of an epoch of training.
-
-        Returns
-        -------
-        float or None
-            None only for the default monitor, where no step returns a loss.
-
-        Raises
-        ------
-        MonitorError
-            With the names there are.
-        """
-        return self.history.score_of(metrics)
 
     @classmethod
     def add_on(cls: type[AnyTrainer], *add_ons: type[AddOnBase] | str) -> type[AnyTrainer]:

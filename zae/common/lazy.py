@@ -59,7 +59,7 @@ MOVED = {
     "zae.optimizer_modes": "zae.common.optimizer_modes",
     "zae.optimizer_state": "zae.common.optimizer_state",
     "zae.options": "zae.composition.options",
-    "zae.plain_names": "zae.loop.model_weights",
+    "zae.plain_names": "zae.common.model_weights",
     "zae.plan": "zae.preview.plan",
     "zae.progress": "zae.loop.progress",
     "zae.ranks": "zae.launch.rank_process",

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common import optim
+from zae.common.model_weights import load_fitted, plain_state
 from zae.common.optimizer_state import load_optimizer_state
 from zae.composition.introspect import seam
-from zae.loop.model_weights import load_fitted, plain_state
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zae.common import optimizer_modes
+from zae.common.model_weights import check_types, fit_weights
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state
-from zae.loop.model_weights import check_types, fit_weights
 from zae.loop.progress import ProgressChecker
 
 if TYPE_CHECKING:

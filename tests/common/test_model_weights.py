@@ -17,7 +17,7 @@ from kit.hand import digest, loader, network
 from kit.matrix import first_difference
 from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
-from zae.loop.model_weights import plain_state, without_wrappers
+from zae.common.model_weights import plain_state, without_wrappers
 from zae.storage.checkpoint import load_checkpoint, load_weights
 
 
