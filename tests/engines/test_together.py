@@ -79,14 +79,14 @@ def test_a_run_that_was_saved_with_an_average_goes_on_bitwise(engine: Engine, tm
 
     def run(name: str, resume: Any = False, **limits: Any) -> Any:
         paths = {"save_path": tmp_path / name, "ledger_path": tmp_path / f"{name}.jsonl", "resume": resume}
-        trainer = build(engine, *add_ons, model=net(torch.float32, dropout=0.2), **paths, **options)
-        trainer.run(2, data(24 * engine.shares), data(5, 1, False), **limits)
+        trainer = build(engine, *add_ons, model=net(torch.float32, dropout=0.2), save_every=3, **paths, **options)
+        trainer.run(2, data(16 * engine.shares), data(3, 1, False), **limits)
         return trainer
 
     end = run("end")
-    run("begun", max_steps=4)
+    run("begun", max_steps=3)
     again = run("again", resume=str(tmp_path / "begun"))
-    assert end.progress_checker.step == again.progress_checker.step == 6
+    assert end.progress_checker.step == again.progress_checker.step == 4
     ends = [weights(each) for each in (end, again)]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     averages = [each.state_dict()["EMAAddon"]["average"] for each in (end, again)]
@@ -124,7 +124,8 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
     if not sharded(engine):
         return
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
-    ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"compile_blocks": "aot_eager"}]
+    backend = "aot_eager" if engine.world == 2 else "eager"
+    ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"compile_blocks": backend}]
     if TensorParallelAddon in engine.add_ons:
         with pytest.raises(ConfigError, match=r"compile_blocks: .*leave it out"):
             build(engine, **ways.pop()).run(1, data())
@@ -211,12 +212,12 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
     """run starts the ranks; afterwards one process evaluates, and runs again."""
     engine = ENGINES[name]
     cls = Task.add_on(*engine.add_ons, EMAAddon)
-    options: list[dict[str, Any]] = [{}, {"meta_init": True}] if sharded(engine) else [{}]
-    for runs, more in zip((2, 1), options):
+    options: list[dict[str, Any]] = [{}] if engine.world == 2 else []
+    for more in options + [{"meta_init": True}] * sharded(engine):
         trainer = cls(Double, ["cpu"] * engine.world, optimizer=sgd, decay=0.5, seed=0, log_bar=False, timeout=20,
                       **engine.options, **more)  # fmt: skip
         single = build(None, EMAAddon, model=Double, optimizer=sgd, decay=0.5)
-        for _ in range(runs):
+        for _ in range(2):
             with forks():
                 here = trainer.run(1, data(12 * engine.shares), data(3, 1, False))
             there = single.run(1, data(12 * engine.shares, 4 * engine.shares), data(3, 1, False))
