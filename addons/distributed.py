@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
 from zae.addons.agreement import AgreementAddon
@@ -188,6 +188,11 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         super().plan_ranks(plan)
         mesh = self._mesh()
         plan.world_size, plan.data_size, plan.mesh = mesh.world, mesh.data_size, mesh.sizes
+        if mesh.world > 1:
+            self._check_model(self._module)
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""
 
     def build_mesh(self) -> Any:
         """Return the DeviceMesh of this run; all ranks call it, once they have joined."""

@@ -186,16 +186,7 @@ class FSDPAddon(DistributedAddon):
         if isinstance(model, FSDPModule):  # Of an earlier run.
             self._sharded = model
             return model
-        if without_wrappers(model) is not model or getattr(self, "compile_mode", None) is not None:
-            raise ConfigError(
-                "CompileAddon, torch.compile or DataParallel is around the whole model, whose blocks could then not be "
-                "gathered one at a time; leave it out, and write compile_blocks=True"
-            )
-        if has_lazy([*model.parameters(), *model.buffers()]):
-            raise ConfigError(
-                "the model is lazy, and a parameter without a shape cannot be sharded; call it once with a batch "
-                "before run(): model(inputs)"
-            )
+        self._check_model(model)
         before, on_meta = dict(model.named_parameters()), _is_meta(model)
         if not on_meta:
             plain = [each for each in model.parameters() if not shards.is_sharded(each)]
@@ -206,6 +197,20 @@ class FSDPAddon(DistributedAddon):
         if on_meta:
             self._send_weights(model)
         return model
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that cannot be sharded."""
+        super()._check_model(model)
+        if without_wrappers(model) is not model or getattr(self, "compile_mode", None) is not None:
+            raise ConfigError(
+                "CompileAddon, torch.compile or DataParallel is around the whole model, whose blocks could then not be "
+                "gathered one at a time; leave it out, and write compile_blocks=True"
+            )
+        if has_lazy([*model.parameters(), *model.buffers()]):
+            raise ConfigError(
+                "the model is lazy, and a parameter without a shape cannot be sharded; call it once with a batch "
+                "before run(): model(inputs)"
+            )
 
     def _shard(self, model: nn.Module) -> None:
         """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""
@@ -275,8 +280,10 @@ class FSDPAddon(DistributedAddon):
     def plan_lines(self, plan: Any) -> list[str]:
         """Name the blocks."""
         lines = super().plan_lines(plan)
-        if len(self.devices) == 1 == self.world_size:
+        if plan.world_size == 1:
             return lines
+        if plan.leaves_out:
+            self._check_padding()
         kinds: dict[str, list[str]] = {}
         for name, block in self.blocks().items():
             kinds.setdefault(class_name(block), []).append(name)

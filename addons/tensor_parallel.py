@@ -20,6 +20,7 @@ from zae.common.walk import tensors_in
 from zae.composition.introspect import add_ons_of
 from zae.errors import AddOnConflict, ConfigError, DistributedError
 from zae.launch import shards
+from zae.launch.blocks import divided_dimensions
 from zae.launch.ddp import broadcast
 from zae.sinks.fingerprint import fingerprint
 
@@ -148,27 +149,32 @@ class TensorParallelAddon(DistributedAddon):
         model = super().wrap_model(model)
         if self._world == 1 or any(map(shards.is_sharded, model.parameters())):  # Of an earlier run.
             return model
-        size = self._mesh().sizes.get("tensor", 1)
-        if size == 1:
-            raise ConfigError(
-                f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
-                "TensorParallelAddon out"
-            )
-        tensors = [*model.parameters(), *model.buffers()]
-        if getattr(self, "compile_blocks", False):
-            raise ConfigError("compile_blocks: compiled code trains divided layers to other weights; leave it out")
-        if has_lazy(tensors):
-            raise ConfigError(
-                "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
-                "before run(): model(inputs)"
-            )
-        broadcast(each for each in tensors if each.numel() and not each.is_meta)  # Those are sent by FSDPAddon.
+        self._check_model(model)
+        # FSDPAddon sends the weights of a model on the meta device.
+        broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel() and not each.is_meta)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._divide(model)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._check_ties(before, after)
         self._note_replaced(before, after)
         return model
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model and a mesh that cannot be divided."""
+        super()._check_model(model)
+        size = self._mesh().sizes.get("tensor", 1)
+        if size == 1:
+            raise ConfigError(
+                f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
+                "TensorParallelAddon out"
+            )
+        if getattr(self, "compile_blocks", False):
+            raise ConfigError("compile_blocks: compiled code trains divided layers to other weights; leave it out")
+        if has_lazy([*model.parameters(), *model.buffers()]):
+            raise ConfigError(
+                "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
+                "before run(): model(inputs)"
+            )
 
     def _divide(self, model: nn.Module) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -238,7 +244,7 @@ class TensorParallelAddon(DistributedAddon):
         ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())
         plan.memory.start = 2 * plan.memory.parameters  # It is sent in one piece.
         for name, style in self.styles().items():
-            for key, dimension in _divided(style, modules[name]).items():
+            for key, dimension in divided_dimensions(style, modules[name]).items():
                 if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.
                     part.divide(dimension, ranks)
 
@@ -302,18 +308,6 @@ class TensorParallelAddon(DistributedAddon):
             if shards.is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         super().normalize(num_targets)
-
-
-def _divided(style: Any, module: nn.Module) -> dict[str, int]:
-    """Return the parameters of a layer that a style of torch divides, each with the dimension."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    is_table = isinstance(module, nn.Embedding)
-    if isinstance(style, ColwiseParallel):
-        found = {"weight": int(is_table), "bias": 0}
-    else:
-        found = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
-    return {key: dimension for key, dimension in found.items() if getattr(module, key, None) is not None}
 
 
 class _Draws(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""docs/scale.md: its script runs, on as many ranks as it says, and its formulas give the numbers beside them."""
+"""docs/scale.md: its script runs, on as many ranks as it says, and prints what stands beside it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from zae.cli.diff import compare, read_ledger
 from zae.storage.checkpoint import load_checkpoint, newest_valid
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
-CHECK = """
-if __name__ == "__main__":
-    print(bytes_of_ddp(99_600_000) >> 20, bytes_of_shards(99_600_000, 2, 8_300_000) >> 20)
-"""
-
 
 def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
     """P-46: both runs end with two ranks, whose ledgers agree; the memory is that of the page."""
     text = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    Path("page.py").write_text("\n".join([*blocks, CHECK]))
+    (printed,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    Path("page.py").write_text("\n".join(blocks))
     with forks():
         status, shown, said = Script(Path("page.py").absolute()).end(60)
     assert (status, said) == (0, "")
-    assert shown == "1899 886\n"
-    assert "gives 1899;" in text
-    assert "gives 886." in text
+    assert shown == printed
     for folder in ("run", "compressed"):
         manifest = newest_valid(Path(folder), load_checkpoint)[1][0]
         assert (manifest["world_size"], manifest["step"]) == (2, 8)

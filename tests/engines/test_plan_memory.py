@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.engines import ENGINES, Task, build
 from kit.ranks import each_rank
+from zae import ConfigError
 from zae.addons import EMAAddon, GradientAccumulationAddon
 
 ROWS, WIDTH, VOCABULARY = 8, 256, 1000
@@ -96,7 +97,8 @@ def data(batch_size: int = 1, rows: int = ROWS) -> DataLoader[Any]:
 
 def make(case: Any, devices: Any = "cpu", **sizes: int) -> Any:
     name, add_ons, options, own = case
-    options = {**options, "optimizer": OPTIMIZERS[options.get("optimizer", "adamw")], "model": Net(**{**own, **sizes})}
+    options = {**options, "optimizer": OPTIMIZERS[options.get("optimizer", "adamw")]}
+    options.setdefault("model", Net(**{**own, **sizes}))
     return build(name and ENGINES[name], *add_ons, task=Task, device=devices, **options)
 
 
@@ -154,6 +156,27 @@ def test_the_steps_are_those_of_the_ranks(name: str) -> None:
         assert plan.leaves_out == (rows % (2 * engine.shares) in range(1, engine.shares))
         counts = (plan.batches_per_epoch, plan.steps_per_epoch)
         assert [of_rank[index] for of_rank in found] == [(counts, plan.steps, plan.epoch_ends)] * engine.world
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "lazy": ("fsdp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
+    "compiled": ("fsdp", {"model": lambda: torch.compile(Net(SMALL), backend="eager")}, "write compile_blocks=True"),
+    "BatchNorm": ("fsdp", {"model": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))}, "drop_last=True"),
+    "blocks": ("fsdp", {"fsdp_blocks": ["Blok"]}, "no module of Net is 'Blok'"),
+    "mesh": ("fsdp", {"mesh": {"shard": 3}}, "is of 3 ranks, and this run has 2"),
+    "no ranks": ("2-D", {"tensor_plan": PLAN, "mesh": {"shard": 2, "tensor": 1}}, "leaves 1 rank for each layer"),
+    "compile_blocks": ("2-D", {"tensor_plan": {}, "compile_blocks": True, "mesh": {"tensor": 2}}, "compile_blocks: "),
+    "lazy layer": ("tensor", {"model": lambda: nn.LazyLinear(2), "tensor_plan": {}}, "cannot be divided"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_ranks_would_refuse_is_refused(name: str) -> None:
+    """The plan raises it before a rank is started."""
+    engine, options, message = REFUSED[name]
+    made = make((engine, (), options, {}), ["cpu", "cpu"], width=SMALL)
+    with pytest.raises(ConfigError, match=message):
+        made.plan(1, data(2, 5))
 
 
 def run(case: Case, many: tuple[int, ...]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Find the blocks of a model: the modules that are sharded and gathered one at a time."""
+"""Find the blocks of a model, which are sharded and gathered one at a time, and the parameters that a style divides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from zae.errors import ConfigError
 
-__all__ = ["check_blocks", "class_name", "is_wanted", "repeated_modules", "split_by_block"]
+__all__ = ["check_blocks", "class_name", "divided_dimensions", "is_wanted", "repeated_modules", "split_by_block"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -60,3 +60,15 @@ def split_by_block(names: Iterable[str], blocks: Iterable[str]) -> list[list[str
         inside = [block for block in groups if block and name.startswith(f"{block}.")]
         groups[max(inside, key=len, default="")].append(name)
     return [*groups.values()]
+
+
+def divided_dimensions(style: Any, module: nn.Module) -> dict[str, int]:
+    """Return the parameters of a layer that a style of torch divides, each with the dimension."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    is_table = isinstance(module, nn.Embedding)
+    if isinstance(style, ColwiseParallel):
+        found = {"weight": int(is_table), "bias": 0}
+    else:
+        found = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
+    return {key: dimension for key, dimension in found.items() if getattr(module, key, None) is not None}

@@ -271,7 +271,9 @@ class Optimization:
         for name, optimizer in optim.as_dict(self.optimizer).items():
             if not isinstance(optimizer, Optimizer):
                 with random_state.isolated():
-                    optimizer = optimizer([nn.Parameter(each.detach()) for each in own])
+                    optimizer = optimizer(
+                        [each if optim.has_lazy([each]) else nn.Parameter(each.detach()) for each in own]
+                    )
             yield name, optimizer
 
     # ------------------------------------------------------------------------------------------------ the state

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zae.common.optim import parameters_of
 from zae.common.walk import tensors_in
 
-__all__ = ["Memory", "Part", "shard_memory"]
+__all__ = ["Memory", "Part", "format_size", "shard_memory"]
 
 
 @dataclass
@@ -147,6 +147,13 @@ class Memory:
         peak = max(self.peaks, key=self.peaks.__getitem__, default="")
         return {name: size for name, size in {**found, peak: self.peaks.get(peak, 0)}.items() if size}
 
+    def __str__(self) -> str:
+        entries = self.entries()
+        step = sum(entries.values())
+        before = f"; {format_size(self.start)} before the model is divided" if self.start > step else ""
+        each = ", ".join(f"{name} {format_size(size)}" for name, size in entries.items())
+        return f"{format_size(step)} and activations: {each}{before}"
+
 
 class _Gathered(NamedTuple):
     """The bytes of modules that ``fully_shard`` gathers together, while they are whole."""
@@ -222,6 +229,12 @@ def _gathered_bytes(rest: _Gathered, blocks: Sequence[_Gathered], keeps: bool, a
     begin += sum(each.parameters for each in groups) if keeps else rest.parameters + 2 * block.parameters
     begin += sum(each.gradients for each in groups) if accumulates else rest.gradients + block.gradients
     return max(within, end, begin if keeps or accumulates else 0)
+
+
+def format_size(count: float) -> str:
+    """Format a number of bytes with a unit."""
+    power = min(4, (len(str(int(count))) - 1) // 3)
+    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def _part(parameter: Tensor) -> Part:

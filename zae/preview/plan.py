@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zae.loop.progress import Every
-from zae.preview.memory import Memory
+from zae.preview.memory import Memory, format_size
 
 __all__ = ["RunPreview"]
 
@@ -155,20 +155,15 @@ class RunPreview:
         rows += [(name, _curve(rates, self.first_step)) for name, rates in self.learning_rates.items()]
         rows += [("validates", _steps(self.validates_at)), ("logs", _steps(self.logs_at))]
         if self.memory is not None:
-            rows.append(("memory", self._memory(self.memory)))
+            rows.append(("memory", f"{'each process ' if self.world_size > 1 else ''}{self.memory}"))
         if self.bytes_per_checkpoint:
             rows.append(("saves", _steps(self.saves_at)))
-            rows.append(("disk", f"{_size(self.disk)} at most, {_size(self.bytes_per_checkpoint)} a checkpoint"))
+            rows.append(
+                ("disk", f"{format_size(self.disk)} at most, {format_size(self.bytes_per_checkpoint)} a checkpoint")
+            )
         if self.metrics is not None:
             rows.append(("monitor", f"{self.monitor}; there are {', '.join(self.metrics)}"))
         return rows + [("note", note) for note in self.notes]
-
-    def _memory(self, memory: Memory) -> str:
-        entries = memory.entries()
-        each = ", ".join(f"{name} {_size(size)}" for name, size in entries.items())
-        where = " a process" if self.world_size > 1 else ""
-        whole = f"; {_size(memory.start)} before the model is divided" if memory.start > sum(entries.values()) else ""
-        return f"{_size(sum(entries.values()))}{where} and activations: {each}{whole}"
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -205,9 +200,3 @@ def _curve(rates: list[float], first: int) -> str:
     peak = max(range(len(rates)), key=rates.__getitem__)
     places = dict.fromkeys([0, len(rates) // 4, len(rates) // 2, 3 * len(rates) // 4, len(rates) - 1, peak])
     return ", ".join(f"{rates[at]:.4g} at step {first + at}" for at in sorted(places))
-
-
-def _size(count: float) -> str:
-    """Format a number of bytes with a unit."""
-    power = min(4, (len(str(int(count))) - 1) // 3)
-    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
