@@ -13,6 +13,7 @@ from zae.storage.checkpoint import load_checkpoint, newest_valid
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 
+
 def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
     """P-46: both runs end with two ranks, whose ledgers agree; the memory is that of the page."""
     text = PAGE.read_text(encoding="utf-8")
