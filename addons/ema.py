@@ -169,7 +169,8 @@ class EMAAddon(AddOnBase):
             The file.
         """
         average = map_tensors(self.whole, self.average)
-        return save_weights(Path(path), average, {"step": str(self.progress_checker.step), "ema": "true"})
+        written = {"step": str(self.progress_checker.step), "ema": "true"}
+        return save_weights(Path(path), average, written, self.is_main or self.can_save_alone)
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""

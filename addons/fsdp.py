@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from zae.addons.distributed import DistributedAddon
-from zae.common import random_state
-from zae.common.argument_checks import check_flags, check_model
+from zae.common.argument_checks import check_flags
 from zae.common.model_weights import without_wrappers
 from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.errors import ConfigError
 from zae.launch import shards
-from zae.launch.blocks import check_blocks, class_name, is_wanted, repeated_modules, split_by_block
+from zae.launch.blocks import (
+    check_divisible,
+    choose_blocks,
+    describe_blocks,
+    parse_blocks,
+    prepare_block,
+    split_by_block,
+)
 from zae.launch.ddp import alike, broadcast
+from zae.launch.meta_init import MetaInit, is_meta
+from zae.launch.spawn import launched_world
 from zae.preview.memory import shard_memory
 
 __all__ = ["FSDPAddon"]
 
-_SHOWN = 10
+_log = logging.getLogger("zae")
 
 
 class FSDPAddon(DistributedAddon):
@@ -85,7 +93,11 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
-    process_attributes = {"_sharded": None}
+    process_attributes = {"_sharded": None, "_is_prepared": False}
+    excludes = {
+        "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
+        "compile_blocks=True"
+    }
 
     def __init__(
         self,
@@ -108,37 +120,21 @@ class FSDPAddon(DistributedAddon):
         self.reshard_after_forward, self.activation_checkpointing, self.cpu_offload, self.meta_init = check_flags(
             **flags
         )
-        self._factory: Callable[[], nn.Module] | None = None
+        self._meta: Any = None  # What makes the model, with meta_init.
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
+        self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
-            args, kwargs = self._on_meta(args, kwargs)
+            self._meta = MetaInit(args[0] if args else kwargs.get("model"))
+            args, kwargs = ((self._meta.make_empty, *args[1:]), {k: v for k, v in kwargs.items() if k != "model"})
         super().__init__(*args, **kwargs)
-        self.fsdp_blocks, self.mp_policy, self.compile_blocks = fsdp_blocks, mp_policy, compile_blocks
-        if not callable(fsdp_blocks) or isinstance(fsdp_blocks, type):
-            given = [] if fsdp_blocks is None else fsdp_blocks
-            self.fsdp_blocks = list(given) if isinstance(given, (list, tuple, set)) else [given]
-            for each in self.fsdp_blocks:
-                if not isinstance(each, (str, type)):
-                    raise ConfigError(f"fsdp_blocks={fsdp_blocks!r}; give classes, names, or a function of both")
+        if self.meta_init and len(self.devices) > 1 and not dist.is_initialized() and launched_world() is None:
+            self._meta.check_sent()
+        self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
         if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
             raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
                               "leave it out")  # fmt: skip
-
-    def _on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the model be made on the meta device."""
-        given = args[0] if args else kwargs.get("model")
-        if isinstance(given, nn.Module) or not callable(given):
-            raise ConfigError("meta_init=True needs a function that returns the model: Task(lambda: Net(), ...)")
-        self._factory = given
-
-        def on_meta() -> nn.Module:
-            with torch.device("meta"):
-                made: nn.Module = given()
-            return made
-
-        return ((on_meta, *args[1:]), kwargs) if args else (args, {**kwargs, "model": on_meta})
 
     @property
     def can_save_alone(self) -> bool:  # type: ignore[override]
@@ -164,22 +160,17 @@ class FSDPAddon(DistributedAddon):
 
     def materialize(self, module: nn.Module) -> None:
         """Leave a module on the meta device to `wrap_model`; in one process, give it its weights."""
-        if not _is_meta(module):
-            super().materialize(module)
-        elif self._world == 1:
-            _fill(module, self._call_factory())
-            super().materialize(module)
-
-    def _call_factory(self) -> nn.Module:
-        """Call the factory as one process does."""
-        assert self._factory is not None
-        seeded = random_state.isolated() if self.seed is None else random_state.seeded(self.seed)
-        return check_model(self._factory, seeded)
+        if is_meta(module) and self._world > 1:
+            return
+        if is_meta(module):
+            self._meta.fill(module, self.seed)
+        super().materialize(module)
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Shard the model in place, once, with the weights of rank 0."""
         model = super().wrap_model(model)
         if self._world == 1:
+            self._prepare_alone()
             return model
         from torch.distributed.fsdp import FSDPModule
 
@@ -187,7 +178,7 @@ class FSDPAddon(DistributedAddon):
             self._sharded = model
             return model
         self._check_model(model)
-        before, on_meta = dict(model.named_parameters()), _is_meta(model)
+        before, on_meta = dict(model.named_parameters()), is_meta(model)
         if not on_meta:
             plain = [each for each in model.parameters() if not shards.is_sharded(each)]
             broadcast([*plain, *(each for each in model.buffers() if each.numel())])
@@ -195,15 +186,15 @@ class FSDPAddon(DistributedAddon):
         self._sharded = model
         self._note_replaced(before, dict(model.named_parameters()))
         if on_meta:
-            self._send_weights(model)
+            self._meta.send(model, self.seed, self.device, self._rank == 0)
         return model
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that cannot be sharded."""
         super()._check_model(model)
-        if without_wrappers(model) is not model or getattr(self, "compile_mode", None) is not None:
+        if without_wrappers(model) is not model:
             raise ConfigError(
-                "CompileAddon, torch.compile or DataParallel is around the whole model, whose blocks could then not be "
+                "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
                 "gathered one at a time; leave it out, and write compile_blocks=True"
             )
         if has_lazy([*model.parameters(), *model.buffers()]):
@@ -211,6 +202,7 @@ class FSDPAddon(DistributedAddon):
                 "the model is lazy, and a parameter without a shape cannot be sharded; call it once with a batch "
                 "before run(): model(inputs)"
             )
+        check_divisible({"": model})
 
     def _shard(self, model: nn.Module) -> None:
         """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""
@@ -222,34 +214,28 @@ class FSDPAddon(DistributedAddon):
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         for block in sorted(self.blocks().items(), key=lambda item: -item[0].count(".")):
-            self._prepare_block(block[1])
+            prepare_block(block[1], self.activation_checkpointing, self.compile_blocks)
             fully_shard(block[1], **options)
         fully_shard(model, **options)
 
-    def _prepare_block(self, block: nn.Module) -> None:
-        if self.activation_checkpointing:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if self.compile_blocks:
-            block.compile(backend="inductor" if self.compile_blocks is True else self.compile_blocks)
+    def _prepare_alone(self) -> None:
+        """In one process, prepare the blocks as ranks do, and tell what only ranks do."""
+        if self._is_prepared or len(self.devices) > 1:
+            return
+        self._is_prepared = True
+        for block in self.blocks().values() if self.activation_checkpointing or self.compile_blocks else ():
+            prepare_block(block, self.activation_checkpointing, self.compile_blocks)
+        if self.mp_policy is not None:
+            _log.warning(
+                "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
+                "parameters. To try the precision here, add AMPAddon with precision='bf16'"
+            )
 
     def _data_mesh(self) -> Any:
         """Return the dimensions of the mesh that shard and replicate the model."""
         names = tuple(name for name in self._mesh().sizes if name in ("replicate", "shard"))
         mesh = self.build_mesh()
         return mesh[names] if set(names) < set(mesh.mesh_dim_names) else mesh
-
-    def _send_weights(self, model: nn.Module) -> None:
-        """Give a module on the meta device the weights that rank 0 makes, one tensor after another."""
-        made = self._call_factory() if self._rank == 0 else None
-        model.to_empty(device=self.device)
-        sources = {} if made is None else {**dict(made.named_parameters()), **dict(made.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                if made is not None:
-                    value.copy_(sources[name])
-                broadcast([value] if value.numel() else [])
-                tensor.copy_(shards.like(value, tensor))
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the modules that are gathered one at a time, by name.
@@ -260,22 +246,7 @@ class FSDPAddon(DistributedAddon):
             Those of ``fsdp_blocks``; by default the repeated children of ``ModuleList``, ``ModuleDict`` and
             ``Sequential``, the outermost ones.
         """
-        named = {name: each for name, each in self.unwrap().named_modules() if name}
-        if callable(self.fsdp_blocks):
-            return check_blocks({name: each for name, each in named.items() if self.fsdp_blocks(name, each)})
-        if not self.fsdp_blocks:
-            return repeated_modules(self.unwrap())
-        found: dict[str, nn.Module] = {}
-        for wanted in self.fsdp_blocks:
-            chosen = {name: each for name, each in named.items() if is_wanted(wanted, name, each)}
-            if not chosen:
-                known = sorted({type(each).__name__ for each in named.values()})
-                raise ConfigError(
-                    f"fsdp_blocks: no module of {type(self.unwrap()).__name__} is {wanted!r}; its classes are "
-                    f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
-                )
-            found.update(chosen)
-        return check_blocks(found)
+        return choose_blocks(self.unwrap(), self.fsdp_blocks)
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Name the blocks."""
@@ -284,11 +255,8 @@ class FSDPAddon(DistributedAddon):
             return lines
         if plan.leaves_out:
             self._check_padding()
-        kinds: dict[str, list[str]] = {}
-        for name, block in self.blocks().items():
-            kinds.setdefault(class_name(block), []).append(name)
-        each = [f"{len(names)} of {kind} ({_range(names)})" for kind, names in kinds.items()]
-        return [*lines, f"sharded in blocks: {', '.join(each) or 'none'}; the rest of the model is one more"]
+        found = describe_blocks(self.blocks()) or "none"
+        return [*lines, f"sharded in blocks: {found}; the rest of the model is one more"]
 
     def plan_memory(self, plan: Any) -> None:
         """Divide all that belongs to the model, and add the blocks that are gathered."""
@@ -312,6 +280,15 @@ class FSDPAddon(DistributedAddon):
         if self._world > 1:
             self._average_outside()
         super().normalize(num_targets)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Refuse losses for some parameters each: the backward reaches gathered blocks, not the shards."""
+        if self._world > 1 and (isinstance(loss, Mapping) or "inputs" in kwargs):
+            raise ConfigError(
+                "FSDPAddon differentiates one loss by all parameters, and train_step returned one for each optimizer "
+                "(or backward was given inputs). Return one loss, or train with MultiGPUAddon"
+            )
+        super().backward(loss, **kwargs)
 
     def _average_outside(self) -> None:
         for group in alike([each for each in self.parameters if not shards.is_sharded(each)]):
@@ -367,21 +344,6 @@ class FSDPAddon(DistributedAddon):
         super().load_model_state(weights, strict)
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
-        if _is_meta(self.unwrap()):
-            _fill(self.unwrap(), self._call_factory())
+        if is_meta(self.unwrap()):
+            self._meta.fill(self.unwrap(), self.seed)
         super()._take_back(state, rest, loader)
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-
-
-def _fill(module: nn.Module, made: nn.Module) -> None:
-    """Put the parameters and buffers of one module into another one that was made alike."""
-    for own, other in zip(module.modules(), made.modules(), strict=True):
-        own._parameters.update(other._parameters)
-        own._buffers.update(other._buffers)
-
-
-def _range(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

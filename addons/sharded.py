@@ -224,6 +224,16 @@ class ShardingAddon(AddOnPart):
         found = [each.grad for each in parameters if each.grad is not None]
         return shards.gradient_norm(found) if any(map(shards.is_sharded, found)) else super().gradient_norm(parameters)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle parts of tensors, which torch cannot do."""
+        if self._world > 1 and any(map(shards.is_sharded, self.unwrap().parameters())):
+            raise ConfigError(
+                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self._world} ranks: the trainer "
+                "cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, "
+                "and load the file into a new trainer"
+            )
+        return super().__getstate__()
+
     def layout(self, parameter: Tensor) -> str:
         """Return "sharded" for what lies in parts on the ranks."""
         return "sharded" if shards.is_sharded(parameter) else super().layout(parameter)

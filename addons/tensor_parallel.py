@@ -17,20 +17,13 @@ from torch.overrides import TorchFunctionMode
 from zae.addons.distributed import DistributedAddon
 from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
-from zae.composition.introspect import add_ons_of
-from zae.errors import AddOnConflict, ConfigError, DistributedError
+from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.launch.blocks import divided_dimensions
+from zae.launch.blocks import check_divisible, divided_dimensions
 from zae.launch.ddp import broadcast
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]
-
-_REFUSED = {
-    "MultiGPUAddon": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
-    "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
-    "CompileAddon": "compiled code trains divided layers to other weights; leave CompileAddon out",
-}
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -87,6 +80,11 @@ class TensorParallelAddon(DistributedAddon):
     inside = ("FSDPAddon",)
     outside = ("MultiGPUAddon",)
     process_attributes = {"_is_checked": False}
+    excludes = {
+        "MultiGPUAddon": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
+        "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
+        "CompileAddon": "compiled code trains divided layers to other weights; leave CompileAddon out",
+    }
 
     def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,14 +97,6 @@ class TensorParallelAddon(DistributedAddon):
             )
         self.tensor_plan = dict(self.tensor_plan)
         self.styles()
-
-    @classmethod
-    def apply(cls, base_cls: Any) -> Any:
-        """Refuse the add-ons that cannot train parts of layers."""
-        for other in add_ons_of(base_cls):
-            for name in _REFUSED.keys() & {each.__name__ for each in other.__mro__}:
-                raise AddOnConflict(f"{cls.__name__} and {name} do not go together: {_REFUSED[name]}")
-        return super().apply(base_cls)
 
     @property
     def can_save_alone(self) -> bool:  # type: ignore[override]
@@ -175,6 +165,8 @@ class TensorParallelAddon(DistributedAddon):
                 "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
                 "before run(): model(inputs)"
             )
+        modules = dict(model.named_modules())
+        check_divisible({name: modules[name] for name in self.styles()})
 
     def _divide(self, model: nn.Module) -> None:
         from torch.distributed.tensor.parallel import parallelize_module

@@ -40,6 +40,8 @@ class AddOnBase(Trainer):
         At most one add-on of a trainer may fill a slot.
     requires : tuple of str or type
         Add-ons that must be there too.
+    excludes : dict of str to str
+        Names of add-ons that must not be there, with why and what to write instead.
     state_attributes : tuple of str
         Attributes that checkpoints contain, the same on every rank: tensors, numbers, text, and lists, tuples and dicts
         of them. A private one is saved without its leading underscore.
@@ -75,6 +77,7 @@ class AddOnBase(Trainer):
     outside: ClassVar[tuple[str | type, ...]] = ()
     slot: ClassVar[str | None] = None
     requires: ClassVar[tuple[str | type, ...]] = ()
+    excludes: ClassVar[Mapping[str, str]] = {}
     state_attributes: ClassVar[tuple[str, ...]] = ()
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
     process_attributes: ClassVar[Mapping[str, Any]] = {}

@@ -450,8 +450,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         if count == 1 and (num_targets is None or self.data_size == 1):
             return loss
-        if isinstance(loss, Mapping):
-            return {key: self.scale_loss(each, num_targets, count) for key, each in loss.items()}
+        if isinstance(loss, Mapping):  # Not self.scale_loss: an override scales all of them, once.
+            return {key: Trainer.scale_loss(self, each, num_targets, count) for key, each in loss.items()}
         return loss / count if num_targets is None else loss * num_targets
 
     @seam
@@ -800,6 +800,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def save_model(self, path: str | Path) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
 
+        Where the weights lie in parts on several ranks, all of them call it, and rank 0 writes the file.
+
         Parameters
         ----------
         path : str or Path
@@ -810,7 +812,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Path
             The file.
         """
-        return save_weights(Path(path), CoreState(self).weights(), {"step": str(self.progress_checker.step)})
+        step = str(self.progress_checker.step)
+        return save_weights(Path(path), CoreState(self).weights(), {"step": step}, self.is_main or self.can_save_alone)
 
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
@@ -863,9 +866,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     plan_memory, plan_ranks = preview.plan_memory, preview.plan_ranks
 
     def __repr__(self) -> str:
-        at, model = self.progress_checker, type(self.unwrap()).__name__
-        where = f"device={self.device}, mode={self.mode}, epoch={at.epoch}, step={at.step}"
-        return f"{type(self).__name__}(model={model}, {where})"
+        at, whose = self.progress_checker, f"{type(self).__name__}(model={type(self.unwrap()).__name__}"
+        return f"{whose}, device={self.device}, mode={self.mode}, epoch={at.epoch}, step={at.step})"
 
     # ------------------------------------------------------------------------------------------------ the rest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import operator
 import sys
@@ -206,3 +207,16 @@ def test_an_old_override_without_super_is_refused():
 
     with pytest.raises(AddOnError, match="scale_loss overrides a seam without calling super"):
         quiet(type(AddOnBase), "DropsAddon", (AddOnBase,), {"weigh": weigh})
+
+
+def test_inspecting_a_trainer_reads_no_old_name(tmp_path):
+    """Neither dir() nor inspect.getmembers, and so no help() or autocompletion, lists a name that warns or raises."""
+    trainer = make(Task.add_on(StateManagerAddon), save_path=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (trainer, type(trainer)):
+            names = {name for name, _ in inspect.getmembers(each)}
+            assert {"scale_loss", "run"} <= names
+            assert not {"weigh", "is_seeded", "fit"} & names
+    with pytest.warns(DeprecationWarning, match="is_seeded"):
+        assert not trainer.is_seeded

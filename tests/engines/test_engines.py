@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.engines import ENGINES, Counted, Engine, Net, Task, build, data, distance, net, sgd, weights
+from kit.engines import ENGINES, Counted, Engine, Net, Task, adamw, build, data, distance, net, sgd, weights
+from zae import ConfigError
 from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 LIMIT = 1e-12
@@ -102,6 +103,40 @@ def test_an_instance_of_an_optimizer_trains_the_wrapped_parameters(engine: Engin
     assert distance(trainer, single) < LIMIT
     held = {id(each) for each in trainer.unwrap().parameters()}
     assert all(id(each) in held for group in trainer.optimizer.param_groups for each in group["params"])
+
+
+class Several(Task):
+    """Return a loss for each optimizer; evaluation records one."""
+
+    def train_step(self, batch: Any) -> Any:
+        loss = super().train_step(batch)["loss"]
+        return {"loss": {"a": loss, "b": 2 * loss}}
+
+    def test_step(self, batch: Any) -> Any:
+        return {**Task.train_step(self, batch), "rows": batch[0][:, 0].clone()}
+
+
+@on_engine
+def test_a_loss_for_each_of_several_optimizers(engine: Engine) -> None:
+    """In windows of two batches, of which the last has unequal shares; refused where parameters are sharded."""
+    trainers = []
+    for kind in (engine, None):
+        model = net()
+        parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+        for name, each in model.named_parameters():
+            parts[name.startswith("blocks")].append(each)
+        optimizers = {"a": sgd(parts[True]), "b": adamw(parts[False])}
+        options = {"gradient_clip": 0.05, "gradient_accumulation_steps": 2, "task": Several}
+        trainers.append(build(kind, GradientAccumulationAddon, model=model, optimizer=optimizers, **options))
+    trainer, single = trainers
+    if FSDPAddon in engine.add_ons:
+        with pytest.raises(ConfigError, match=r"Return one loss, or train with MultiGPUAddon"):
+            trainer.run(1, data())
+        return
+    trainer.run(2, data(8 * engine.shares + 3))
+    single.run(2, data(8 * engine.shares + 3, 4 * engine.shares))
+    assert distance(trainer, single) < LIMIT
+    check(trainer, engine)
 
 
 @on_engine

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from kit.engines import F64, Net, Task, data, net, sgd
+from kit.engines import F64, Block, Net, Task, data, net, sgd
 from kit.ranks import on_ranks
-from zae import ConfigError
-from zae.addons import FSDPAddon
+from zae import AddOnConflict, ConfigError
+from zae.addons import CompileAddon, FSDPAddon
 
 
 def trainer_of(model: nn.Module, task: type[Task] = Task, **options: object) -> Task:
@@ -51,8 +56,100 @@ def test_a_parameter_outside_of_the_model_is_that_of_rank_0(world):
 
 @on_ranks(2)
 def test_a_compiled_model_is_refused(world):
-    """Its blocks would lie within one graph."""
+    """Its blocks would lie within one graph; CompileAddon is refused when the class is made."""
+    with pytest.raises(AddOnConflict, match=r"FSDPAddon and CompileAddon do not go together.*compile_blocks=True"):
+        Task.add_on(CompileAddon).add_on(FSDPAddon)
     trainer = trainer_of(torch.compile(net(), backend="eager"))
     with pytest.raises(ConfigError, match="write compile_blocks=True"):
         trainer.run(1, data(16))
     assert trainer.world_size == world
+
+
+@on_ranks(2)
+def test_what_fsdp_would_train_wrongly_is_refused_by_name(world):
+    """With torch alone, hooks of a parameter that is replaced are dropped without an error."""
+
+    def refused(message, model, **options):
+        trainer = trainer_of(model, **options)
+        with pytest.raises(ConfigError, match=message):
+            trainer.run(1, data(16))
+        assert trainer.world_size == world
+
+    model = net()
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient.clamp(max=0.1))
+    refused(r"blocks\.0\.up\.weight has a hook.*override clip\(\)", model)
+    model = net()
+    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    refused(r"head\.bias has a hook", model)
+    model = net()
+    model.embed.sparse = True
+    refused(r"embed \(Embedding\).*sparse=False", model)
+
+
+@on_ranks(2)
+def test_a_sharded_trainer_is_not_copied_and_rank_0_writes_its_weights(world, tmp_path):
+    """The errors name the methods that do copy it; all ranks gather, and one file is written."""
+    trainer, rank = trainer_of(net()), dist.get_rank()
+    pickle.loads(pickle.dumps(trainer))
+    trainer.run(1, data(16))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"lie in parts on 2 ranks.*save_state.*save_model"):
+            copied(trainer)
+    path = trainer.save_model(tmp_path / f"{rank}.safetensors")
+    assert path == tmp_path / f"{rank}.safetensors"
+    trainer.barrier()
+    assert [each.name for each in tmp_path.iterdir()] == ["0.safetensors"]
+    assert trainer.world_size == world
+
+
+class Counting(Block):
+    """Count the calls of forward."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        Counting.calls += 1
+        return super().forward(inputs)
+
+
+def test_one_process_prepares_the_blocks_too(caplog):
+    """It recomputes activations and compiles blocks, in a second run as in the first; of a policy it warns once."""
+    ends, compiled = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    torch._dynamo.register_backend(backend, name="counting")
+    for options in ({}, {"activation_checkpointing": True}, {"compile_blocks": "counting"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 8), Counting(), Counting(), nn.Linear(8, 11)).to(F64)
+        trainer = trainer_of(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **options)
+        counts = []
+        for _ in range(2):
+            Counting.calls = 0
+            trainer.run(1, data(8))
+            counts.append(Counting.calls)
+            copy.deepcopy(trainer).run(1, data(8))
+        ends.append((counts, trainer.model_state()))
+    assert [counts for counts, _ in ends[:2]] == [[4, 4], [8, 8]]
+    assert compiled
+    for _, state in ends[1:]:
+        assert all(torch.allclose(value, ends[0][1][name], rtol=0, atol=1e-15) for name, value in state.items())
+    told = [each.message for each in caplog.records if "mp_policy" in each.message]
+    assert len(told) == len(ends) * 3
+    assert "AMPAddon" in told[0]
+
+
+def test_meta_init_needs_what_other_processes_find():
+    """A lambda is refused when the trainer is made, and the remedies of both errors work."""
+    for devices, model, message in (
+        (["cpu", "cpu"], lambda: Net(), r"Task\(Net, \.\.\.\), or Task\(functools\.partial\(Net"),
+        ("cpu", Net(), r"needs what makes the model.*Task\(Net, \.\.\.\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Task.add_on(FSDPAddon)(model, devices, optimizer=sgd, meta_init=True)
+    for model in (Net, functools.partial(Net, blocks=1)):
+        trainer = Task.add_on(FSDPAddon)(model, ["cpu", "cpu"], optimizer=sgd, meta_init=True)
+        assert all(each.is_meta for each in trainer.unwrap().parameters())
+    trainer_of(lambda: Net(blocks=1), meta_init=True, seed=0).run(1, data(8))

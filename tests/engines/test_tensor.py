@@ -97,6 +97,9 @@ def test_what_ranks_refuse_in_a_run() -> None:
         refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
         refused("tensor_plan divides no parameter", tensor_plan={})
         refused("foreach=True of SGD", optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(p_of())], foreach=True))
+        hooked = Dropping("none")
+        hooked.up.bias.register_hook(lambda gradient: gradient)
+        refused(r"up\.bias has a hook of its gradient", model=hooked)
         refused("precision='fp16' needs a loss scale", add_ons=(AMPAddon,), precision="fp16")
         tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         tied[1].weight = tied[0].weight

@@ -19,7 +19,6 @@ from kit.rank_tasks import forks
 from zae import ConfigError
 from zae.addons import (
     AMPAddon,
-    CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
     FSDPAddon,
@@ -135,10 +134,6 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
         single.run(1, data(8 * engine.shares, 4 * engine.shares), data(5, 1, False))
         assert distance(trainer, single) < LIMIT
         assert list(weights(trainer)) == list(weights(single))
-    if TensorParallelAddon in engine.add_ons:
-        return  # Refused when the class is made: tests/engines/test_tensor.py.
-    with pytest.raises(ConfigError, match="compile_blocks=True"):
-        build(engine, CompileAddon, compile_mode="model", compile_backend="eager").run(1, data())
 
 
 @on_engine
@@ -166,7 +161,7 @@ def test_what_is_refused(engine: Engine) -> None:
         build(engine, cpu_offload=True)
     with pytest.raises(ConfigError, match="no module of Net is 'Blok'"):
         build(engine, fsdp_blocks=["Blok"]).run(1, data())
-    with pytest.raises(ConfigError, match="meta_init=True needs a function"):
+    with pytest.raises(ConfigError, match="meta_init=True needs what makes the model"):
         build(engine, meta_init=True)
 
 

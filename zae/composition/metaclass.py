@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -64,6 +64,7 @@ class TrainerMeta(ABCMeta):
     outside: tuple[str | type, ...]
     slot: str | None
     requires: tuple[str | type, ...]
+    excludes: Mapping[str, str]
     apply: Callable[[Any], Any]
 
     @user_call
@@ -336,6 +337,9 @@ def _check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
         if add_on.slot:
             slots[add_on.slot] = add_on
     for add_on in add_ons:
+        for name, why in add_on.excludes.items():
+            if any(_named_in(other, [name]) for other in add_ons):
+                raise AddOnConflict(f"{add_on.__name__} and {name} do not go together: {why}")
         for need in add_on.requires:
             if not any(_named_in(other, [need]) for other in add_ons):
                 names = ", ".join(sorted({a.__name__ for a in add_ons} | {_label(need)}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from operator import attrgetter
 from typing import Any
@@ -78,4 +79,5 @@ def absent_names() -> dict[str, Any]:
 def present_names(self: Any) -> list[str]:
     """Return what ``dir`` lists of a class or an instance."""
     names = type.__dir__(self) if isinstance(self, type) else object.__dir__(self)
-    return [name for name in names if name not in ABSENT_NAMES or hasattr(self, name)]
+    hidden = {name for name in names if isinstance(inspect.getattr_static(self, name, None), (_Absent, _OldName))}
+    return [name for name in names if name not in hidden]

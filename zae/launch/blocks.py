@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
 
-__all__ = ["check_blocks", "class_name", "divided_dimensions", "is_wanted", "repeated_modules", "split_by_block"]
+__all__ = [
+    "check_divisible",
+    "choose_blocks",
+    "class_name",
+    "describe_blocks",
+    "divided_dimensions",
+    "parse_blocks",
+    "prepare_block",
+    "split_by_block",
+]
 
+_SHOWN = 10
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -20,7 +33,7 @@ def class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
+def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
     if isinstance(wanted, type):
         return isinstance(module, wanted)
     parts, patterns = name.split("."), wanted.split(".")
@@ -28,7 +41,7 @@ def is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
     return fits or class_name(module) == wanted
 
 
-def check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Refuse a list of modules, which is never called, as a block."""
     for name, each in blocks.items():
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
@@ -37,6 +50,73 @@ def check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
                 f"fsdp_blocks=['{name}.*'] for the modules in it"
             )
     return blocks
+
+
+def check_divisible(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse modules, by name, whose parameters cannot be replaced by their parts."""
+    tensors = {f"{path}.{name}".lstrip("."): p for path, m in modules.items() for name, p in m.named_parameters()}
+    hooked = [name for name, each in tensors.items() if has_gradient_hooks(each)]
+    if hooked:
+        raise ConfigError(
+            f"{', '.join(hooked)} has a hook of its gradient, which would not be called: the parameter is replaced by "
+            "its parts. Remove the hook, and override clip() to change the gradients before super().clip()"
+        )
+    each_sparse = {
+        f"{path}.{name}".strip("."): type(each).__name__
+        for path, module in modules.items()
+        for name, each in module.named_modules()
+        if getattr(each, "sparse", False) is True
+    }
+    if each_sparse:
+        names = ", ".join(f"{name} ({kind})" for name, kind in each_sparse.items())
+        raise ConfigError(f"{names} has sparse gradients, which cannot be divided; write sparse=False")
+
+
+def parse_blocks(given: Any) -> Any:
+    """Return the option that names blocks as a list of names and classes, or as a function."""
+    if callable(given) and not isinstance(given, type):
+        return given
+    found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
+    if not all(isinstance(each, (str, type)) for each in found):
+        raise ConfigError(f"fsdp_blocks={given!r}; give classes, names, or a function of both")
+    return found
+
+
+def choose_blocks(model: nn.Module, wanted: Any) -> dict[str, nn.Module]:
+    """Return the modules that are blocks by name: those of the option, else the repeated ones."""
+    named = {name: each for name, each in model.named_modules() if name}
+    if callable(wanted):
+        return _check_blocks({name: each for name, each in named.items() if wanted(name, each)})
+    if not wanted:
+        return repeated_modules(model)
+    found: dict[str, nn.Module] = {}
+    for one in wanted:
+        chosen = {name: each for name, each in named.items() if _is_wanted(one, name, each)}
+        if not chosen:
+            known = sorted({type(each).__name__ for each in named.values()})
+            raise ConfigError(
+                f"fsdp_blocks: no module of {class_name(model)} is {one!r}; its classes are "
+                f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
+            )
+        found.update(chosen)
+    return _check_blocks(found)
+
+
+def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> None:
+    """Let a block recompute its activations, and compile it, before it is sharded."""
+    if checkpoints and not isinstance(block.forward, partial):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if compiles:
+        block.compile(backend="inductor" if compiles is True else compiles)
+
+
+def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:
+    """Count blocks by class, with their first and last name."""
+    kinds: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        kinds.setdefault(class_name(block), []).append(name)
+    ranges = {kind: " to ".join(dict.fromkeys((names[0], names[-1]))) for kind, names in kinds.items()}
+    return ", ".join(f"{len(names)} of {kind} ({ranges[kind]})" for kind, names in kinds.items())
 
 
 def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:

@@ -259,14 +259,22 @@ def put_back(parent: str | os.PathLike[str]) -> None:
 
 
 def save_weights(
-    path: str | os.PathLike[str], model_state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    writes: bool = True,
 ) -> Path:
-    """Write the state of a model as one file; an existing file is replaced atomically."""
+    """Write the state of a model as one file; an existing file is replaced atomically.
+
+    With ``writes=False`` everything is checked and nothing written: another process writes the file.
+    """
     path = Path(os.path.abspath(os.path.expanduser(path)))
     writer = partial(write_ckpt, tensors=model_state)
     if format_of(path) == "safetensors":
         writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
     separate(model_state)  # What cannot be written is refused before the disk is touched.
+    if not writes:
+        return path
     make_directory(path.parent)
     with staged(path, byte_count(*model_state.values())) as staging:
         write_file(staging, writer)
