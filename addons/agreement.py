@@ -114,6 +114,6 @@ def _check_places(places: list[tuple[int, int, int]]) -> None:
     if len(set(places)) > 1:
         stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
         raise DistributedError(
-            f"the processes do not continue from the same state: {stand}. A checkpoint that one of them has loaded the "
-            "others must find too: save_path (or resume) must name a folder that all machines share"
+            f"the processes do not continue from the same state: {stand}. All of them must load the same checkpoint: "
+            "let save_path (or resume) name a folder that all machines share"
         )

@@ -87,7 +87,10 @@ class AMPAddon(AddOnBase):
                     + did_you_mean(str(name), _TYPES)
                 )
         if not _is_scale(loss_scale):
-            raise ConfigError(f"loss_scale={loss_scale!r}; it must be (first, least) with 0 < least <= first")
+            raise ConfigError(
+                f"loss_scale={loss_scale!r}; it must be a pair of the first scale and the smallest one, for instance "
+                "(65536.0, 1.0)"
+            )
         self._wanted = wanted
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))

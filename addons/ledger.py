@@ -96,7 +96,7 @@ class LedgerAddon(AddOnBase):
         self.ledger_path = check_file(ledger_path, "ledger_path", "ledger.jsonl")
         self.ledger_every = Every.parse(ledger_every, "ledger_every", Every(steps=1))
         if self.ledger_every.steps is None:
-            raise ConfigError(f"ledger_every={ledger_every!r}; a ledger goes by steps: write ledger_every=10")
+            raise ConfigError(f"ledger_every={ledger_every!r}; a ledger counts in steps: write ledger_every=10")
         self._file: Any = None
         self._writes = True  # Whether a step of this epoch may be written.
         self._stages: dict[str, dict[str, Any]] = {}  # Of this step, where it is written.
@@ -227,8 +227,8 @@ class LedgerAddon(AddOnBase):
                 self._file = path.open("a", encoding="utf-8", buffering=1)
             except OSError as error:
                 raise ConfigError(
-                    f"ledger_path={str(self.ledger_path)!r} cannot be created: {reason(error)}; write ledger_path= a "
-                    "file in a folder that exists, or that can be made"
+                    f"ledger_path={str(self.ledger_path)!r} cannot be created: {reason(error)}; give a file in a "
+                    "folder that exists or can be created"
                 ) from None
             if _is_cut_short(path):
                 self._file.write("\n")

@@ -283,8 +283,8 @@ class MultiGPUAddon(DistributedAddon):
             else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
         )
         return DistributedError(
-            f"train_step left out {which} on rank {self._rank}: they got no gradient, and the ranks cannot agree on "
-            f"one. {cure}"
+            f"train_step did not use {which} on rank {self._rank}, so they have no gradient to average over the ranks. "
+            f"{cure}"
         )
 
     def optimizer_step(self) -> bool:

@@ -72,7 +72,7 @@ class NeptuneLoggerAddon(WebLoggerAddon):
         elif _mode(entries) not in _LOCAL and not (entries.get("api_token") or os.environ.get("NEPTUNE_API_TOKEN")):
             raise AddOnRequirement(
                 "NeptuneLoggerAddon has no API token; log in with: export NEPTUNE_API_TOKEN=... (the hosted service "
-                f"has ended: this needs a server of your own), or log to files: {_OFFLINE}"
+                f"has ended, so you need your own server), or log to files: {_OFFLINE}"
             )
 
     def sinks(self) -> list[Sink]:

@@ -247,9 +247,9 @@ class ShardingAddon(AddOnPart):
             return shards.whole(tensor)
         except RuntimeError as error:
             raise DistributedError(
-                f"rank {self._rank} of {self._world} gathers a tensor that lies in parts on all ranks, and the others "
-                "did not take part. Call state_dict, save_model and evaluate on every rank, not under "
-                "`if self.is_main`: rank 0 alone writes the file"
+                f"rank {self._rank} of {self._world} gathers a tensor that is sharded over all ranks, but the other "
+                "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
+                "`if self.is_main`; only rank 0 writes the file"
             ) from error
 
     @replaces

@@ -157,9 +157,9 @@ def test_a_factory_that_cannot_be_called(options, line):
 @pytest.mark.parametrize(
     ("device", "match"),
     [
-        ("cuda:99", "device='cuda:99' was asked for, but 0 CUDA devices are available; write device='cpu'"),
-        ("cuda", "device='cuda' was asked for, but 0 CUDA devices are available; write device='cpu'"),
-        (99, "device=99 was asked for|device='cuda:99'"),
+        ("cuda:99", "device='cuda:99', but 0 CUDA devices are available; write device='cpu'"),
+        ("cuda", "device='cuda', but 0 CUDA devices are available; write device='cpu'"),
+        (99, "device=99, but|device='cuda:99'"),
         (-1, "is not the index of a CUDA device"),
         ("gpu", "is not a device; did you mean 'cuda'"),
         ("cpuu", "is not a device; did you mean 'cpu'"),
@@ -247,7 +247,7 @@ def test_none_is_fine_where_it_can_be_meant():
         ({"gradient_clip": "1"}, "gradient_clip='1'"),
         ({"gradient_clip": True}, "gradient_clip=True"),
         ({"monitor": None}, "monitor=None; it must be the name of a metric"),
-        ({"monitor": "height"}, "say whether .*: monitor_mode='min' or monitor_mode='max'"),
+        ({"monitor": "height"}, "write monitor_mode='min' or monitor_mode='max'"),
         ({"monitor_mode": "minimum"}, "monitor_mode='minimum'; it must be 'auto', 'min' or 'max'"),
         ({"seed": -1}, "seed=-1; it must be a whole number of at least 0"),
         ({"seed": 1.5}, "seed=1.5"),
@@ -329,7 +329,7 @@ def test_swapped_arguments():
         (GradientAccumulationAddon, {"gradient_accumulation_steps": 2.0}, "gradient_accumulation_steps=2.0"),
         (AMPAddon, {"precision": "bf61"}, "precision='bf61'; it must be .*; did you mean 'bf16'"),
         (AMPAddon, {"precision": ["fp16", "int8"]}, r"precision=\['fp16', 'int8'\]"),
-        (AMPAddon, {"loss_scale": (1.0, 2.0)}, r"loss_scale=\(1.0, 2.0\); it must be \(first, least\)"),
+        (AMPAddon, {"loss_scale": (1.0, 2.0)}, r"loss_scale=\(1.0, 2.0\); it must be a pair of the first scale"),
         (EMAAddon, {"decay": 1.0}, r"decay=1.0; it must be a number in \[0, 1\)"),
         (EarlyStoppingAddon, {"patience": 0}, "patience=0"),
         (EarlyStoppingAddon, {"delta": -1}, "delta=-1"),
@@ -403,14 +403,14 @@ def test_what_cannot_travel_to_another_process():
 
     trainer = make(Task.add_on(MultiGPUAddon), device=["cpu", "cpu"])
     is_open = refused(
-        trainer, ConfigError, r"settings\['open'\]\[0\] cannot travel to another process: it is an open file"
+        trainer, ConfigError, r"settings\['open'\]\[0\] cannot be sent to another process: it is an open file"
     )
     with open("notes.txt", "w") as notes, is_open:
         trainer.settings = {"open": [notes]}
         trainer.run(1, loader())
     trainer.settings = {"augment": lambda batch: batch}
     with refused(
-        trainer, ConfigError, r"settings\['augment'\] cannot travel to another process: it is the function .*lambda"
+        trainer, ConfigError, r"settings\['augment'\] cannot be sent to another process: it is the function .*lambda"
     ):
         trainer.run(1, loader())
     assert multiprocessing.active_children() == []
@@ -491,8 +491,8 @@ def test_one_cycle_that_is_too_short():
     with refused(
         trainer,
         ConfigError,
-        r"ends after 5 steps, but this run takes it to 6 \(6 optimizer steps after 0\); make it that long, or end the "
-        r"run there: run\(..., max_steps=5\)",
+        r"ends after 5 steps, but this run has 6 optimizer steps; create it with a length of 6 steps, or end the run "
+        r"earlier: run\(..., max_steps=5\)",
     ):
         trainer.run(2, loader())
     assert trainer.run(2, loader(), max_steps=5)["step"] == 5

@@ -322,10 +322,10 @@ def test_a_schedule_too_short_for_the_run_is_refused_before_batch_1() -> None:
         if fits:
             trainer.run(2, loader())
             trainer.run(1, loader())
-            with pytest.raises(ConfigError, match="ends after 6 steps, but this run takes it to 8"):
+            with pytest.raises(ConfigError, match=r"ends after 6 steps, but this run has .*a length of 8 steps"):
                 trainer.run(1, loader())
         else:
-            with pytest.raises(ConfigError, match=r"ends after 5 steps, but this run takes it to 6 \(6 optimizer"):
+            with pytest.raises(ConfigError, match=r"ends after 5 steps, but this run has 6 optimizer"):
                 trainer.run(3, loader())
     unsized = build(task=Untouched, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=9), scheduler_step_on_batch=True)
     with pytest.raises(ConfigError, match="steps_per_epoch"):

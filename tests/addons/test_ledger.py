@@ -177,7 +177,7 @@ def test_ledger_hashes_what_has_no_sampler(tmp_path: Path) -> None:
 
 
 def test_ledger_refuses_what_cannot_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a ledger goes by steps: write ledger_every=10"):
+    with pytest.raises(ConfigError, match="a ledger counts in steps: write ledger_every=10"):
         train(tmp_path / "a", ledger_every=Every(epochs=1))
     (tmp_path / "file").touch()
     for path, said in (
@@ -197,7 +197,7 @@ def test_a_ledger_that_cannot_be_created_names_the_option(tmp_path: Path) -> Non
     trainer = Task.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, ledger_path=tmp_path / "run" / "ledger.jsonl")
     (tmp_path / "run").touch()
     with pytest.raises(
-        ConfigError, match=r"ledger_path='.*ledger.jsonl' cannot be created: File exists .*; write ledg"
+        ConfigError, match=r"ledger_path='.*ledger.jsonl' cannot be created: File exists .*; give a file in"
     ):
         trainer.run(1, loader_of())
 

@@ -113,7 +113,7 @@ def test_what_cannot_travel_is_named_before_anything_starts():
     """E15, P-38: the attribute's path and the remedy."""
     trainer = spawned(["cpu", "cpu"])
     trainer.hooks = {"end": [lambda: None]}
-    with pytest.raises(ConfigError, match=re.escape("trainer.hooks['end'][0] cannot travel")):
+    with pytest.raises(ConfigError, match=re.escape("trainer.hooks['end'][0] cannot be sent")):
         trainer.run(1, loader(4, 2))
     del trainer.hooks
     with open(__file__) as trainer.source, pytest.raises(ConfigError, match=r"trainer.source .*open file"):
@@ -124,7 +124,7 @@ def test_what_cannot_travel_is_named_before_anything_starts():
     with pytest.raises(ConfigError, match=r"trainer.spare .*parametrized(.|\n)*begin the whole script with torchrun"):
         trainer.run(1, loader(4, 2))
     del trainer.spare
-    with pytest.raises(ConfigError, match=r"loader cannot travel .*generator"):
+    with pytest.raises(ConfigError, match=r"loader cannot be sent .*generator"):
         trainer.run(1, (batch for batch in loader(4, 2)))
 
     class Local(Task):
@@ -144,7 +144,7 @@ def test_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
     transfer.pack({"sample": late()}, tmp_path / "begin")
     assert type(transfer.unpack(tmp_path / "begin")["sample"]) is late
     monkeypatch.delattr(sys.modules["__main__"], "Late")
-    with pytest.raises(ConfigError, match=r"Late is not there when another process .* not under if __name__"):
+    with pytest.raises(ConfigError, match=r"Late does not exist when another process .* not under if __name__"):
         transfer.unpack(tmp_path / "begin")
 
 

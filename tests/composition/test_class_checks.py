@@ -417,7 +417,7 @@ def test_a_helper_that_the_class_calls_itself_is_no_mistake():
         ({"should_stop": lambda self: False}, "X.should_stop is a property of the trainer; put @property above it"),
         (
             {"clip": property(lambda self: None)},
-            "X.clip is a method of the trainer, and is called; take @property away",
+            "X.clip is a property, but the trainer calls it; remove @property",
         ),
         ({"forward_context": _empty_context}, "X.forward_context yields, .* put @contextlib.contextmanager above it"),
     ],
@@ -471,8 +471,8 @@ def _addon(init):
     ("init", "message"),
     [
         (lambda self, alpha=1, *args, **kwargs: None, r"takes 'alpha' by position, .*; write def __init__"),
-        (lambda self, *, alpha: None, r"does not let the trainer's own arguments pass; write .*self, \*args, alpha, "),
-        (lambda self: None, "does not let the trainer's own arguments pass"),
+        (lambda self, *, alpha: None, r"does not accept the arguments of the trainer; write .*self, \*args, alpha, "),
+        (lambda self: None, "does not accept the arguments of the trainer"),
         (lambda self, *args, alpha=1, **kwargs: None, r"does not call super\(\).__init__\(\*args, \*\*kwargs\)"),
     ],
 )  # fmt: skip

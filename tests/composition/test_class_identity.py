@@ -201,7 +201,7 @@ def test_names_of_other_distributions(tmp_path, monkeypatch):
         Task.add_on("GoneAddon")
     _install(tmp_path, "zae-more", ["RemoteAddon = zae_more_parts:RemoteAddon"])
     importlib.invalidate_caches()
-    with pytest.raises(AddOnConflict, match=r"installed more than once: .*zae-more.*; import the one that is meant"):
+    with pytest.raises(AddOnConflict, match=r"installed more than once: .*zae-more.*; import the class and pass it"):
         Task.add_on("RemoteAddon")
 
 

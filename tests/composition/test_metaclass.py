@@ -350,7 +350,8 @@ def test_relations_that_contradict_each_other_are_refused():
         outside = (InnerAddon, "OuterAddon")
 
     with pytest.raises(
-        AddOnOrder, match=r"no order fulfils what AAddon, BAddon ask for: AAddon .* 'observe', inside BAddon;"
+        AddOnOrder,
+        match=r"no order of AAddon, BAddon satisfies their declarations: AAddon .* 'observe', inside BAddon;",
     ):
         Task.add_on(AAddon, BAddon)
     with pytest.raises(AddOnOrder, match=r"CAddon is in layer 'loop', outside InnerAddon, outside OuterAddon"):

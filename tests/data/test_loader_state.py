@@ -469,7 +469,7 @@ def test_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture
     assert "dataset.transform.transforms.2.stream" in said[0]
     with pytest.raises(CheckpointMismatch, match=r"transforms\.0\.stream does not fit"):
         restore_parts(DataLoader(dataset, 4), {"dataset.transform.transforms.0.stream": random.Random(1).getstate()})
-    with pytest.raises(CheckpointMismatch, match="the loader's sampler, which has no state now"):
+    with pytest.raises(CheckpointMismatch, match="the loader's sampler, but this one cannot load"):
         restore_parts(DataLoader(dataset, 4), {"sampler": {"at": 3}})
 
 

@@ -209,8 +209,8 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
     status, _, bare = Script(Path("bare.py")).end(60)
     assert typed.returncode == status == 1
     assert typed.stdout == "step 1\n", typed.stderr
-    assert re.search(r"ConfigError: Mine cannot travel .*Put it into a file.*from task import Mine\n$", typed.stderr)
-    last = 'ConfigError: put what begins the run under: if __name__ == "__main__":'
+    assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", typed.stderr)
+    last = 'ConfigError: call run() under: if __name__ == "__main__":'
     assert last in bare.splitlines()[-1]
     assert bare.count("Traceback") == 1  # No process was started.
 
@@ -223,7 +223,7 @@ def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     Path("asking.py").write_text(f"{head}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
     status, _, said = Script(Path("asking.py").absolute()).end(60)
     assert status == 1
-    assert 'put what begins it under: if __name__ == "__main__":' in said
+    assert 'call run() under: if __name__ == "__main__":' in said
     assert 'begins its run under: if __name__ == "__main__":' in said.splitlines()[-1]
 
 

@@ -12,7 +12,7 @@ from zae import StepError
 from zae.addons import AMPAddon, CompileAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon
 
 OUTPUTS = {
-    "None": (lambda self, b: None, r"returned NoneType \(is a return missing\?\); return a dict"),
+    "None": (lambda self, b: None, r"returned None; return a dict"),
     "a vector alone": (lambda self, b: self.model(b[0]), r"returned Tensor of shape \(8, 1\)"),
     "a tuple": (lambda self, b: (mse(self, b), 1), "returned tuple of 2 entries; return a dict"),
     "no loss": (lambda self, b: {"output": 1, "acc": 2}, r"without 'loss'; its keys are 'output', 'acc'; return"),

@@ -529,7 +529,7 @@ def test_the_direction_of_a_metric(name: str, direction: str) -> None:
 
 
 def test_a_direction_that_the_name_does_not_tell() -> None:
-    with pytest.raises(ConfigError, match="not a metric that is known"):
+    with pytest.raises(ConfigError, match="its name does not say"):
         direction_of("foo")
     with pytest.raises(ConfigError, match="must be 'auto', 'min' or 'max'"):
         direction_of("loss", "down")

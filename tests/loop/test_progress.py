@@ -70,6 +70,6 @@ def test_a_state_of_something_else_is_refused_whole(change: Any) -> None:
     progress = ProgressChecker()
     state = {**progress.state_dict(), "epoch": 5, **change}
     for bad in (state, {"epoch": 5}):
-        with pytest.raises(CheckpointMismatch, match="no proper"):
+        with pytest.raises(CheckpointMismatch, match="no valid"):
             progress.load_state_dict(bad)
         assert progress == ProgressChecker()

@@ -86,7 +86,7 @@ def test_a_schedule_as_long_as_the_run_has_steps_is_not_stepped_by_epochs(name: 
     assert warned(caplog) == []
     make(of_length(name, 3 * IN_EPOCH), False).run(3, batches())
     assert [re.findall(r"as many as this run has optimizer steps.*", text) for text in warned(caplog)] == [
-        ["as many as this run has optimizer steps, and is stepped once an epoch; if these are meant, write "
+        ["as many as this run has optimizer steps, but is stepped once an epoch; if these are meant, write "
          "scheduler_step_on_batch=True"]
     ]  # fmt: skip
     assert any("lasts 21 steps" in n for n in make(of_length(name, 21), False).plan(3, batches()).notes)
@@ -170,8 +170,8 @@ def one_cycle(total: int) -> Any:
         (90, None, r"write scheduler_step_on_batch=True \(for"),
         (3, None, r"write scheduler_step_on_batch=True, and total_steps=21 \(for"),
         (21, False, "write scheduler_step_on_batch=True$"),
-        (2, False, "write scheduler_step_on_batch=True|ends after 2 steps, but this run takes it to 3"),
-        (20, True, r"ends after 20 steps, but this run takes it to 21 \(.*run\(..., max_steps=20\)"),
+        (2, False, "write scheduler_step_on_batch=True|ends after 2 steps, but this run has 3"),
+        (20, True, r"ends after 20 steps, but this run has .*a length of 21 steps.*run\(..., max_steps=20\)"),
         (3, True, "or, if its steps are epochs, write scheduler_step_on_batch=False"),
     ],
 )

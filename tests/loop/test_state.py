@@ -64,19 +64,25 @@ def spoil(name: str, state: dict[str, Any]) -> tuple[dict[str, Any], str]:
             "EMAAddon": {},
         }, r"this trainer has no add-on for the state of EMAAddon; add it with .add_on\(EMAAddon\)"
     if name == "other optimizers":
-        return {**state, "optimizer": {"g": state["optimizer"]["0"]}}, r"of the optimizers \['g'\], and this .* \['0'\]"
+        return {
+            **state,
+            "optimizer": {"g": state["optimizer"]["0"]},
+        }, r"with the optimizers \['g'\], and this .* \['0'\]"
     if name == "groups":
         groups = {"0": {"state": {}, "param_groups": [{"params": [0]}]}}
         return {**state, "optimizer": groups}, r"parameter groups of \[6\] parameters, .* saved with \[1\]"
     if name == "no scheduler":
-        return {**state, "scheduler": {}}, r"of the schedulers \[\], and this trainer has \['0'\]"
+        return {**state, "scheduler": {}}, r"with the schedulers \[\], and this trainer has \['0'\]"
     if name == "outside":
         return {**state, "outside": {"0": [torch.ones(2)]}}, r"shapes \[\], and the state has \[\(2,\)\]"
     if name == "counter":
-        return {**state, "progress": {**state["progress"], "step": "3"}}, "no proper 'step'"
+        return {**state, "progress": {**state["progress"], "step": "3"}}, "no valid 'step'"
     if name in ODD:
         part, value = ODD[name]
-        return {**state, part: {**state[part], **value}}, "is not one that zae has saved .*nothing was loaded"
+        return {
+            **state,
+            part: {**state[part], **value},
+        }, "not one that zae has saved .*nothing was loaded|was not saved by zae .*nothing was loaded"
     return {key: value for key, value in state.items() if key != name}, f"the state has no {name}"
 
 

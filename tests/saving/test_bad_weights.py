@@ -84,7 +84,7 @@ def test_the_prefixes_of_wrappers_are_taken_off(prefix):
             lambda s: {**s, "AMPAddon": {}},
             r"this trainer has no add-on for the state of AMPAddon; add it with .add_on\(AMPAddon\)",
         ),
-        (lambda s: {**s, "progress": {"step": "3"}}, "the progress in the state has no proper"),
+        (lambda s: {**s, "progress": {"step": "3"}}, "the progress in the state has no valid"),
         (lambda s: s["model"], r"load weights alone with apply_weights\(...\)"),
         (lambda s: {}, "its entries are none"),
     ],
@@ -113,7 +113,7 @@ def test_optimizer_groups_that_differ():
     model = torch.nn.Linear(3, 1)
     several = {"a": torch.optim.SGD([model.weight], lr=0.1), "b": torch.optim.SGD([model.bias], lr=0.1)}
     trainer = make(model=model, optimizer=several)
-    with refused(trainer, CheckpointMismatch, r"of the optimizers \['0'\], and this trainer has \['a', 'b'\]"):
+    with refused(trainer, CheckpointMismatch, r"with the optimizers \['0'\], and this trainer has \['a', 'b'\]"):
         trainer.load_state_dict(saved)
 
 

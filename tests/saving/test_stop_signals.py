@@ -261,7 +261,7 @@ def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
         trainer.run(2, hand.loader(), hand.loader(20, 2, seed=8))
         state = trainer.state_dict()
         assert "validation" not in state
-        with pytest.raises(CheckpointMismatch, match="says of its validation 'soon', which is not 'step' or 'epoch'"):
+        with pytest.raises(CheckpointMismatch, match="has validation='soon', which is not '', 'step' or 'epoch'"):
             trainer.load_state_dict({**state, "validation": "soon"})
         return everything(trainer)
 

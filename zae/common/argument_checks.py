@@ -46,9 +46,9 @@ def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
     """Refuse a `trainer.model` that is neither the model that was given nor its wrapper."""
     if present is not given and present is not wrapped:
         raise ConfigError(
-            f"trainer.model was set to a {type(present).__name__}, but the trainer has the {type(given).__name__} "
-            "that it was given; make a new trainer for another model, or override wrap_model(model) to return what "
-            "train_step calls"
+            f"trainer.model was set to a {type(present).__name__}, but a trainer keeps the model that it was created "
+            f"with, a {type(given).__name__}; create a new trainer for another model, or override wrap_model(model) to "
+            "return what train_step calls"
         )
     return given
 

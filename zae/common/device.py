@@ -216,12 +216,12 @@ def _require(device: torch.device, entry: object, where: str) -> None:
         return
     argument = f"{where}={_plain_entry(entry)!r}"
     if device.type == "meta":
-        raise ConfigError(f"{argument} has no data, so that nothing can be trained on it; write device='cpu'")
+        raise ConfigError(f"{argument} cannot train, because its tensors have no data; write device='cpu'")
     count = _count(device.type)
     if device.index >= count:
         name = f"{device.type.upper()} device{' is' if count == 1 else 's are'}"
         remedy = f"device='{device.type}:{count - 1}' or device='cpu'" if count else "device='cpu'"
-        raise ConfigError(f"{argument} was asked for, but {count} {name} available; write {remedy}")
+        raise ConfigError(f"{argument}, but {count} {name} available; write {remedy}")
 
 
 def _count(kind: str) -> int:

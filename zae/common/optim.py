@@ -244,8 +244,8 @@ def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
         lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
         if lacks and leaves:
             raise CheckpointMismatch(
-                f"optimizer {name} is {type(optimizer).__name__}, whose settings {', '.join(lacks)} the state does not "
-                f"have; it has {', '.join(leaves)}: it is of another class. Build it as it was, or load only the "
+                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
+                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
                 "weights: apply_weights(path)"
             )
 

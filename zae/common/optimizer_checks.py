@@ -201,16 +201,17 @@ def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: 
         )
     if taken + planned <= longest:
         return
-    cure = ""
+    cure, total = "", taken + planned
     if on_batch and longest in epochs.totals():
         cure = ", or, if its steps are epochs, write scheduler_step_on_batch=False"
     elif on_batch and longest > taken:
-        cure = f", or end the run there: run(..., max_steps={longest - taken})"
+        cure = f", or end the run earlier: run(..., max_steps={longest - taken})"
     elif not on_batch and longest > planned:
         cure = ", or did you mean scheduler_step_on_batch=True?"
     raise ConfigError(
-        f"{where} ends after {longest} steps, but this run takes it to {taken + planned} ({planned} {unit} after "
-        f"{taken}); make it that long{cure}"
+        f"{where} ends after {longest} steps, but this run has {planned} {unit}"
+        + (f" after {taken}" if taken else "")
+        + f"; create it with a length of {total} steps{cure}"
     )
 
 
@@ -227,7 +228,7 @@ def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs
             "steps; if its steps are epochs, write scheduler_step_on_batch=False"
         ]
     text = (
-        f"{where} lasts {length} steps, as many as this run has optimizer steps, and would be stepped once an epoch; "
+        f"{where} lasts {length} steps, as many as this run has optimizer steps, but would be stepped once an epoch; "
         "write scheduler_step_on_batch=True"
     )
     if not is_set:

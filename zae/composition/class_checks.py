@@ -102,8 +102,8 @@ def _check_attributes(cls: Any, name: str) -> None:
         )
     if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
         raise AddOnError(
-            f"{name} names {min(twice)!r} in state_attributes and in rank_state_attributes; name it where it belongs: "
-            "in the second where it differs from rank to rank"
+            f"{name} lists {min(twice)!r} in both state_attributes and rank_state_attributes; keep it in "
+            "rank_state_attributes if it differs between ranks, otherwise in state_attributes"
         )
 
 
@@ -120,14 +120,14 @@ def _check_init(cls: Any) -> None:
     if kinds & set(_POSITIONAL):
         raise AddOnError(
             f"{cls.__name__}.__init__ takes {next(p.name for p in parameters if p.kind in _POSITIONAL)!r} by position, "
-            f"where the trainer's own arguments stand; write {right}"
+            f"but positional arguments belong to the trainer; write {right}"
         )
     if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
-        raise AddOnError(f"{cls.__name__}.__init__ does not let the trainer's own arguments pass; write {right}")
+        raise AddOnError(f"{cls.__name__}.__init__ does not accept the arguments of the trainer; write {right}")
     if not calls_super(init, "__init__"):
         raise AddOnError(
-            f"{cls.__name__}.__init__ does not call super().__init__(*args, **kwargs), and so nothing inside of it is "
-            "ever set up; call it first"
+            f"{cls.__name__}.__init__ does not call super().__init__(*args, **kwargs), so the trainer would not be set "
+            "up; call it first"
         )
     for p in options:
         if isinstance(p.default, (list, dict, set)):
@@ -235,7 +235,7 @@ def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
             raise _error(klass)(f"{where} is a property of the trainer; put @property above it")
         raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's property {name!r}; give it another name")
     if is_property:
-        raise _error(klass)(f"{where} is a method of the trainer, and is called; take @property away, or rename it")
+        raise _error(klass)(f"{where} is a property, but the trainer calls it; remove @property, or rename it")
     if not (callable(value) or isinstance(function, FunctionType)):
         raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's method {name}(); give it another name")
     if inspect.iscoroutinefunction(function):

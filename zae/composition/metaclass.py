@@ -151,8 +151,8 @@ def arrange(add_ons: Iterable[TrainerMeta]) -> tuple[TrainerMeta, ...]:
             names = ", ".join(a.__name__ for a in waiting)
             relations = "; ".join(_relations(a) for a in waiting)
             raise AddOnOrder(
-                f"no order fulfils what {names} ask for: {relations}; "
-                "change the layer, or drop one of the inside / outside relations"
+                f"no order of {names} satisfies their declarations: {relations}; change a layer, or remove one of "
+                "the inside / outside relations"
             )
         ordered.append(ready[0])
         waiting.remove(ready[0])
@@ -210,7 +210,7 @@ def _installed(name: str) -> Any:
         raise AddOnError(f"no add-on is called {name!r}{hint}")
     if len(found) > 1:
         owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in found.values())
-        raise AddOnConflict(f"{name!r} is installed more than once: {owners}; import the one that is meant")
+        raise AddOnConflict(f"{name!r} is installed more than once: {owners}; import the class and pass it to add_on()")
     point = next(iter(found.values()))
     try:
         return point.load()

@@ -80,8 +80,8 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
         if place not in found:
             if _is_part(place):
                 raise CheckpointMismatch(
-                    f"the checkpoint contains a state of the loader's {place}, which has no state now; build the "
-                    "loader and its dataset as they were"
+                    f"the checkpoint contains a state of the loader's {place}, but this one cannot load a state; build "
+                    "the loader and its dataset as they were"
                 )
             _warn_of_absent(place)
             continue

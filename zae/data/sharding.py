@@ -319,9 +319,9 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
     """Shard the batches of a list; refuse any other loader, which would be the same on every rank."""
     if isinstance(loader, Mapping) or not (hasattr(loader, "__getitem__") and length_of(loader) is not None):
         raise LoaderError(
-            f"the loader is a {type(loader).__name__}, of which each of {ranks.size} ranks would get every batch; give "
-            "a DataLoader or a list of batches, or a loader that yields the batches of its rank only, with the "
-            "attribute loader.is_sharded = True"
+            f"the loader is a {type(loader).__name__}, so each of {ranks.size} ranks would get every batch; give a "
+            "DataLoader or a list of batches, or a loader that yields only the batches of its rank, and set "
+            "loader.is_sharded = True"
         )
     return ListShards(loader, training, ranks)
 
@@ -330,10 +330,10 @@ def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> An
     """Accept a stream with ``is_sharded``; all ranks end together."""
     if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
-            f"the loader is over {type(dataset).__name__}, an IterableDataset, of which each of {ranks.size} ranks "
-            "would get every sample. If its __iter__ yields a different share on each rank already, set "
-            "dataset.is_sharded = True. Else let it yield every world-size-th sample, beginning at "
-            "torch.distributed.get_rank(), and set it then"
+            f"the dataset of the loader, {type(dataset).__name__}, is an IterableDataset, so each of {ranks.size} "
+            "ranks would get every sample. If its __iter__ already yields different samples on each rank, set "
+            "dataset.is_sharded = True. Otherwise let it yield every world_size-th sample from "
+            "torch.distributed.get_rank() on, and then set it"
         )
     return _together(loader, training, ranks)
 

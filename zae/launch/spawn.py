@@ -104,16 +104,16 @@ def spawn(
 ) -> Any:
     """Call a function in one new process for each device, as the ranks of one process group."""
     if not devices:
-        raise ConfigError("there must be a device for at least one rank")
+        raise ConfigError("devices is empty; give one device for each rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
-            "a run on several devices was started while a new process was importing the main script, which would go on "
-            'for ever; put what begins it under: if __name__ == "__main__":'
+            "a run on several devices was started while a new process was importing the main script, which would start "
+            'processes without end; call run() under: if __name__ == "__main__":'
         )
     if _runs_unguarded():
         raise ConfigError(
-            'put what begins the run under: if __name__ == "__main__":  (a run on several devices starts a process for '
-            "each, and each imports the main script: it would begin the run again there)"
+            'call run() under: if __name__ == "__main__":  (a run on several devices starts a process for each, which '
+            "imports the main script and would start the run again)"
         )
     with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
         transfer.pack({**args, "function": function}, Path(folder, "begin"))
@@ -386,7 +386,9 @@ class _Ranks:
                 f"{names} of {world} did not answer within timeout={self._tasks[0].timeout:g} s, and "
                 f"{'were' if missing[1:] else 'was'} ended; look "
                 "for what only that rank does: an endless loop, a read that does not return, a collective that the "
-                "others do not call. A longer timeout=... waits longer" + self._where(missing) + self._described(failed)
+                "others do not call. If the work takes that long, write a longer timeout=..."
+                + self._where(missing)
+                + self._described(failed)
             )
         if failed:
             rank = min(failed, key=lambda each: failed[each].when)

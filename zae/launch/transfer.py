@@ -20,7 +20,7 @@ from zae.errors import ConfigError
 __all__ = ["find_unpicklable", "main_is_a_file", "pack", "unpack"]
 
 _DEPTH = 12
-_ELSE = ", or begin the whole script with torchrun: nothing travels then"  # It need not be the user's own to mend.
+_ELSE = ", or begin the whole script with torchrun: nothing is sent then"  # It need not be the user's own to mend.
 
 
 def pack(value: Any, path: Path, name: str = "") -> None:
@@ -35,7 +35,7 @@ def pack(value: Any, path: Path, name: str = "") -> None:
     if from_main and not main_is_a_file():
         names = sorted({each.__qualname__ for each in from_main})
         raise ConfigError(
-            f"{' and '.join(names)} cannot travel to another process: defined in __main__, which is not a file here "
+            f"{' and '.join(names)} cannot be sent to another process: defined in __main__, which is not a file here "
             "(but a notebook, standard input or python -c). Put it into a file, for instance task.py, and write from "
             f"task import {', '.join(names)}"
         )
@@ -83,8 +83,8 @@ class _Unpickler(pickle.Unpickler):
             if module not in sys.modules:  # What its import has raised.
                 raise
             raise ConfigError(
-                f"{name} is not there when another process imports its module; define it at the top level, not under "
-                'if __name__ == "__main__": or in what is only called there'
+                f"{name} does not exist when another process imports its module; define it at the top level, not under "
+                'if __name__ == "__main__": or in a function that is only called there'
             ) from error
 
 
@@ -101,8 +101,8 @@ def _refusal(value: Any, name: str, error: Exception) -> str:
         found = find_unpicklable(each, key)
         if found is not None:
             path, thing, why = found
-            return f"{path} cannot travel to another process: {_describe(thing, why)}{_ELSE}"
-    return f"{name or 'what is to be sent'} cannot travel to another process: {error}"
+            return f"{path} cannot be sent to another process: {_describe(thing, why)}{_ELSE}"
+    return f"{name or 'what is to be sent'} cannot be sent to another process: {error}"
 
 
 def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:

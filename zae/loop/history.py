@@ -43,12 +43,12 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
     if near:
         meant = monitor[: len(monitor) - len(words[-1])] + near[0]
         raise ConfigError(
-            f"monitor={monitor!r}; did you mean {meant!r}? If not, say whether smaller or larger is better: "
-            "monitor_mode='min' or monitor_mode='max'"
+            f"monitor={monitor!r}; did you mean {meant!r}? If not, write monitor_mode='min' or monitor_mode='max', "
+            "because its name does not say whether smaller or larger is better"
         )
     raise ConfigError(
-        f"monitor={monitor!r} is not a metric that is known by its name; if it is spelt as the step returns it, say "
-        "whether smaller or larger is better: monitor_mode='min' or monitor_mode='max'"
+        f"monitor={monitor!r}: its name does not say whether smaller or larger is better; write monitor_mode='min' or "
+        "monitor_mode='max'"
     )
 
 
@@ -113,8 +113,8 @@ class MetricsDict(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise MonitorError(
-            f"the history of a run has no {key!r}; it holds {', '.join(self)}: a metric stands in a row of them, for "
-            f"instance metrics['valid_metrics_history'][-1][{key!r}]"
+            f"the history of a run has no {key!r}; available: {', '.join(self)}. Metrics are in the rows of these, "
+            f"for instance metrics['valid_metrics_history'][-1][{key!r}]"
         )
 
     def __str__(self) -> str:

@@ -142,8 +142,8 @@ class NonFiniteGuard:
         )
         if self.policy == "raise":
             raise NonFiniteError(
-                f"{text}. The weights have moved since; go on from the newest checkpoint, which is of before step "
-                f"{step}. {_CURE}"
+                f"{text}. The weights have changed since; resume from the newest checkpoint, which was saved before "
+                f"step {step}. {_CURE}"
             )
         _log.warning("%s; %d such steps were taken", text, progress.nonfinite_steps)
 

@@ -360,8 +360,8 @@ class Optimization:
         for what, own in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
             if set(state[what]) != set(own):
                 raise CheckpointMismatch(
-                    f"the state is of the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; build the "
-                    f"trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
+                    f"the state was saved with the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; "
+                    f"build the trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
                 )
 
     def _in_present_order(self, name: str, state: Mapping[str, Any], names: Mapping[int, str], strict: bool) -> Any:

@@ -278,7 +278,7 @@ class ProgressChecker:
         made.load_state_dict(state["progress"])
         if pending not in ("", "step", "epoch"):
             raise CheckpointMismatch(
-                f"the state says of its validation {pending!r:.80}, which is not 'step' or 'epoch'"
+                f"the state has validation={pending!r:.80}, which is not '', 'step' or 'epoch'; load another checkpoint"
             )
         made.pending_validation = pending
         return made
@@ -304,7 +304,7 @@ class ProgressChecker:
         """
         for name in (*_COUNTERS, "run_starts", "stop_reason"):
             if name not in state or (name in _COUNTERS and not isinstance(state[name], int)):
-                raise CheckpointMismatch(f"the progress in the state has no proper {name!r}: {dict(state)!r:.200}")
+                raise CheckpointMismatch(f"the progress in the state has no valid {name!r}: {dict(state)!r:.200}")
         check_counters({name: state[name] for name in (*_COUNTERS, "run_starts", "stop_reason")})
         for name in (*_COUNTERS, "stop_reason"):
             setattr(self, name, state[name])
@@ -462,6 +462,5 @@ def check_counters(counters: Mapping[str, Any]) -> None:
         before = numbers
     if fault:
         raise CheckpointMismatch(
-            f"the progress in the state is not one that zae has saved ({fault}); nothing was loaded: take another "
-            "checkpoint"
+            f"the progress in the state was not saved by zae ({fault}); nothing was loaded. Load another checkpoint"
         )

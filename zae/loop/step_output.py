@@ -57,9 +57,8 @@ def read_output(
     if type(out) is not dict and not isinstance(out, Mapping):
         is_number = isinstance(out, (int, float, np.number)) and mode == "test"
         if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
-            value = " (is a return missing?)" if out is None else f" {describe_value(out)}"
-            returned = f"{_name_of(owner, mode, batch)} returned {type(out).__name__}{value}"
-            raise StepError(f"{returned}; return a dict: return {{'loss': loss}}")
+            value = "None" if out is None else f"{type(out).__name__} {describe_value(out)}"
+            raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{'loss': loss}}")
         out = {"loss": out}
     return out, sample_weight(batch, out.get("num_targets"))
 
@@ -136,6 +135,6 @@ def _check_loss(where: str, loss: Any) -> None:
         raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
     if not loss.requires_grad:
         raise StepError(
-            f"{where} returned a loss that has no gradient; was it detached, or computed under torch.no_grad()? "
-            "Are the model's parameters frozen?"
+            f"{where} returned a loss with requires_grad=False; compute it from self.model(...), without .detach() and "
+            "without torch.no_grad(). If all parameters are frozen, unfreeze some: model.requires_grad_(True)"
         )

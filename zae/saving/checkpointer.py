@@ -133,8 +133,8 @@ class Checkpointer:
         if others and not overwrite:
             raise ConfigError(
                 f"save_path={str(self.folder)!r} contains {len(others)} checkpoint{'s' * (len(others) > 1)} of "
-                f"another run, or newer than this one (newest: {others[0].name}); write resume='auto' to "
-                "resume from it, give another save_path, or overwrite=True to replace them"
+                f"another run or newer than this one (newest: {others[0].name}); write resume='auto' to resume "
+                "from it, give another save_path, or write overwrite=True to replace them"
             )
         self._replaced = others
 

@@ -120,8 +120,8 @@ class RankStates:
             if not state["position"].get("may_reshard"):
                 raise CheckpointMismatch(
                     f"the state was saved with {self.world_size} rank{'s' * (self.world_size > 1)}, and this run has "
-                    f"{world}: the batches of an epoch are others. Go on with {self.world_size}, or write reshard=True "
-                    "(an option of StateManagerAddon) to distribute the rest of the data again"
+                    f"{world}, which has other batches. Use {self.world_size}, or write reshard=True (an option of "
+                    "StateManagerAddon) to distribute the rest of the data again"
                 )
             state = self._merged(state, rank)
         elif is_known and len(self.ranks) == world:
@@ -155,8 +155,8 @@ class RankStates:
         ranks = entries[0]["ranks"] if entries else []
         if len(ranks) != world:
             raise CheckpointMismatch(
-                f"start_with has 'random', and the checkpoint has the random streams of {len(ranks) or 1} ranks, and "
-                f"this run {world}; leave 'random' out, or use as many ranks"
+                f"start_with has 'random', but the checkpoint has the random streams of {len(ranks) or 1} ranks, and "
+                f"this run has {world} ranks; leave 'random' out, or use as many ranks"
             )
         return ranks[rank]["position"]["present"]["random"]
 

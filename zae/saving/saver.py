@@ -84,7 +84,7 @@ class Job(NamedTuple):
             raise NonFiniteError(
                 f"{self.target} was not saved: the parameter {sorted(bad)[0]} contains NaN or infinite values"
                 + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
-                + "; go on from an older checkpoint, with a lower learning rate or gradient_clip=1.0"
+                + "; resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
             )
 
 

@@ -113,8 +113,8 @@ def _check_parts(start_from: Any, start_with: Any, known: Sequence[str]) -> list
     for name in start_with:
         if name not in known:
             raise ConfigError(
-                f"start_with={start_with!r}: {name!r} is not a part of a checkpoint that this trainer takes"
-                f"{did_you_mean(str(name), known)}; there are {', '.join(known)}"
+                f"start_with={start_with!r}: {name!r} is not a part of a checkpoint of this trainer"
+                f"{did_you_mean(str(name), known)}; available: {', '.join(known)}"
             )
     return [name for name in known if name in start_with]
 
@@ -126,12 +126,12 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
     if resume not in (False, "auto"):
         raise ConfigError(
             f"start_from begins a new run, and resume={resume!r} continues one; give one of them, or write "
-            "resume='auto': start_from is then read only where save_path holds no checkpoint"
+            "resume='auto': start_from is then read only if save_path has no checkpoint"
         )
     if allow_partial:
         raise ConfigError(
-            "allow_partial is for resume=PATH; start_with names what start_from takes, and no other file is read: "
-            "leave allow_partial out"
+            "allow_partial is for resume=PATH; with start_from, start_with selects the files that are read: leave "
+            "allow_partial out"
         )
     path = Path(start_from).expanduser().absolute()
     if save_path in (path, path.parent):
