@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
 from zae.data.loaders import SamplerProxy, length_of
 from zae.errors import ConfigError
+from zae.launch import shards
 from zae.loop.progress import Every
 from zae.sinks.fingerprint import fingerprint
 from zae.storage.hashed_io import reason
@@ -49,8 +50,9 @@ class LedgerAddon(AddOnBase):
     ----------
     ledger_path : str or Path
         The file, for instance ``"run/ledger.jsonl"``; a resumed run appends to it. With ``{rank}`` in the name, as in
-        ``"run/ledger-{rank}.jsonl"``, each rank writes its own. Where the disk fails in the middle
-        of a run, there is one warning, and training continues without the ledger.
+        ``"run/ledger-{rank}.jsonl"``, each rank writes its own; of a sharded model with a hash for each part that the
+        rank holds. Where the disk fails in the middle of a run, there is one warning, and training continues without
+        the ledger.
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
         weights, gradients or batch.
@@ -193,7 +195,7 @@ class LedgerAddon(AddOnBase):
         noted = self._stages["step"] = _settings(self.optimizers)
         with _noting_settings(self.optimizers, noted):
             stepped = super().optimizer_step()
-        weights = fingerprint(self.unwrap().state_dict().values())
+        weights = self._hash(self.unwrap().state_dict().values())
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())
         return stepped
 
@@ -211,8 +213,18 @@ class LedgerAddon(AddOnBase):
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
         return bool(self.gradient_clip) or not alone
 
-    def _gradients(self) -> str:
-        return fingerprint(p.grad for p in self.parameters if p.grad is not None)
+    def _gradients(self) -> Any:
+        return self._hash(p.grad for p in self.parameters if p.grad is not None)
+
+    def _hash(self, tensors: Iterable[Any]) -> Any:
+        """Hash tensors; in a ledger of each rank by the part that the rank holds, as others may hold the same part."""
+        tensors = list(tensors)
+        if not self._is_of_each_rank or not any(map(shards.is_sharded, tensors)):
+            return fingerprint(tensors)
+        parts: dict[str, list[Any]] = {}
+        for each in tensors:
+            parts.setdefault(shards.part_of(each), []).append(each)
+        return {part: fingerprint(held) for part, held in parts.items()}
 
     def on_run_begin(self) -> None:
         """Open the file, so that a wrong path fails before the first batch."""

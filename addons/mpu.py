@@ -82,7 +82,7 @@ class MultiGPUAddon(DistributedAddon):
     """
 
     slot = "parallel.data"
-    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_owners": []}
+    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_outside": [], "_owners": []}
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class MultiGPUAddon(DistributedAddon):
         self._engine: Replica | None = None
         self._sparse: set[int] = set()  # The parameters with sparse gradients.
         self._known: list[int] = []  # The trained parameters that the wrapper was made for.
+        self._outside: list[Tensor] = []  # Those of them that it does not hold.
         self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
         self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
 
@@ -113,7 +114,8 @@ class MultiGPUAddon(DistributedAddon):
     def _begin_alike(self) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self._owners = [module._buffers for module in self.unwrap().modules()]
-        self._known = self._trained()
+        self._known, held = self._trained(), {} if self._engine is None else self._engine._held
+        self._outside = [each for each in self.parameters if each.requires_grad and id(each) not in held]
         own = list(self.unwrap().parameters())
         known = {id(parameter) for parameter in own}
         broadcast([*own, *(each for each in self.parameters if id(each) not in known)])
@@ -131,7 +133,7 @@ class MultiGPUAddon(DistributedAddon):
     def teardown(self) -> None:
         """Drop the wrapper."""
         super().teardown()
-        self._inner, self._engine, self._known, self._owners = None, None, [], []
+        self._inner, self._engine, self._known, self._outside, self._owners = None, None, [], [], []
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Wrap the model, unless there is nothing to train."""
@@ -236,7 +238,7 @@ class MultiGPUAddon(DistributedAddon):
                 self._average(self.parameters, True)
             else:
                 self._check_used(engine)
-                self._average([p for p in self.parameters if p.requires_grad and id(p) not in engine._held], True)
+                self._average(self._outside, True)
         super().normalize(num_targets)
 
     def _finish_short(self, num_targets: list[Any]) -> list[Any]:
@@ -269,10 +271,14 @@ class MultiGPUAddon(DistributedAddon):
 
     def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
-        held = engine._held
-        if not (self.find_unused_parameters or self.static_graph) and any(p.grad is None for p in held.values()):
-            raise self._left_out([n for n, p in self.unwrap().named_parameters() if p.grad is None and id(p) in held])
-        check_reducer(engine)
+        try:
+            check_reducer(engine)
+        except RuntimeError as error:
+            held, named = engine._held, self.unwrap().named_parameters()
+            names = [name for name, each in named if each.grad is None and id(each) in held]
+            if names and not (self.find_unused_parameters or self.static_graph):
+                raise self._left_out(names) from error
+            raise
 
     def _left_out(self, names: list[str]) -> DistributedError:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

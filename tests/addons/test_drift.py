@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from kit import engines
+from kit.engines import ENGINES
 from kit.rank_tasks import Task, agree, build, loader, network, same, weights
 from kit.ranks import on_ranks
 from zae import DistributedError
@@ -18,15 +21,17 @@ from zae.sinks.fingerprint import fingerprints
 
 
 class NoiseAddon(AddOnBase):
-    """Adds noise to the averaged gradient of the last layer, on the last rank, from a step on."""
+    """Adds noise to the averaged gradient of a parameter, or to this rank's part of it, on the last rank."""
 
     layer = "control"
-    begins = 3
+    begins, name = 3, "3.weight"
 
     def unscale(self):
         super().unscale()
         if self.rank == self.world_size - 1 and self.progress_checker.step + 1 >= self.begins:
-            self.unwrap()[3].weight.grad += 1e-3
+            gradient = self.unwrap().get_parameter(self.name).grad
+            gradient = getattr(gradient, "to_local", lambda: gradient)()
+            gradient += 1e-3
 
 
 @on_ranks(3)
@@ -54,6 +59,37 @@ def test_ranks_that_drift_apart_are_named(world):
     trainer = build(Task, (MultiGPUAddon, NoiseAddon))
     with pytest.raises(DistributedError, match="the same after step 0, and are not after step 4"):
         trainer.run(2, loader(12 * world, 2), max_steps=4)
+
+
+def drift(engine):
+    """Let the last rank drift; return the name of the tensor that the error names, and what the ledgers tell."""
+    trainer = engines.build(engine, LedgerAddon, NoiseAddon, ledger_path="run/ledger-{rank}.jsonl")
+    trainer.name = "blocks.0.first.weight"
+    with pytest.raises(DistributedError) as caught:
+        trainer.run(1, engines.data(16 * engine.shares))
+    assert trainer.world_size == engine.world
+    command = re.search(r"python -m zae diff (\S+) (\S+)$", str(caught.value)).groups()
+    found = compare(*map(read_ledger, command))
+    assert (found.step, found.stage, found.what) == (3, "clip", "gradients"), found
+    others = {part for part in found.first if found.first[part] != found.second[part]}
+    return re.search("apart: (.*) is one thing", str(caught.value)).group(1), command, others
+
+
+@on_ranks(2, 4)
+def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(world):
+    """P-36: between tensor ranks the whole tensors are compared, with HSDP and 2-D the parts that both hold."""
+    name = "blocks.0.first.weight"
+    if world == 2:
+        assert drift(ENGINES["tensor"]) == (name, ("run/ledger-0.jsonl", "run/ledger-1.jsonl"), {""})
+    else:
+        ranks = ("run/ledger-1.jsonl", "run/ledger-3.jsonl")
+        assert drift(ENGINES["hsdp"]) == (f"{name} (part shard 1)", ranks, {"shard 1"})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path("run").rename("hsdp")
+        dist.barrier()
+        ranks = ("run/ledger-2.jsonl", "run/ledger-3.jsonl")
+        assert drift(ENGINES["2-D"]) == (f"{name} (part shard 1)", ranks, {"shard 1"})
 
 
 @on_ranks(2)

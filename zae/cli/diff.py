@@ -35,6 +35,10 @@ _ALIKE = ("gradients", "norm", "lr", "settings", "stepped", "weights")
 """What two ranks of one run have in common; their batches, losses and random streams differ."""
 
 
+_BY_PART = ("gradients", "weights")
+"""What a rank of a sharded model writes for each part of the tensors that it holds."""
+
+
 class Difference(NamedTuple):
     """The first difference of two runs: the stage of a step, what differs, and both values."""
 
@@ -87,9 +91,20 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
             # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
             names = [what for what in a if what in b] if a and b else [*a, *b]
             for what in names if not are_ranks else filter(_ALIKE.__contains__, names):
-                if repr(a.get(what)) != repr(b.get(what)):  # NaN equals NaN.
-                    return Difference(step, stage, what, a.get(what), b.get(what))
+                values = a.get(what), b.get(what)
+                if are_ranks and what in _BY_PART:
+                    values = _of_both(*values)
+                if repr(values[0]) != repr(values[1]):  # NaN equals NaN.
+                    return Difference(step, stage, what, *values)
     return None
+
+
+def _of_both(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return the hashes of what both ranks hold, where each has written one for each part."""
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return first, second
+    parts = [part for part in first if part in second]
+    return {part: first[part] for part in parts}, {part: second[part] for part in parts}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "is_sharded",
     "like",
     "name_of_part",
+    "part_of",
     "replace_parameters",
     "shard_state",
     "whole",
@@ -43,12 +44,19 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def part_of(tensor: Any) -> str:
+    """Name the part of a tensor that this rank holds, as only ranks with the same part do; "" for a whole tensor."""
+    if not is_sharded(tensor):
+        return ""
+    mesh = tensor.device_mesh
+    place, names = mesh.get_coordinate(), mesh.mesh_dim_names or [f"dimension {axis}" for axis in range(mesh.ndim)]
+    divided = [axis for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
+    return ", ".join(f"{names[axis]} {place[axis]}" for axis in divided)
+
+
 def name_of_part(name: str, tensor: Any) -> str:
     """Return a name that only ranks with the same part of a tensor give it."""
-    if not is_sharded(tensor):
-        return name
-    place = tensor.device_mesh.get_coordinate()
-    part = [place[axis] for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
+    part = part_of(tensor)
     return f"{name} (part {part})" if part else name
 
 
