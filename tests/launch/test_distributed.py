@@ -108,6 +108,8 @@ def misbehave(how, who, world=2):
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "exit":
             os._exit(0)
+        if how == "linger":
+            threading.Thread(target=wait_for_nothing).start()
     elif how == "stop" and dist.get_rank() == world - 1 > 1:
         wait_for_nothing()
     dist.all_reduce(torch.zeros(1))
@@ -246,7 +248,8 @@ def test_a_killed_rank_is_named(who):
 
 @pytest.mark.covers("F-D6")
 def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
-    """F-D6: a rank that does not go on ends with `timeout`, by its name; a rank that ends early is named too.
+    """F-D6: a rank that does not go on ends with `timeout`, by its name; so are a rank that ends early, and one that does
+    not end after its work.
 
     One that waits says where; one that is stopped cannot.
     """
@@ -262,6 +265,11 @@ def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     ended = r"rank 0 of 2 \(process \d+\) ended with exit code 0 in the middle"
     with forks(), pytest.raises(DistributedError, match=ended):
         spawn(misbehave, {"how": "exit", "who": 0}, CPUS)
+    assert still_there() == []
+    lingers = r"^rank 1 of 2 \(process \d+\) had done its work and did not end within timeout=3 s"
+    with forks(), pytest.raises(DistributedError, match=lingers) as caught:
+        spawn(misbehave, {"how": "linger", "who": 1}, CPUS, timeout=3)
+    assert re.search(r"\n  rank 1 was, the latest call first, in\n    File \S+threading\S+ ", str(caught.value))
     assert still_there() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from kit.rank_tasks import Task, build, forks, loader, same, weights
 from zae import DistributedError
-from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.addons import FSDPAddon, MultiGPUAddon, StateManagerAddon
 from zae.launch import spawn as launching
 from zae.storage.checkpoint import load_checkpoint
 
@@ -49,9 +50,9 @@ class Fails(Task):
             time.sleep(0.1)
 
 
-def run(folder, how="", who=0, where="step"):
+def run(folder, how="", who=0, where="step", engine=MultiGPUAddon):
     trainer = build(
-        Fails, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=2.0, seed=1, save_path=folder, save_every=2,
+        Fails, (engine, StateManagerAddon), ["cpu", "cpu"], timeout=2.0, seed=1, save_path=folder, save_every=2,
         keep_last=None, resume="auto",
     )  # fmt: skip
     trainer.how, trainer.who, trainer.where = how, who, where
@@ -61,23 +62,28 @@ def run(folder, how="", who=0, where="step"):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of the run that nothing has disturbed."""
-    trainer, metrics = run(tmp_path_factory.mktemp("whole") / "run")
-    assert metrics["step"] == 8
-    return weights(trainer), metrics
+    """The weights and history of the run that nothing has disturbed, by engine."""
+    found = {}
+    for engine in (MultiGPUAddon, FSDPAddon):
+        trainer, metrics = run(tmp_path_factory.mktemp("whole") / "run", engine=engine)
+        assert metrics["step"] == 8
+        found[engine] = weights(trainer), metrics
+    return found
+
+
+CASES = [(MultiGPUAddon, *case) for case in itertools.product(ENDS, (0, 1), ("step", "end"))]
+CASES += [(FSDPAddon, "raise", 1, "step"), (FSDPAddon, "kill", 0, "end"), (FSDPAddon, "hang", 1, "step")]
 
 
 @pytest.mark.covers("F-D4", "F-D5", "F-D6")
-@pytest.mark.parametrize("where", ["step", "end"])
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", ENDS)
-def test_a_rank_fails_and_the_run_goes_on(how, who, where, whole, monkeypatch, capfd):
-    """F-D4, F-D5, F-D6: with a request to stop under way, nothing aborts or is half there; a resume ends bitwise."""
+@pytest.mark.parametrize(("engine", "how", "who", "where"), CASES)
+def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkeypatch, capfd):
+    """F-D4, F-D5, F-D6: nothing aborts or is half there; a resume ends bitwise."""
     monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
     kind, text = ENDS[how]
     begun = time.monotonic()
     with pytest.raises(kind, match=text.format(who=who)):
-        run("run", how, who, where)
+        run("run", how, who, where, engine)
     assert time.monotonic() - begun < 60
     assert not dist.is_initialized()
     assert not re.search("terminate called|SIGABRT|Fatal Python", capfd.readouterr().err)
@@ -86,21 +92,23 @@ def test_a_rank_fails_and_the_run_goes_on(how, who, where, whole, monkeypatch, c
     assert not [name for name in saved if "tmp" in name]
     for path in Path("run").glob("[cs]*-*"):
         load_checkpoint(path)
-    trainer, metrics = run("run")
-    expected, history = whole
+    trainer, metrics = run("run", engine=engine)
+    expected, history = whole[engine]
     assert same(weights(trainer), expected)
     assert metrics["step"] == history["step"]
     assert metrics["train_metrics_history"] == history["train_metrics_history"]
 
 
 @pytest.mark.covers("P-26")
-@pytest.mark.parametrize(("where", "last"), [("step", 7), ("end", 6)])
-def test_a_signal_to_one_rank_ends_all_of_them_one_step_later(where, last, whole):
+@pytest.mark.parametrize(
+    ("engine", "where", "last"), [(MultiGPUAddon, "step", 7), (MultiGPUAddon, "end", 6), (FSDPAddon, "step", 7)]
+)
+def test_a_signal_to_one_rank_ends_all_of_them_one_step_later(engine, where, last, whole):
     """P-26: SIGTERM in the sixth step of one rank, or after the fifth: all end after the next, and go on bitwise."""
     with pytest.raises(SystemExit) as caught:
-        run("run", "term", 1, where)
+        run("run", "term", 1, where, engine)
     assert caught.value.code == 143
     assert max(path.name for path in Path("run").glob("step-*")) == f"step-{last:08}"
-    trainer, metrics = run("run")
-    assert same(weights(trainer), whole[0])
-    assert metrics["train_metrics_history"] == whole[1]["train_metrics_history"]
+    trainer, metrics = run("run", engine=engine)
+    assert same(weights(trainer), whole[engine][0])
+    assert metrics["train_metrics_history"] == whole[engine][1]["train_metrics_history"]

@@ -232,6 +232,7 @@ class _Ranks:
         self._ended_here: set[int] = set()
         self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
         self._deadline: float | None = None
+        self._done: dict[int, float] = {}  # When a rank has reported that its work is done.
 
     def __enter__(self) -> _Ranks:
         context = multiprocessing.get_context("spawn")
@@ -270,10 +271,13 @@ class _Ranks:
         self._raise_failure()
 
     def _wait(self) -> None:
-        """Receive reports until every rank has ended, or the deadline after a failure has passed."""
-        open_ends = set(self._connections)
-        while sentinels := [process.sentinel for process in self._processes if process.is_alive()]:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
+        """Receive reports until every rank has ended, or the deadline after a failure, or after its work, has passed."""
+        open_ends, patience = set(self._connections), self._tasks[0].timeout
+        while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
+            sentinels = [process.sentinel for process in alive.values()]
+            limits = [when + patience for rank, when in self._done.items() if rank in alive]
+            limits += [] if self._deadline is None else [self._deadline]
+            left = min(limits) - time.monotonic() if limits else None
             if left is not None and left <= 0:
                 self._ask_where()
                 return
@@ -288,7 +292,10 @@ class _Ranks:
             report: Report = connection.recv()
         except (EOFError, OSError):
             return False
-        self._reports[self._connections[connection]] = report
+        rank = self._connections[connection]
+        self._reports[rank] = report
+        if report.kind == "done":
+            self._done[rank] = time.monotonic()
         if report.kind in ("failing", "failed"):
             self._hurry(UNWIND if report.kind == "failing" else GRACE)
         return True
@@ -394,8 +401,12 @@ class _Ranks:
             rank = min(failed, key=lambda each: failed[each].when)
             raise failed[rank].rebuild(rank, world)
         if missing:
-            text = f"rank {missing[0]} of {world} did not end when the others had, and was ended"
-            raise DistributedError(text + self._where(missing))
+            rank = next((each for each in missing if each in self._done), missing[0])
+            raise DistributedError(
+                f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end within "
+                f"timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
+                "Thread(daemon=True), or one that is joined before run() returns" + self._where([rank])
+            )
 
     def _describe_death(self, rank: int, code: int | None) -> str:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
