@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ class LedgerAddon(AddOnBase):
         noted = self._stages["step"] = _settings(self.optimizers)
         with _noting_settings(self.optimizers, noted):
             stepped = super().optimizer_step()
-        weights = self._hash(self.unwrap().state_dict().values())
+        weights = self._hash([*self.unwrap().state_dict().values()])
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())
         return stepped
 
@@ -214,17 +214,12 @@ class LedgerAddon(AddOnBase):
         return bool(self.gradient_clip) or not alone
 
     def _gradients(self) -> Any:
-        return self._hash(p.grad for p in self.parameters if p.grad is not None)
+        return self._hash([p.grad for p in self.parameters if p.grad is not None])
 
-    def _hash(self, tensors: Iterable[Any]) -> Any:
+    def _hash(self, tensors: Sequence[Any]) -> Any:
         """Hash tensors; in a ledger of each rank by the part that the rank holds, as others may hold the same part."""
-        tensors = list(tensors)
-        if not self._is_of_each_rank or not any(map(shards.is_sharded, tensors)):
-            return fingerprint(tensors)
-        parts: dict[str, list[Any]] = {}
-        for each in tensors:
-            parts.setdefault(shards.part_of(each), []).append(each)
-        return {part: fingerprint(held) for part, held in parts.items()}
+        parts = shards.by_part(tensors) if self._is_of_each_rank else {}
+        return {part: fingerprint(each) for part, each in parts.items()} if any(parts) else fingerprint(tensors)
 
     def on_run_begin(self) -> None:
         """Open the file, so that a wrong path fails before the first batch."""

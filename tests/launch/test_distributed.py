@@ -248,8 +248,7 @@ def test_a_killed_rank_is_named(who):
 
 @pytest.mark.covers("F-D6")
 def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
-    """F-D6: a rank that does not go on ends with `timeout`, by its name; so are a rank that ends early, and one that does
-    not end after its work.
+    """F-D6: a rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end.
 
     One that waits says where; one that is stopped cannot.
     """

@@ -14,11 +14,11 @@ from zae.common.walk import map_tensors
 
 __all__ = [
     "by_mesh",
+    "by_part",
     "gradient_norm",
     "is_sharded",
     "like",
     "name_of_part",
-    "part_of",
     "replace_parameters",
     "shard_state",
     "whole",
@@ -58,6 +58,14 @@ def name_of_part(name: str, tensor: Any) -> str:
     """Return a name that only ranks with the same part of a tensor give it."""
     part = part_of(tensor)
     return f"{name} (part {part})" if part else name
+
+
+def by_part(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Group tensors by the part that this rank holds of them."""
+    groups: dict[str, list[Tensor]] = {}
+    for each in tensors:
+        groups.setdefault(part_of(each), []).append(each)
+    return groups
 
 
 def like(value: Any, reference: Any) -> Any:

@@ -271,7 +271,7 @@ class _Ranks:
         self._raise_failure()
 
     def _wait(self) -> None:
-        """Receive reports until every rank has ended, or the deadline after a failure, or after its work, has passed."""
+        """Receive reports until every rank has ended, or one has not by its deadline: after a failure, or its work."""
         open_ends, patience = set(self._connections), self._tasks[0].timeout
         while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
             sentinels = [process.sentinel for process in alive.values()]
@@ -403,8 +403,8 @@ class _Ranks:
         if missing:
             rank = next((each for each in missing if each in self._done), missing[0])
             raise DistributedError(
-                f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end within "
-                f"timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
+                f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
+                f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
                 "Thread(daemon=True), or one that is joined before run() returns" + self._where([rank])
             )
 
