@@ -18,6 +18,7 @@ from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.checkpoint import save_weights
+from zae.storage.tensor_bytes import local_part
 
 __all__ = ["EMAAddon"]
 
@@ -116,7 +117,7 @@ class EMAAddon(AddOnBase):
         if stepped:
             with torch.no_grad():
                 for average, weight in self._averaged:
-                    average.mul_(self.decay).add_(weight, alpha=1 - self.decay)
+                    local_part(average).mul_(self.decay).add_(local_part(weight), alpha=1 - self.decay)
                 self._follow()
                 for average, buffer in self._copied:
                     average.copy_(buffer)

@@ -20,6 +20,7 @@ from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.loop.addon_state import PARTS, is_loading
+from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
 
@@ -215,6 +216,7 @@ class ShardingAddon(AddOnPart):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
         super().wrap_optimizers(optimizers)
+        self.optimization.as_clipped = shards.local_gradients if self._world > 1 else list
         replaced, self._replaced = self._replaced, {}
         for optimizer in optimizers.values() if replaced else ():
             shards.replace_parameters(optimizer, replaced)
@@ -256,6 +258,19 @@ class ShardingAddon(AddOnPart):
     def like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Keep this rank's part of a whole tensor."""
         return shards.like(whole, reference)
+
+    @replaces
+    def held_parts(self) -> dict[str, Tensor]:
+        """Return the weights, which averages follow, and for each parameter what all of its slots begin with."""
+        held: dict[str, Tensor] = {}
+        for key, each in self.unwrap().state_dict().items():
+            held |= {f"model/{key}": each, f"state/EMAAddon.average.{name_of_key(key)}": each}
+        for name, optimizer in self.optimizers.items():
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            held |= {
+                f"state/optimizer.{name_of_key(name)}.state.{index}.": each for index, each in enumerate(parameters)
+            }
+        return {key: each for key, each in held.items() if shards.is_sharded(each)}
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""

@@ -24,7 +24,6 @@ from zae.saving.retention import Retention
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start, parts_of
 from zae.saving.stop_signals import StopSignals
-from zae.storage.checkpoint import newest_valid
 
 __all__ = ["StateManagerAddon"]
 
@@ -178,7 +177,7 @@ class StateManagerAddon(AddOnBase):
         is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
-            found = self.checkpointer.find(resumption.resume)
+            found = self.checkpointer.find(resumption.resume, self.held_parts())
             if found is None:
                 resumption.start.apply(self)
             else:
@@ -321,7 +320,7 @@ class StateManagerAddon(AddOnBase):
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
         about["info"] = {"monitor": self.monitor, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        job = Job(target, state, checkpointer.model_format, about, replaces, trained, self.rank, self.gather)
+        job = Job(target, state, checkpointer.model_format, about, replaces, trained, self.rank, self.gather_beside)
         if (is_writer := self.is_main or has_failed) and not job.is_sharded:
             check_optimizer_states(self.optimizers, state["optimizer"])
         checkpointer.write(job, is_writer)
@@ -353,15 +352,15 @@ class StateManagerAddon(AddOnBase):
         """
         self.checkpointer.settle()
         found = Path(path).expanduser() if path is not None else self.save_path
-        found, content, _ = newest_valid(found, self.checkpointer.read) or (found, None, [])
+        found, content = self.checkpointer.newest(found, self.held_parts())
         self._load_content(found, content, strict, check_partial(allow_partial))
 
     def _resume_from(self, found: Path, content: Content | None = None) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         made = self.progress_checker.run_calls.made
         try:
-            content = content or self.checkpointer.read(found, self._resumption.allow_partial)
-            self._resumption.check_ranks(found, content[0]["world_size"], self.world_size)
+            content = content or self.checkpointer.read(found, self._resumption.allow_partial, self.held_parts())
+            self._resumption.check_ranks(found, content, self.world_size, self.data_size)
             self._load_content(found, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.

@@ -196,9 +196,8 @@ class TensorParallelAddon(DistributedAddon):
                 )
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Clip divided parameters apart from others; refuse kernels of an optimizer that take both at once."""
+        """Refuse kernels of an optimizer that take divided parameters and others at once."""
         super().wrap_optimizers(optimizers)
-        self.optimization.split_for_clip = shards.by_mesh if self._world > 1 else None
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
                 asked = [name for name in ("foreach", "fused") if group.get(name)]

@@ -1,7 +1,8 @@
 """What a sharded checkpoint costs, against the whole one: python benchmarks/sharded_checkpoint.py.
 
-Two processes over gloo hold a model with AdamW's state through FSDPAddon, and save both formats in turns. Shown are the
-bytes on the disk, and the seconds for which training stands still, on the slower rank.
+Two processes over gloo hold a model with AdamW's state through FSDPAddon, and save in turns: whole, in shards, and in
+shards in the background. Shown are the bytes on the disk, and the seconds for which training stands still, on the
+slower rank.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def measure(width: int, layers: int, folder: str, turns: int) -> dict[str, dict[
     torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = {}
     trainers = {}
-    for kind in ("safetensors", "sharded"):
+    for kind in ("safetensors", "sharded", "sharded, save_async"):
+        save_format, _, is_async = kind.partition(", ")
         model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
         trainer = Task.add_on(FSDPAddon, StateManagerAddon)(
-            model, "cpu", optimizer=torch.optim.AdamW, log_bar=False, save_path=Path(folder, kind), save_format=kind
-        )
+            model, "cpu", optimizer=torch.optim.AdamW, log_bar=False, save_path=Path(folder, kind),
+            save_format=save_format, save_async=bool(is_async),
+        )  # fmt: skip
         trainer.run(1, [torch.ones(2, width)] * 4)
         trainers[kind] = trainer
     for _ in range(turns):
@@ -55,6 +58,8 @@ def measure(width: int, layers: int, folder: str, turns: int) -> dict[str, dict[
                 seconds = time.perf_counter() - began
                 entry = found.setdefault(kind, {"seconds": []})
                 entry["seconds"].append(max(trainer.gather(seconds)))
+                trainer.checkpointer.settle()
+                trainer.barrier()
                 entry["bytes"] = sum(each.stat().st_size for each in target.iterdir())
                 trainer.barrier()
                 if dist.get_rank() == 0:
@@ -74,7 +79,7 @@ def main() -> int:
         found = spawn(measure, arguments, [torch.device("cpu")] * 2, timeout=300)
     for kind, each in found.items():
         seconds = statistics.median(each["seconds"])
-        sys.stdout.write(f"{kind:12} {each['bytes'] / 1e6:8.1f} MB {seconds:6.2f} s\n")
+        sys.stdout.write(f"{kind:20} {each['bytes'] / 1e6:8.1f} MB {seconds:6.2f} s\n")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""A character-level transformer on the text of Python's help pages, in shards on two ranks.
+"""A character-level transformer on the text of Python's help pages: sharded on two ranks, resumed on one and on three.
 
 python examples/fsdp.py
-torchrun --nproc_per_node 2 examples/fsdp.py
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pydoc_data.topics import topics
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
-from zae.addons import FSDPAddon
+from zae.addons import FSDPAddon, StateManagerAddon
 
 LENGTH, WIDTH = 64, 64
 TEXT = "".join(topics[name] for name in sorted(topics))[:60_000]
@@ -47,17 +47,28 @@ class Characters(Trainer):
     test_step = train_step
 
 
-def main():
+def train(n_ranks, n_epoch, **options):
+    """Train until this epoch, on so many GPUs if they are there; a step has 48 rows, whatever the number of ranks."""
     numbers = torch.tensor([CHARACTERS.index(each) for each in TEXT])
     rows = numbers[: len(numbers) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-    train, test = TensorDataset(rows[:-150]), TensorDataset(rows[-150:])
-    count = torch.cuda.device_count()
-    devices = [f"cuda:{index}" for index in range(count)] if count > 1 else ["cpu", "cpu"]
-    trainer = Characters.add_on(FSDPAddon)(Transformer, devices, optimizer=torch.optim.AdamW, gradient_clip=1.0, seed=0)
-    metrics = trainer.run(3, DataLoader(train, 16, shuffle=True), DataLoader(test, 32))
-    if trainer.is_main:
-        print(f"validation loss {metrics['valid_metrics_history'][-1]['valid_loss']:.3f}")
+    data, test = TensorDataset(rows[:-150]), TensorDataset(rows[-150:])
+    has_gpus = torch.cuda.device_count() >= n_ranks
+    trainer = Characters.add_on(FSDPAddon, StateManagerAddon)(
+        Transformer,
+        [f"cuda:{index}" for index in range(n_ranks)] if has_gpus else ["cpu"] * n_ranks,
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        gradient_clip=1.0,
+        seed=0,
+        save_path="runs/fsdp",
+        save_format="sharded",
+        **options,
+    )
+    metrics = trainer.run(n_epoch, DataLoader(data, 48 // n_ranks, shuffle=True), DataLoader(test, 48))
+    loss = metrics["valid_metrics_history"][-1]["valid_loss"]
+    print(f"epoch {n_epoch} on {n_ranks} ranks: validation loss {loss:.3f}, saved in {trainer.last_path}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    train(2, 1, overwrite=True)
+    train(1, 2, resume=True, reshard=True)
+    train(3, 3, resume=True, reshard=True)

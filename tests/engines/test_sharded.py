@@ -7,7 +7,13 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import re
 import shutil
+import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +21,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kit.engines import ENGINES, build, data, distance, weights
-from kit.faults import Disk, KillingDisk, RefusingDisk, installed
+from kit.faults import Child, Disk, KillingDisk, RefusingDisk, installed
 from kit.ranks import each_rank
 from zae.__main__ import main
 from zae.addons import EMAAddon, StateManagerAddon
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
-from zae.storage.checkpoint import load_checkpoint, load_weights, newest_valid
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
+from zae.saving.saver import Job
+from zae.storage.checkpoint import load_checkpoint, load_weights, newest_valid, save_checkpoint
 from zae.storage.manifest import parse, read_manifest, seal, verify
 from zae.storage.names import SHARDS
+from zae.storage.sharded import Group, Share, plan_shards
 
 LIMIT = 1e-12
-FSDP = ENGINES["fsdp"]
 ROWS, BATCH, STEPS = 84, 12, 14
 
 
-def trainer(path: Path, *add_ons: Any, **options: Any) -> Any:
+def trainer(path: Path, engine: str = "fsdp", **options: Any) -> Any:
     given = {"save_format": "sharded", "gradient_clip": 0.05, "decay": 0.9, "keep_last": 1, **options}
-    given["scheduler"] = scheduler
-    return build(FSDP, StateManagerAddon, EMAAddon, *add_ons, save_path=path, **given)
+    given.setdefault("scheduler", scheduler)
+    return build(ENGINES[engine], StateManagerAddon, EMAAddon, save_path=path, **given)
 
 
 def scheduler(optimizer: Any) -> Any:
@@ -53,7 +63,9 @@ def train(
     assert (dist.get_world_size() if dist.is_initialized() else 1) == world
     resumed = {} if start is None else {"resume": str(start), "reshard": True}
     made = trainer(path, **{**resumed, **options})
-    made.run(2, data(ROWS, BATCH // world, shuffle), **({} if max_steps is None else {"max_steps": max_steps}))
+    shares = world // made.mesh.get("tensor", 1)
+    made.run(2, data(ROWS, BATCH // shares, shuffle), **({} if max_steps is None else {"max_steps": max_steps}))
+    assert made.data_size == shares
     average = {f"average.{name}": made.whole(value).clone() for name, value in made.average.items()}
     return weights(made) | average, made.train_history, made.progress_checker.step
 
@@ -115,6 +127,49 @@ def test_one_process_is_resumed_by_two(saved: Any, tmp_path: Path) -> None:
         assert far(end, saved[2][0]) < LIMIT
 
 
+def test_a_rank_reads_what_it_holds_and_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """64 MB of weights and as many of their average: each of two ranks has a half in memory, and little more."""
+
+    def read() -> tuple[int, int]:
+        options = {"model": nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))), "decay": 0.5}
+        made = trainer(tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=None, **options)
+        with made.ready():
+            path, held = made.save_state(tmp_path / "step-00000001"), made.held_parts()
+            Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
+            before = peak()
+            _, model, state = made.checkpointer.read(path, held=held)
+            grown = peak() - before
+        tensors = [*model.values(), *state["EMAAddon"]["average"].values()]
+        assert all(each.shape == (1024, 1024) and isinstance(each, DTensor) for each in tensors)
+        made.load_state(path)
+        assert made.layout(made.average["0.weight"]) == "sharded"
+        return grown, sum(each.to_local().nbytes for each in tensors)
+
+    for grown, held in each_rank(2, read):
+        assert held == 64 << 20
+        assert grown < held + (24 << 20)  # A tensor has 4 MB, and what is read of one is held once or twice.
+
+
+def peak() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+def test_parts_of_layers_are_resumed_by_any_number(saved: Any, tmp_path: Path) -> None:
+    """Layers in parts, and these in shards: from 4 ranks to 2, to one process, and back."""
+    wide, narrow = {"engine": "2-D"}, {"engine": "tensor", "mesh": {"tensor": 2}}
+    path = None
+    for world, until, options in ((4, 3, wide), (2, 5, narrow), (1, 8, wide | {"mesh": {}}), (2, 10, narrow)):
+        ranks = partial(train, world, tmp_path / str(until), path, until, **options)
+        ranks() if world == 1 else each_rank(world, ranks)
+        path = tmp_path / str(until) / f"step-{until:08d}"
+        assert (read_manifest(path)["model_format"] == "sharded") == (world > 1)
+    for end, _, step in each_rank(4, partial(train, 4, tmp_path / "end", path, **wide)):
+        assert step == STEPS
+        assert far(end, saved[2][0]) < LIMIT
+
+
 def test_whole_checkpoints_and_shards_load_into_each_other(saved: Any, tmp_path: Path) -> None:
     """Of FSDP and DDP, with as many ranks."""
 
@@ -137,6 +192,15 @@ def test_whole_checkpoints_and_shards_load_into_each_other(saved: Any, tmp_path:
                 assert distance(run(target, other, path)[0], end) < LIMIT
 
     each_rank(2, cross)
+
+
+def test_another_number_of_shares_is_what_needs_reshard(tmp_path: Path) -> None:
+    """Ranks that divide layers get the same batches: their number may change, and the error names both."""
+    each_rank(2, partial(train, 2, tmp_path / "tensor", None, 4, engine="tensor", mesh={"tensor": 2}))
+    path = tmp_path / "tensor" / "step-00000004"
+    assert train(1, tmp_path / "one", path, 5, engine="tensor", mesh={}, reshard=False)[2] == 5
+    with pytest.raises(AssertionError, match=r"by 2 processes with 1 shares of the data; this run has 2 with 2.*resha"):
+        each_rank(2, partial(train, 2, tmp_path / "two", path, 5, reshard=False))
 
 
 def test_another_number_of_ranks_is_refused_without_reshard(saved: Any, tmp_path: Path) -> None:
@@ -223,12 +287,60 @@ def test_a_hostile_metadata_is_not_read(saved: Any, tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+class Held(RefusingDisk):
+    """A disk that waits for the loop before its first operation on behalf of a thread, and may then refuse."""
+
+    def __init__(self, at: int = 1 << 30) -> None:
+        super().__init__(at, errno.ENOSPC)
+        self.may_go_on, self.threads = threading.Event(), set[str]()
+
+    def before(self, name: str, args: Any) -> None:
+        if name == "create" and args[0].suffix == ".safetensors":
+            self.threads.add(threading.current_thread().name)
+        if threading.current_thread() is not threading.main_thread():
+            assert self.may_go_on.wait(10)
+        super().before(name, args)
+
+
+def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path) -> None:
+    """The state of the moment is written, over connections of their own; the run ends bitwise as without."""
+
+    def run(name: str, **options: Any) -> Any:
+        made = trainer(tmp_path / name, save_every=4, keep_best=0, keep_last=9, **options)
+        disk = Held()
+        made.on_step_end = release(made.on_step_end, disk, made)
+        with installed(disk):
+            made.run(2, data(ROWS, BATCH // 2, False))
+        assert disk.threads == {"zae-save"}
+        return weights(made)
+
+    def release(method: Any, disk: Held, made: Any) -> Any:
+        def on_step_end(outputs: Any) -> None:
+            method(outputs)
+            if made.progress_checker.step == 5:
+                assert not (tmp_path / "run" / "step-00000004").exists()
+                disk.may_go_on.set()
+
+        return on_step_end
+
+    for end in each_rank(2, partial(run, "run", save_async=True)):
+        assert bitwise(end, {name: saved[1][0][0][name] for name in end})
+    for step in (4, 8, 12, 14):
+        verify(tmp_path / "run" / f"step-{step:08d}")
+    half = saved[0]
+    names = [each.name for each in half.iterdir() if each.suffix == ".safetensors"]
+    assert all((half / n).read_bytes() == (tmp_path / "run" / half.name / n).read_bytes() for n in names)
+
+
 # ------------------------------------------------------------------------------------------------------- failure
 
 
-def begun(path: Path, shuffle: bool = False) -> tuple[Any, Any]:
+def begun(path: Path, shuffle: bool = False, **options: Any) -> tuple[Any, Any]:
     """Return a trainer that has saved step 4, and what it trains on."""
-    made, loader = trainer(path, on_save_error="raise"), data(ROWS, BATCH // 2, shuffle)
+    made, loader = trainer(path, on_save_error="raise", **options), data(ROWS, BATCH // 2, shuffle)
     made.run(2, loader, max_steps=4)
     return made, loader
 
@@ -267,12 +379,39 @@ def test_a_disk_that_refuses_is_reported_by_all_ranks(tmp_path: Path) -> None:
     assert failed[0] == failed[1] > 9
 
 
+def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path) -> None:
+    """At the same step, although one disk alone has refused; with on_save_error="warn" the run goes on to its end."""
+
+    def refuse(kind: str) -> tuple[int, str]:
+        made = trainer(tmp_path / kind, save_async=True, save_every=2, keep_best=0, on_save_error=kind)
+        disk = RefusingDisk(0 if dist.get_rank() else 1 << 30, errno.ENOSPC, 1)
+        error = ""
+        try:
+            with installed(disk):
+                made.run(2, data(ROWS, BATCH // 2, False))
+        except CheckpointError as raised:
+            error = str(raised)
+        made.barrier()
+        assert not [each.name for each in tmp_path.rglob(".staging*")]
+        return made.progress_checker.step, error
+
+    (one, first), (two, second) = each_rank(2, refuse, "raise")
+    assert one == two < STEPS
+    assert "No space left on device" in second
+    assert first == f"rank 1: {second}"
+    assert each_rank(2, refuse, "warn") == [(STEPS, "")] * 2
+    verify(tmp_path / "warn" / f"step-{STEPS:08d}")
+
+
 def test_a_rank_that_raises_anything_ends_the_save_of_all(tmp_path: Path) -> None:
     """Weights that are not finite on one rank alone too."""
 
     def fail() -> None:
         made, _ = begun(tmp_path)
         with made.ready():
+            _, _, state = made.checkpointer.read(tmp_path / "step-00000004", held=made.held_parts())
+            slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
+            assert all(isinstance(each, DTensor) for each in slots)
             with torch.no_grad():
                 if dist.get_rank():
                     made.unwrap().head.weight.to_local().fill_(math.nan)
@@ -284,35 +423,126 @@ def test_a_rank_that_raises_anything_ends_the_save_of_all(tmp_path: Path) -> Non
     each_rank(2, fail)
 
 
-def save_killed(path: Path, victim: int, at: int) -> list[str]:
-    made, loader = begun(path, shuffle=True)
-    disk = KillingDisk(at) if dist.get_rank() == victim else Disk()
+def shares(path: Path) -> Share:
+    """Return what this rank writes of a checkpoint with two tensors in parts."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = {"weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]), "scale": torch.ones(1)}
+    state = {"average": distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]), "plain": torch.ones(2)}
+    about = {"run_id": "a", "step": 6, "epoch": 0, "composition": [], "world_size": 2, "info": {}}
+    return plan_shards(path, model, state, Group(dist.get_rank(), made_of(dist.get_world_size())), about)
+
+
+def made_of(world: int) -> Any:
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world
+        dist.all_gather_object(values, value)
+        return values
+
+    return gather
+
+
+def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> list[str]:
+    """Be one of two ranks that write, and that exchange through a pipe what they have written."""
+    own, other = pipes[rank], pipes[1 - rank]
+    other.close()
+
+    def gather(value: Any) -> list[Any]:
+        own.send(value)
+        values = [value, own.recv()]
+        return values if rank == 0 else values[::-1]
+
+    job = Job(path, {}, "sharded", {}, [path.with_name("step-00000004")], (), rank, gather, share)
     with installed(disk):
-        made.run(2, loader, max_steps=2)
+        job.write()
     return [name for name, _ in disk.log]
 
 
-def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    """The previous checkpoint is the newest, or the new one is whole; resume="auto" goes on to the same end."""
-    names = each_rank(2, save_killed, tmp_path / "alive", 0, 1 << 20)
+def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list[Any]:
+    pipes, disks = multiprocessing.Pipe(), [Disk(), Disk()]
+    disks[victim] = KillingDisk(at)
+    ranks = [Child(write_share, each, rank, pipes, path, disks[rank]) for rank, each in enumerate(planned)]
+    for pipe in pipes:
+        pipe.close()
+    return [each.wait(10) for each in ranks]
+
+
+def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path) -> None:
+    """Each of two ranks, before each file operation: the previous checkpoint stands, or the new one is whole."""
+    planned = each_rank(2, shares, tmp_path)
+    save_checkpoint(tmp_path / "old" / "step-00000004", {"weight": torch.ones(1)}, {}, manifest_info=ABOUT)
+    logs = [each.result for each in write_on_two(planned, copied(tmp_path, "alive"), 0, 1 << 20)]
+    assert len(logs[0]) > 30
+    assert len(logs[1]) == 4
+    found = set()
+    for victim, log in enumerate(logs):
+        for at in range(len(log)):
+            path = copied(tmp_path, f"{victim}-{at}")
+            ends = write_on_two(planned, path, victim, at)
+            assert ends[victim].status == -signal.SIGKILL
+            newest = newest_valid(path.parent)
+            assert newest is not None
+            assert not newest[2]
+            other = ends[1 - victim].status
+            assert other == 1 or (other == 0 and newest[0] == path)  # It was killed while it removed the old one.
+            found.add(newest[0].name)
+            shutil.rmtree(path.parent)
+    assert found == {"step-00000004", "step-00000006"}
+
+
+ABOUT = {"run_id": "a", "step": 4, "epoch": 0, "composition": [], "world_size": 2, "info": {}}
+
+
+def copied(folder: Path, name: str) -> Path:
+    return shutil.copytree(folder / "old", folder / name) / "step-00000006"
+
+
+class Stalled(Disk):
+    """A disk that does something before it creates the file of the shards."""
+
+    def __init__(self, act: Any, rank: int) -> None:
+        super().__init__()
+        self.act, self.rank = act, rank
+
+    def before(self, name: str, args: Any) -> None:
+        if name == "create" and args[0].name.startswith("shard-") and dist.get_rank() == self.rank:
+            self.act()
+
+
+def save_with(path: Path, act: Any, rank: int, **options: Any) -> None:
+    """Go to step 4, and save step 6 with a disk that does something."""
+    made, loader = begun(path, shuffle=True, **options)
+    with installed(Stalled(act, rank)):
+        made.run(2, loader, max_steps=2)
+
+
+def kill(number: int) -> Any:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def hang() -> None:
+    time.sleep(3)
+
+
+def test_a_rank_that_ends_while_it_saves(tmp_path: Path) -> None:
+    """Killed, hanging, or asked to end: no rank waits for ever, nothing is half there, "auto" goes on to the end."""
     end = each_rank(2, partial(train, 2, tmp_path / "end", shuffle=True))[0][0]
-    renames = [index for index, name in enumerate(names[0]) if name == "rename"]
-    places = [(0, renames[-2]), (0, renames[-1]), *((1, at) for at in range(len(names[1])))]
-    for victim, at in places:
-        path = tmp_path / f"{victim}-{at}"
-        with pytest.raises(AssertionError, match=f"rank {victim} of 2: ended with -9"):
-            each_rank(2, save_killed, path, victim, at)
-        found = newest_valid(path)
-        assert found is not None
-        assert not found[2]
-        is_whole = (victim, at) == places[1]  # Killed while it removed what the new one replaces.
-        assert found[0].name == ("step-00000006" if is_whole else "step-00000004")
-    for victim, at in (places[0], places[-1]):
-        path = tmp_path / f"{victim}-{at}"
-        for own, _, step in each_rank(2, partial(train, 2, path, resume="auto", shuffle=True)):
-            assert step == STEPS
-            assert bitwise(own, end)
-        assert not [each for each in path.iterdir() if each.name.startswith(".staging")]
+    ways = {
+        "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
+        "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within 1.5 s", 4),
+        "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
+    }
+    for name, (act, rank, options, match, step) in ways.items():
+        path = tmp_path / name
+        with pytest.raises(AssertionError, match=f"(?s){match}"):
+            each_rank(2, partial(save_with, path, act, rank, **options))
+        newest = newest_valid(path)
+        assert newest is not None
+        assert newest[0].name == f"step-{step:08d}", name
+        assert not newest[2]
+    for own, _, steps in each_rank(2, partial(train, 2, tmp_path / "killed", resume="auto", shuffle=True)):
+        assert steps == STEPS
+        assert bitwise(own, end)
+    assert not [each for each in (tmp_path / "killed").iterdir() if each.name.startswith(".staging")]
 
 
 # ------------------------------------------------------------------------------------- commands, and what is refused
@@ -338,12 +568,6 @@ def test_doctor_and_consolidate(saved: Any, tmp_path: Path, capsys: pytest.Captu
     assert "shard-00001.safetensors: is missing" in capsys.readouterr().err
     assert not (tmp_path / "plain.pt").exists()
     assert main(["doctor", str(damaged.parent)]) == 1
-
-
-def test_an_asynchronous_save_is_refused(tmp_path: Path) -> None:
-    """By name, with the remedy."""
-    with pytest.raises(ConfigError, match="leave save_async out"):
-        trainer(tmp_path, save_async=True)
 
 
 def test_old_checkpoints_are_removed_with_their_shards(tmp_path: Path) -> None:

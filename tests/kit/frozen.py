@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from zae.addons import (
     AMPAddon,
     EarlyStoppingAddon,
     EMAAddon,
+    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
@@ -125,17 +127,17 @@ def _together(folder: Path) -> tuple[Trainer, Any, Any]:
     return trainer, hand.loader(), hand.loader(size=8, seed=4, shuffle=False)
 
 
-def _two_ranks(folder: Path) -> tuple[Trainer, Any, Any]:
+def _two_ranks(folder: Path, engine: Any = MultiGPUAddon, **options: Any) -> tuple[Trainer, Any, Any]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) / 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    cls = table.Task.add_on(StateManagerAddon, MultiGPUAddon, EMAAddon)
+    cls = table.Task.add_on(StateManagerAddon, engine, EMAAddon)
     trainer = cls(
         model, ["cpu", "cpu"], optimizer=optimizer, log_bar=False, seed=5, decay=0.75, save_path=folder / "save",
-        **_SAVING,
+        **_SAVING, **options,
     )  # fmt: skip
     return trainer, hand.loader(batch_size=2), hand.loader(size=8, seed=4, shuffle=False)
 
@@ -162,6 +164,7 @@ CASES: dict[str, Case] = {
     "alone": _plain(),
     "together": Case(_together, step=5),
     "two-ranks": Case(_two_ranks, ranks=2),
+    "two-shards": Case(partial(_two_ranks, engine=FSDPAddon, save_format="sharded"), ranks=2),
     "gan": Case(_gan),
     "ckpt": _plain(save_format="ckpt"),
     "stateful-loader": _plain(_stateful),

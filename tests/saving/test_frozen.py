@@ -11,7 +11,8 @@ import torch
 
 from kit import frozen
 from kit.rank_tasks import forks
-from zae.storage.checkpoint import load_checkpoint
+from zae.__main__ import main
+from zae.storage.checkpoint import load_checkpoint, load_weights
 
 
 def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
@@ -49,14 +50,30 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
     assert_same_end(frozen.end_of(trainer), end)
 
 
-def test_frozen_checkpoint_of_two_ranks(tmp_path: Path) -> None:
-    """The same where two processes have saved."""
-    end = frozen.unpack("two-ranks", tmp_path)
-    trainer, loader, valid = frozen.CASES["two-ranks"].build(tmp_path)
+@pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 2])
+def test_frozen_checkpoint_of_two_ranks(name: str, tmp_path: Path) -> None:
+    """The same where two processes have saved, each its parts or one of them all."""
+    end = frozen.unpack(name, tmp_path)
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
     with forks():
         trainer.run(frozen.EPOCHS, loader, valid)
     assert trainer.devices == [torch.device("cpu")] * 2
     assert_same_end(frozen.end_of(trainer), end)
+
+
+def test_frozen_shards_are_read_without_ranks(tmp_path: Path) -> None:
+    """doctor and consolidate, and a state dict of one process, with whole weights, optimizer state and average."""
+    frozen.unpack("two-shards", tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES['two-shards'].step:08d}"
+    assert main(["doctor", str(tmp_path / "save")]) == 0
+    assert main(["consolidate", str(place), str(tmp_path / "plain.safetensors")]) == 0
+    manifest, model, state = load_checkpoint(place)
+    assert (manifest["model_format"], manifest["world_size"]) == ("sharded", 2)
+    weights = load_weights(tmp_path / "plain.safetensors")
+    assert weights.keys() == model.keys() == state["EMAAddon"]["average"].keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.items())
+    slots = [each["exp_avg"] for _, each in sorted(state["optimizer"]["0"]["state"].items())]
+    assert [each.shape for each in slots] == [each.shape for each in model.values()]
 
 
 def assert_same_end(present: dict[str, Any], end: dict[str, Any]) -> None:

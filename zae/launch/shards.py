@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "gradient_norm",
     "is_sharded",
     "like",
+    "local_gradients",
     "name_of_part",
     "replace_parameters",
     "shard_state",
@@ -101,6 +103,12 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
         total = total + square
     norm: Tensor = total.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
     return norm
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
+    """Return objects whose ``grad`` is this rank's part: kernels for parts on a mesh take seconds to be chosen."""
+    held: list[Any] = [each.grad for each in parameters if each.grad is not None]
+    return [SimpleNamespace(grad=each.to_local() if is_sharded(each) else each) for each in held]
 
 
 def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:

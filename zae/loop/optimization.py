@@ -83,7 +83,7 @@ class Optimization:
         self.grad_norm: Tensor | None = None
         self.settings = ScriptSettings()
         self._clipped: list[list[Tensor]] = []
-        self.split_for_clip: Callable[[list[Tensor]], list[list[Tensor]]] | None = None  # An engine may set it.
+        self.as_clipped: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -174,8 +174,7 @@ class Optimization:
             norms = []
             for parameters in self._clipped:  # In turn: two optimizers may share a parameter.
                 norms.append(norm_of(parameters))
-                for alike in [parameters] if self.split_for_clip is None else self.split_for_clip(parameters):
-                    nn.utils.clip_grads_with_norm_(alike, self.gradient_clip, norms[-1])
+                nn.utils.clip_grads_with_norm_(self.as_clipped(parameters), self.gradient_clip, norms[-1])
             self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
     step_one = staticmethod(optim.step)

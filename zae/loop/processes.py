@@ -59,6 +59,11 @@ class Processes:
         return self.gather(value)
 
     @seam
+    def gather_beside(self, value: Any) -> list[Any]:
+        """List a value of every rank, also from a thread, while the ranks exchange other values."""
+        return self.gather(value)
+
+    @seam
     def barrier(self) -> None:
         """Wait for every rank."""
 
@@ -126,6 +131,11 @@ class Processes:
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights under the keys of the plain module, whole on this rank."""
         return plain_state(self.unwrap())
+
+    @seam
+    def held_parts(self) -> dict[str, Tensor]:
+        """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint."""
+        return {}
 
     @seam
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -24,6 +26,8 @@ __all__ = ["Checkpointer", "Content"]
 
 _log = logging.getLogger("zae")
 Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
+_Held: TypeAlias = Mapping[str, Tensor]
+_NONE: _Held = MappingProxyType({})
 _Place: TypeAlias = "tuple[int, int, str]"
 
 
@@ -77,11 +81,6 @@ class Checkpointer:
         self.folder, self.model_format, self.retention = folder, model_format, retention
         if on_save_error not in ("raise", "warn"):
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
-        if in_background and model_format == "sharded":
-            raise ConfigError(
-                "save_async=True does not work with save_format='sharded', whose ranks have to communicate while they "
-                "write; leave save_async out, or write save_format='safetensors'"
-            )
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
         self.run_id, self.has_failed = "", False
         self.saved_at: _Place | None = None
@@ -186,21 +185,20 @@ class Checkpointer:
         """
         if is_writer:
             self._lock.keep(job.target)
-        if job.is_sharded:
-            job.write()
-        elif is_writer:
+        if is_writer or job.is_sharded:
             self.saver.save(job)
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Raise, or log, what a save in the background failed with, and forget that save; by default wait for it."""
+    def settle(self) -> None:
+        """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
         try:
-            self.saver.wait() if wait else self.saver.poll()
+            self.saver.wait()
         except BaseException as error:
             self._fail(error)
 
     def sync(self, gather: Callable[[Any], list[Any]]) -> None:
         """Learn on every rank what became of the last save, so that all agree on what is due."""
-        self.settle(wait=False)
+        if self.saver.has_ended(gather):
+            self.settle()
         if self.saver.learns(gather):
             self._forget_save()
 
@@ -219,8 +217,10 @@ class Checkpointer:
 
     # -------------------------------------------------------------------------------------------------------- loading
 
-    def find(self, resume: bool | str | Path) -> tuple[Path, Content | None] | None:
+    def find(self, resume: bool | str | Path, held: _Held = _NONE) -> tuple[Path, Content | None] | None:
         """Find the checkpoint that the option ``resume`` means, and read it if that is how it was found.
+
+        ``held`` is that of `read`.
 
         Returns
         -------
@@ -238,7 +238,7 @@ class Checkpointer:
         folder = self.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
         if folder != self.folder and not list_checkpoints(folder):
             return folder, None
-        found = newest_valid(folder, self.read)
+        found = newest_valid(folder, partial(self.read, held=held))
         _refuse_links(folder, found[0] if found else None)
         if found is None:
             crashed = next(iter(crashes_in(folder)), None)
@@ -257,9 +257,17 @@ class Checkpointer:
         self._damaged = {damaged.name for damaged, _ in passed_over}
         return path, content
 
-    def read(self, path: Path, allow_partial: Collection[str] = ()) -> Content:
-        """Read a checkpoint, and warn if other ranks have lost their part of it."""
-        manifest, model, state = load_checkpoint(path, allow_partial=allow_partial)
+    def newest(self, path: Path, held: _Held = _NONE) -> tuple[Path, Content | None]:
+        """Read the newest whole checkpoint in a folder; a path that is not a folder of checkpoints is left unread."""
+        found, content, _ = newest_valid(path, partial(self.read, held=held)) or (path, None, [])
+        return found, content
+
+    def read(self, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
+        """Read a checkpoint, and warn if other ranks have lost their part of it.
+
+        ``held`` names the tensors of which this rank holds a part, and needs no more of the checkpoint.
+        """
+        manifest, model, state = load_checkpoint(path, allow_partial=allow_partial, held=held)
         check_progress(path, manifest, state)
         warn_of_lost_ranks(path, manifest)
         return manifest, model, state

@@ -146,13 +146,18 @@ class RankStates:
         found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in self.ranks]
         return [each if isinstance(each, Mapping) else {} for each in found]
 
-    @staticmethod
-    def streams_in(state: Mapping[str, Any], rank: int, world: int) -> Any:
+    @classmethod
+    def any_in(cls, state: Mapping[str, Any]) -> RankStates:
+        """Return the object for the entry of a state, whatever engine has saved it."""
+        entries = [each for each in state.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
+        return cls.parse("", entries[0] if entries else None)
+
+    @classmethod
+    def streams_in(cls, state: Mapping[str, Any], rank: int, world: int) -> Any:
         """Return the random streams of a rank, whatever engine has saved the state."""
         if world == 1:
             return state["position"]["present"]["random"]
-        entries = [each for each in state.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
-        ranks = entries[0]["ranks"] if entries else []
+        ranks = cls.any_in(state).ranks
         if len(ranks) != world:
             raise CheckpointMismatch(
                 f"start_with has 'random', but the checkpoint has the random streams of {len(ranks) or 1} ranks, and "

@@ -10,6 +10,8 @@ from zae.common.argument_checks import check_flags, check_partial
 from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.progress import ProgressChecker, RunCalls
+from zae.saving.checkpointer import Content
+from zae.saving.rank_states import RankStates
 from zae.saving.start_from import Start
 from zae.saving.unsaved import Unsaved
 
@@ -93,11 +95,15 @@ class Resumption:
         position.restart(progress.batch)
         progress.epoch_step = progress.epoch_batch = 0
 
-    def check_ranks(self, found: Path, saved: int, present: int) -> None:
-        """Refuse a checkpoint of another number of processes, unless ``reshard`` is set."""
-        if saved != present and not self.reshard:
-            raise CheckpointMismatch(
-                f"checkpoint {found} was saved by {saved} processes; this run has {present}; use as many "
-                "processes, write reshard=True to reshard the rest of the epoch, or load only the weights: "
-                "apply_weights(path)"
-            )
+    def check_ranks(self, found: Path, content: Content, processes: int, shares: int) -> None:
+        """Refuse a checkpoint of another number of shares of the data, unless ``reshard`` is set."""
+        saved, divided = content[0]["world_size"], RankStates.any_in(content[2]).world_size
+        if divided == shares or self.reshard or not content[2]:
+            return
+        one, other = f"by {saved} processes", f"{processes}"
+        if saved != divided or processes != shares:
+            one, other = f"{one} with {divided} shares of the data", f"{other} with {shares}"
+        raise CheckpointMismatch(
+            f"checkpoint {found} was saved {one}; this run has {other}; use as many processes, write reshard=True to "
+            "reshard the rest of the epoch, or load only the weights: apply_weights(path)"
+        )

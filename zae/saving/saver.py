@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from zae.common.walk import map_tensors
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.saving.snapshot import Snapshots
 from zae.storage.checkpoint import save_checkpoint, sweep
 from zae.storage.filesystem import remove_checkpoint
 from zae.storage.manifest import verify
-from zae.storage.sharded import Group, save_shards, verify_shards
-from zae.storage.tensor_bytes import DTYPES, is_part, local_part
+from zae.storage.sharded import Group, Share, plan_shards, verify_shards, write_shards
+from zae.storage.tensor_bytes import DTYPES, is_part
 from zae.storage.weights_file import parse_format
 
 __all__ = ["Job", "Saver", "check_moment", "format_for"]
@@ -29,7 +29,8 @@ _log = logging.getLogger("zae")
 class Job(NamedTuple):
     """One checkpoint to write: its state, what it replaces once it is whole, and the weights that must be finite.
 
-    Where the weights lie in parts on several ranks, all of them write it together.
+    Where the weights lie in parts on several ranks, all of them write it together: `planned` then replaces the state
+    by the share of this rank.
     """
 
     target: Path
@@ -40,28 +41,45 @@ class Job(NamedTuple):
     trained: Collection[str]
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda value: [value]
+    share: Share | None = None
 
     @property
     def is_sharded(self) -> bool:
         """Whether each rank writes the parts that it holds."""
-        return any(map(is_part, self.state["model"].values()))
+        return self.share is not None or any(map(is_part, self.state["model"].values()))
+
+    def planned(self) -> Job:
+        """Divide what there is to write among the ranks, which all call it, if the weights lie in parts."""
+        if not self.is_sharded:
+            return self
+        rest = {key: value for key, value in self.state.items() if key != "model"}
+        share = plan_shards(self.target, self.state["model"], rest, Group(self.rank, self.gather), self.about)
+        return self._replace(state={}, share=share)
+
+    def copied(self, snapshots: Snapshots) -> Job:
+        """Return the same with copies of the tensors, so that training may change them."""
+        if self.share is None:
+            return self._replace(state=snapshots.take(self.state))
+        return self._replace(share=self.share._replace(files=snapshots.take(self.share.files)))
 
     def write(self) -> None:
         """Write it, verify it, and only then remove what it replaces."""
-        weights = self.state["model"]
-        rest = {key: value for key, value in self.state.items() if key != "model"}
-        if self.is_sharded:
-            self._write_together(weights, rest)
+        if self.share is not None:
+            self._write_together(self.share)
             return
+        rest = {key: value for key, value in self.state.items() if key != "model"}
+        check = partial(self._check, self.state["model"])
         kind = "safetensors" if self.model_format == "sharded" else self.model_format
-        save_checkpoint(self.target, weights, rest, check=self._check, model_format=kind, manifest_info=self.about)
+        save_checkpoint(
+            self.target, self.state["model"], rest, check=check, model_format=kind, manifest_info=self.about
+        )
         if self.replaces:
             verify(self.target)
             self._remove_replaced()
 
-    def _write_together(self, weights: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+    def _write_together(self, share: Share) -> None:
         group = Group(self.rank, self.gather)
-        save_shards(self.target, weights, rest, group, check=self._check, manifest_info=self.about)
+        write_shards(self.target, share, group, partial(self._check, share.weights()))
         if self.replaces:
             verify_shards(self.target, group)
         if self.rank == 0:
@@ -77,10 +95,11 @@ class Job(NamedTuple):
             except CheckpointError as error:  # A folder that stays costs space, not the run.
                 _log.warning("%s", error)
 
-    def _check(self) -> None:
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not finite."""
-        weights = map_tensors(local_part, self.state["model"])
-        if bad := bad_parameters({name: weights[name] for name in self.trained if name in weights}):
+        names = {key: key if self.share is None else key.rpartition("@")[0] for key in weights}
+        held = {key: each for key, each in weights.items() if names[key] in self.trained}
+        if bad := {names[key] for key in bad_parameters(held)}:
             raise NonFiniteError(
                 f"{self.target} was not saved: the parameter {sorted(bad)[0]} contains NaN or infinite values"
                 + (f", and {len(bad) - 1} others do" if len(bad) > 1 else "")
@@ -125,7 +144,7 @@ class Saver:
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.is_open = self._failed = False
+        self.is_open = self._failed = self._is_shared = False
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
@@ -138,6 +157,11 @@ class Saver:
         """Note, on every rank, that one of so many is about to save."""
         self.is_open, self._failed = self.background or world_size > 1, False
 
+    def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Return whether nothing is being written, by all of the ranks that write; all call it."""
+        ended = self._thread is None or not self._thread.is_alive()
+        return all(gather(ended)) if self._is_shared else ended
+
     def learns(self, gather: Callable[[Any], list[Any]]) -> bool:
         """Return whether the last save has failed on the rank that writes and this one has not known; all call it."""
         self.is_open, failed = gather((self._thread is not None, self._failed))[0]
@@ -147,11 +171,12 @@ class Saver:
     def save(self, job: Job) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
+        job = job.planned()
         if not self.background:
             self._work(job)
             self.poll()
             return
-        copied = job._replace(state=self._snapshots.take(job.state))
+        copied, self._is_shared = job.copied(self._snapshots), job.is_sharded
         # Not a daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._work, args=(copied,), name="zae-save")
         self._thread.start()
@@ -163,12 +188,11 @@ class Saver:
             self.poll()
 
     def poll(self) -> None:
-        """Raise what the last save failed with, if it has ended."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread, error, self._error = None, self._error, None
-            if error is not None:
-                self._failed = True
-                raise error
+        """Raise what the last save, which has ended, failed with."""
+        self._thread, error, self._error, self._is_shared = None, self._error, None, False
+        if error is not None:
+            self._failed = True
+            raise error
 
     def _work(self, job: Job) -> None:
         try:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -131,14 +132,18 @@ def load_checkpoint(
     *,
     map_location: str | torch.device = "cpu",
     allow_partial: Collection[str] = (),
+    held: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
-    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest."""
+    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
+
+    Of one in shards, ``held`` names tensors of which this rank keeps its part (`zae.storage.sharded.read_parts`).
+    """
     if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
         raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
     directory = locate(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
-    model_parts, state_parts = read_parts(directory, manifest)
+    model_parts, state_parts = read_parts(directory, manifest, held)
     try:
         model_state = {**read_model(directory, manifest), **model_parts}
     except CheckpointDamaged:

@@ -37,7 +37,7 @@ from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
 from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, is_part, view_key
 
-__all__ = ["PLAIN", "decode", "encode"]
+__all__ = ["PLAIN", "decode", "encode", "name_of_key"]
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of plain values: they are immutable, and JSON has them."""
@@ -203,13 +203,18 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", str(key)) for key in _keys(path)) or "value"
+        base = ".".join(map(name_of_key, _keys(path))) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1
             name = f"{base}.{self._uses[base] + 1}"
         self.tensors[name] = tensor
         return name
+
+
+def name_of_key(key: Any) -> str:
+    """Return what stands for a key in the name of a tensor."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", str(key))
 
 
 class _Malformed(Exception):

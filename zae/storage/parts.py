@@ -1,10 +1,11 @@
-"""Read the shards of a checkpoint as whole tensors; zae.storage.sharded writes them."""
+"""Read the shards of a checkpoint, whole or the parts that this rank holds; zae.storage.sharded writes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,8 @@ from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.names import SHARDS, shard_name
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import DTYPES
-from zae.storage.weights_file import load_safetensors
+from zae.storage.tensor_bytes import DTYPES, is_part
+from zae.storage.weights_file import iterate_safetensors
 
 if TYPE_CHECKING:
     from zae.storage.manifest import Manifest
@@ -31,8 +32,14 @@ def chunk_name(name: str, offsets: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offsets))}"
 
 
-def read_parts(directory: Path, manifest: Manifest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read and verify the shards of a checkpoint, and return whole tensors: those of the model, and the others."""
+def read_parts(
+    directory: Path, manifest: Manifest, held: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read and verify the shards of a checkpoint, and return the tensors of the model, and the others.
+
+    They are whole, or laid out as the DTensor that ``held`` has for the beginning of their name: "model/head.weight",
+    "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a file at a time.
+    """
     if manifest["model_format"] != "sharded":
         return {}, {}
     entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
@@ -40,15 +47,18 @@ def read_parts(directory: Path, manifest: Manifest) -> tuple[dict[str, Tensor], 
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
         plan = strict_json(text, where)
-        made = _allocated(plan, sum(each["size"] for each in files.values()))
-        missing = {name: each.numel() for name, each in made.items()}
+        made = _begun(plan, sum(each["size"] for each in files.values()), held)
+        missing = {name: each.whole.numel() for name, each in made.items()}
         for rank, (file, each) in enumerate(files.items()):
-            held = load_safetensors(directory / file, each)
-            for name, described in plan.items():
-                for offsets in [offsets for holder, offsets in described["parts"] if holder == rank]:
-                    part = held.pop(chunk_name(name, offsets))
-                    _place(made[name], part, offsets).copy_(part)
+            found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
+            expected = {chunk_name(name, at): (name, at) for name, at in found}
+            for chunk, part in iterate_safetensors(directory / file, each):
+                if chunk in expected:
+                    name, at = expected.pop(chunk)
+                    made[name].take(part, at)
                     missing[name] -= part.numel()
+            if expected or len({chunk_name(*each) for each in found}) < len(found):
+                raise ValueError(f"the parts in {file} are others")
         if lacking := [name for name, count in missing.items() if count]:
             raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
     # Hostile text may have any type anywhere.
@@ -56,25 +66,59 @@ def read_parts(directory: Path, manifest: Manifest) -> tuple[dict[str, Tensor], 
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
-    model = {name.removeprefix(OF_MODEL): each for name, each in made.items() if name.startswith(OF_MODEL)}
-    return model, {name.removeprefix(OF_STATE): each for name, each in made.items() if name.startswith(OF_STATE)}
+    model = {name.removeprefix(OF_MODEL): each.made() for name, each in made.items() if name.startswith(OF_MODEL)}
+    rest = {name.removeprefix(OF_STATE): each.made() for name, each in made.items() if name.startswith(OF_STATE)}
+    return model, rest
 
 
-def _allocated(plan: Any, limit: int) -> dict[str, Tensor]:
-    """Return tensors for what the shards hold, which cannot be more bytes than their files have."""
+def _begun(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Made]:
+    """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
     kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
     if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
         raise ValueError("a shape is not a list of sizes")
     if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
         raise ValueError("it claims more than the files hold")
-    return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in kinds.items()}
+    found = {}
+    for name, (shape, dtype) in kinds.items():
+        reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
+        fits = reference is not None and is_part(reference) and reference.shape == shape
+        found[name] = _Made(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
+    return found
 
 
-def _place(whole: Tensor, part: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return the view of a tensor where a part of it belongs."""
-    ends = [first + size for first, size in zip(offsets, part.shape, strict=True)]
-    if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
-        raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
-    if any(end > size for end, size in zip(ends, whole.shape)):
-        raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
-    return whole[tuple(slice(first, end) for first, end in zip(offsets, ends))]
+class _Made:
+    """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
+
+    def __init__(self, whole: Tensor, reference: Any) -> None:
+        self.whole, self._reference, self._first = whole, reference, (0,) * whole.dim()
+        shape = whole.shape
+        chunks = [] if reference is None else reference.__create_chunk_list__()
+        if len(chunks) == 1:
+            self._first, shape = tuple(chunks[0].offsets), chunks[0].sizes
+        else:
+            self._reference = None
+        self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
+
+    def take(self, part: Tensor, offsets: Sequence[int]) -> None:
+        """Copy what overlaps with a part that was read."""
+        whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
+        if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
+            raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
+        if any(end > size for end, size in zip(ends, whole.shape)):
+            raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
+        own = list(zip(self._first, [first + size for first, size in zip(self._first, self._held.shape)]))
+        both = [(max(first, at), min(last, end)) for (first, last), at, end in zip(own, offsets, ends)]
+        if all(first < last for first, last in both):
+            target = tuple(slice(first - at, last - at) for (first, last), at in zip(both, self._first))
+            source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
+            self._held[target] = part[source]
+
+    def made(self) -> Tensor:
+        """Return it, in the layout of the reference if there is one."""
+        like = self._reference
+        if like is None:
+            return self._held
+        from torch.distributed.tensor import DTensor
+
+        layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
+        return DTensor.from_local(self._held.to(like.device), like.device_mesh, like.placements, **layout)

@@ -35,10 +35,9 @@ from zae.storage.weights_file import write_safetensors
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData
 
-__all__ = ["Group", "save_shards", "verify_shards"]
+__all__ = ["Group", "Share", "plan_shards", "verify_shards", "write_shards"]
 
 _Result = TypeVar("_Result")
-_Writers = dict[str, Callable[[Callable[[Any], object]], object]]
 
 
 class Group(NamedTuple):
@@ -81,61 +80,87 @@ def _rebuilt(rank: int, is_nonfinite: bool, text: str, errno: int | None) -> Exc
 # ---------------------------------------------------------------------------------------------------------- saving
 
 
-def save_shards(
-    directory: str | os.PathLike[str],
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint: tensors or text by the name of the file; rank 0 has the manifest too."""
+
+    files: dict[str, dict[str, Tensor] | bytes]
+    manifest: Manifest | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights in it, by their names and the offsets of each part: ``name@0,8``."""
+        held = [each for each in self.files.values() if not isinstance(each, bytes)]
+        chunks = {name.removeprefix(OF_MODEL): each for name, each in held[0].items() if name.startswith(OF_MODEL)}
+        plain: Any = self.files.get(MODEL_FILES["sharded"], {})
+        return chunks | {f"{name}@": each for name, each in plain.items()}
+
+
+def plan_shards(
+    directory: Path,
     model_state: Mapping[str, Tensor],
     state: Mapping[Any, Any],
     group: Group,
-    *,
     manifest_info: Mapping[str, Any],
-    check: Callable[[], object] = lambda: None,
+) -> Share:
+    """Return what this rank writes of a checkpoint with DTensors; all ranks call it, and the disk is not touched."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    planner, is_main = DefaultSavePlanner(flatten_state_dict=False), group.rank == 0
+    files: dict[str, dict[str, Tensor] | bytes] = {}
+    manifests: list[Manifest] = []
+
+    def propose() -> Any:
+        structure, tensors = encode(dict(state), with_parts=True)
+        named = {OF_MODEL: model_state, OF_STATE: tensors}
+        parts = {f"{kind}{name}": each for kind, held in named.items() for name, each in held.items() if is_part(each)}
+        if is_main:
+            model = _plain(model_state)
+            files.update({MODEL_FILES["sharded"]: model, STATE_TENSORS: _plain(tensors)})
+            files[STATE] = state_text(directory, structure)
+            manifests.append(draft("sharded", separate(model)[1], manifest_info))
+        planner.set_up_planner(cast("dict[str, Any]", parts), None, is_main)
+        return planner.create_local_plan()
+
+    plans, _ = planner.create_global_plan(group.together(propose, directory))  # Each rank makes the same one of all.
+    chunks, described = dict[str, Tensor](), dict[str, Any]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
+            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
+            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
+            if rank == group.rank:
+                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+    if is_main:
+        files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
+    return Share({shard_name(group.rank): chunks, **files}, manifests[0] if is_main else None)
+
+
+def write_shards(
+    directory: str | os.PathLike[str], share: Share, group: Group, check: Callable[[], object] = lambda: None
 ) -> Path:
-    """Write a checkpoint whose DTensors each rank writes its parts of; all ranks call it.
+    """Write a checkpoint of which each rank has its share; all ranks call it.
 
     When this returns, the disk has all of it. If it fails on one rank, it fails on all, and nothing is left. The
     directory must be on a disk that all ranks share.
     """
-    directory, is_main = Path(os.path.abspath(directory)), group.rank == 0
-    split, about = partial(_split, directory, model_state, state), dict[str, Any]()
+    directory, manifest = Path(os.path.abspath(directory)), share.manifest
 
     def prepare() -> str | None:
         check()
-        about["writers"], about["parts"], about["bytes"] = split()
-        if not is_main:
+        if manifest is None:
             return None
-        about["manifest"] = draft("sharded", separate(_plain(model_state))[1], manifest_info)
         refuse_foreign(directory)
         make_directory(directory.parent)
         filesystem.disk.mkdir(staging)
         return str(staging)
 
-    with staged(directory, byte_count(*_plain(model_state).values())) if is_main else _elsewhere() as staging:
+    held = [[each] if isinstance(each, bytes) else each.values() for each in share.files.values()]
+    needed = sum(len(each) if isinstance(each, bytes) else byte_count(each) for file in held for each in file)
+    with staged(directory, needed) if manifest is not None else _elsewhere() as staging:
         staging = Path(group.together(prepare, directory)[0] or "")
-        chunks, plan = _plan(about["parts"], group, directory)
-        writers: _Writers = {shard_name(group.rank): partial(write_safetensors, tensors=chunks)}
-        if is_main:
-            writers |= {**about["writers"], SHARDS: lambda write: write(plan)}
-        written = group.together(partial(_write, staging, writers), directory)
-        finish = partial(_finish, staging, directory, about["manifest"], written) if is_main else _nothing
+        written = group.together(partial(_write, staging, share.files), directory)
+        finish = _nothing if manifest is None else partial(_finish, staging, directory, manifest, written)
         group.together(finish, directory)
     return directory
-
-
-def _split(
-    directory: Path, model_state: Mapping[str, Tensor], state: Mapping[Any, Any]
-) -> tuple[_Writers, dict[str, Tensor], int]:
-    """Return the writers of what rank 0 writes, the tensors that lie in parts, by name, and the bytes of the rest."""
-    structure, tensors = encode(dict(state), with_parts=True)
-    text = state_text(directory, structure)
-    named = {OF_MODEL: model_state, OF_STATE: tensors}
-    parts = {f"{kind}{name}": each for kind, held in named.items() for name, each in held.items() if is_part(each)}
-    plain = {kind: _plain(held) for kind, held in named.items()}
-    writers: _Writers = {
-        MODEL_FILES["sharded"]: partial(write_safetensors, tensors=plain[OF_MODEL]),
-        STATE_TENSORS: partial(write_safetensors, tensors=plain[OF_STATE]),
-        STATE: lambda write: write(text),
-    }
-    return writers, parts, len(text) + byte_count(*plain[OF_MODEL].values(), *plain[OF_STATE].values())
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -151,32 +176,19 @@ def _elsewhere() -> Iterator[Path]:
     yield Path()
 
 
-def _plan(parts: Mapping[str, Tensor], group: Group, where: Path) -> tuple[dict[str, Tensor], bytes]:
-    """Return the parts that this rank writes, and the text of shards.json; all ranks call it."""
-    from torch.distributed.checkpoint import DefaultSavePlanner
-
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(parts), None, group.rank == 0)
-    plans = group.together(planner.create_local_plan, where)
-    merged, _ = planner.create_global_plan(plans)  # Each rank makes the same one of all plans.
-    own, described = dict[str, Tensor](), dict[str, Any]()
-    for rank, plan in enumerate(merged):
-        for item in plan.items:
-            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
-            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
-            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
-            if rank == group.rank:
-                own[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
-    return own, json.dumps(described, separators=(",", ":")).encode()
-
-
-def _write(staging: Path, writers: _Writers) -> dict[str, tuple[int, str]]:
+def _write(staging: Path, files: Mapping[str, dict[str, Tensor] | bytes]) -> dict[str, tuple[int, str]]:
     """Write the files of this rank, and return the size and hash of each."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
     with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written.
-        outputs = {name: write_file(staging / name, writer, hashing) for name, writer in writers.items()}
+        outputs = {name: write_file(staging / name, _writer(content), hashing) for name, content in files.items()}
     return {name: (output.size, output.hexdigest()) for name, output in outputs.items()}
+
+
+def _writer(content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
+    if isinstance(content, bytes):
+        return lambda write: write(content)
+    return partial(write_safetensors, tensors=content)
 
 
 def _finish(

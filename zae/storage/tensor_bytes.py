@@ -80,7 +80,7 @@ def is_part(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; any other tensor itself."""
-    made: Tensor = tensor.detach().to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined]
+    made: Tensor = tensor.to_local().detach() if is_part(tensor) else tensor  # type: ignore[attr-defined]
     return made
 
 
@@ -163,6 +163,6 @@ def byte_count(*tensors: Tensor) -> int:
 
 
 def to_device(tensors: Mapping[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
-    """Return tensors on a device; tied ones stay tied."""
-    made = {id(tensor): tensor.to(device) for tensor in tensors.values()}
+    """Return tensors on a device, but parts where they are; tied ones stay tied."""
+    made = {id(tensor): tensor if is_part(tensor) else tensor.to(device) for tensor in tensors.values()}
     return {name: made[id(tensor)] for name, tensor in tensors.items()}

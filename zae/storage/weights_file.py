@@ -12,7 +12,7 @@ import json
 import logging
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "format_of",
+    "iterate_safetensors",
     "load_safetensors",
     "parse_format",
     "read_ckpt",
@@ -157,6 +158,24 @@ def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointDamaged(f"{source.path}: not a whole safetensors file ({str(error)[:200]}).") from error
     hidden = {"__metadata__", _TIES, *tied}
     return tensors, {key: note for key, note in notes.items() if key not in hidden}
+
+
+def iterate_safetensors(path: Path, entry: FileEntry) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file without ties, one at a time, and verify the file at its end."""
+    with opened(path, size=entry["size"]) as source:
+        try:
+            _check_header(source)
+            with safe_open(path, framework="pt", backend="pread") as file:
+                for name in file.offset_keys():
+                    with torch.device("cpu"):
+                        tensor = file.get_tensor(name)
+                    source.skip(byte_view(tensor))
+                    yield name, tensor
+                    del tensor  # Before the next one is read.
+        except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
+            source.finish(entry["sha256"])  # A file that was changed is reported as such.
+            raise CheckpointDamaged(f"{path}: not a whole safetensors file ({str(error)[:200]}).") from error
+        source.finish(entry["sha256"])
 
 
 def _check_header(source: Input) -> dict[str, str]:
