@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from zae.common.model_weights import named_parameters
@@ -23,19 +25,37 @@ class AgreementAddon(AddOnPart):
     """Let the ranks stop together, and find ranks whose weights have drifted apart; a base of `DistributedAddon`."""
 
     layer = "parallel"
-    process_attributes = {"_outer_error": None}
+    process_attributes = {"_outer_error": None, "_beside": None}
     timeout: float  # Set by DistributedAddon.
-    _world: int  # Set by ShardingAddon.
+    _rank: int  # Set by ShardingAddon.
+    _world: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stop_flag, self._drift = StopFlag(), DriftCheck()
         self._outer_error: BaseException | None = None
+        self._beside: Any = None  # The process group of saves in shards.
 
     def setup(self) -> None:
         """Note the exception that is being handled already, which the other ranks have too."""
         self._outer_error = sys.exc_info()[1]
         super().setup()
+
+    @replaces
+    def gather_beside(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, through a process group of its own; the loop makes the first call."""
+        values = [value] * self._world
+        if self._world > 1:
+            if self._beside is None:
+                self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            try:
+                dist.all_gather_object(values, value, group=self._beside)
+            except RuntimeError as error:
+                raise DistributedError(
+                    f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within the "
+                    f"timeout of {self.timeout:g} s, while a checkpoint was written; resume from the one before"
+                ) from error
+        return values
 
     @replaces
     def stop(self, reason: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from zae.common.argument_checks import check_number
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
-from zae.errors import ConfigError, DistributedError
+from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, tell_failures_early
@@ -77,7 +76,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None, "_beside": None}
+    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None}
 
     def __init__(
         self,
@@ -97,7 +96,6 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
         self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
-        self._beside: Any = None  # The process group of saves in the background.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
@@ -291,22 +289,6 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         if self._world > 1:
             values = [None] * self._world
             dist.all_gather_object(values, value)
-        return values
-
-    @replaces
-    def gather_beside(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, through a process group of its own; the loop makes the first call."""
-        values = [value] * self._world
-        if self._world > 1:
-            if self._beside is None:
-                self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-            try:
-                dist.all_gather_object(values, value, group=self._beside)
-            except RuntimeError as error:
-                raise DistributedError(
-                    f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within "
-                    f"{self.timeout:g} s, while a checkpoint was written; the run goes on from the one before"
-                ) from error
         return values
 
     @replaces

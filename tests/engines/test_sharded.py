@@ -528,7 +528,7 @@ def test_a_rank_that_ends_while_it_saves(tmp_path: Path) -> None:
     end = each_rank(2, partial(train, 2, tmp_path / "end", shuffle=True))[0][0]
     ways = {
         "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
-        "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within 1.5 s", 4),
+        "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
         "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
     }
     for name, (act, rank, options, match, step) in ways.items():
