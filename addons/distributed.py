@@ -189,7 +189,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         mesh = self._mesh()
         plan.world_size, plan.data_size, plan.mesh = mesh.world, mesh.data_size, mesh.sizes
         if mesh.world > 1:
-            self._check_model(self._module)
+            self._check_model(self.model)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""

@@ -482,6 +482,12 @@ def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
     assert (progress.epoch, progress.step) == (1, 2 + 3)
 
 
+def resumed(script: Any, place: Path, step: int) -> Any:
+    """Return the answer of a script that was killed before a step, and then started again."""
+    assert forked(lambda: script(place, 1, kill_at=step) and None).status == -signal.SIGKILL
+    return answer(script, place, 2)
+
+
 @pytest.mark.covers("P-24")
 def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
     """P-24: two stages with two loaders in one script, killed in either: the second one's loader is not refused."""
@@ -499,9 +505,7 @@ def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
 
     whole = answer(script, folder / "whole", 0)
     for step in (3, 6, 7, 9, 11):
-        place = folder / str(step)
-        assert forked(lambda place=place, step=step: script(place, 1, kill_at=step) and None).status == -9
-        assert answer(script, place, 2) == whole
+        assert resumed(script, folder / str(step), step) == whole
 
 
 @pytest.mark.covers("P-24")
@@ -697,9 +701,7 @@ def test_a_script_that_calls_run_twice(folder: Path) -> None:
 
     whole = answer(script, folder / "whole", 0)
     for step in (2, 6, 10, 12, 18):
-        place = folder / str(step)
-        assert forked(lambda place=place, step=step: script(place, 1, kill_at=step) and None).status == -9
-        assert answer(script, place, 2) == whole
+        assert resumed(script, folder / str(step), step) == whole
 
 
 @pytest.mark.covers("F-B1")
@@ -714,9 +716,7 @@ def test_validation_by_steps_and_max_steps(folder: Path) -> None:
 
     whole = answer(script, folder / "whole", 0)
     for step in (3, 4, 5, 8, 15, 16):
-        place = folder / str(step)
-        assert forked(lambda place=place, step=step: script(place, 1, kill_at=step) and None).status == -9
-        assert answer(script, place, 2) == whole
+        assert resumed(script, folder / str(step), step) == whole
     assert os.path.isdir(folder / "16" / "run" / "step-00000016")
 
 
@@ -770,8 +770,6 @@ def test_what_a_script_does_between_two_calls_of_run(folder: Path, between: str)
 
     whole, weights = answer(script, folder / "whole", 0)
     for step in (7, 13, 19):
-        place = folder / str(step)
-        assert forked(lambda place=place, step=step: script(place, 1, kill_at=step) and None).status == -9
-        end, again = answer(script, place, 2)
+        end, again = resumed(script, folder / str(step), step)
         assert end == whole, step
         assert again == weights or (between == "restore_best" and step > 12), "in between it is what the script says"

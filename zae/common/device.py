@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from zae.common.torch_private import accelerator, has_bf16_of_x86
+from zae.common.torch_private import accelerator, count_devices, has_bf16_of_x86
 from zae.common.walk import children_of, fields_of, is_dataclass
 from zae.errors import ConfigError, did_you_mean
 
@@ -141,7 +141,7 @@ def _best_device() -> torch.device:
     """Return the device for "auto"."""
     found = accelerator()
     for kind in ("cuda", "mps", *([] if found is None else [found.type])):
-        if _count(kind):
+        if count_devices(kind):
             return torch.device(kind, 0)
     return HOST
 
@@ -217,21 +217,11 @@ def _require(device: torch.device, entry: object, where: str) -> None:
     argument = f"{where}={_plain_entry(entry)!r}"
     if device.type == "meta":
         raise ConfigError(f"{argument} cannot train, because its tensors have no data; write device='cpu'")
-    count = _count(device.type)
+    count = count_devices(device.type)
     if device.index >= count:
         name = f"{device.type.upper()} device{' is' if count == 1 else 's are'}"
         remedy = f"device='{device.type}:{count - 1}' or device='cpu'" if count else "device='cpu'"
         raise ConfigError(f"{argument}, but {count} {name} available; write {remedy}")
-
-
-def _count(kind: str) -> int:
-    """Return how many devices of a kind this process can use."""
-    if kind == "mps":  # torch.mps has no is_available before torch 2.3
-        return int(torch.backends.mps.is_available())
-    module: Any = getattr(torch, kind, None)
-    if not hasattr(module, "is_available") or not hasattr(module, "device_count"):
-        return 0
-    return int(module.device_count()) if module.is_available() else 0
 
 
 def _plain_entry(entry: object) -> object:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from zae.common.torch_private import accelerator
+from zae.common.torch_private import accelerator, count_devices
 from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [
@@ -223,14 +223,7 @@ def _is_accelerator(part: object) -> bool:
 
 def _devices(kind: str, begun: bool = False) -> int:
     """Count the devices of a kind that have a stream; with ``begun``, only if the kind is in use."""
-    if kind == "mps":
-        return int(torch.backends.mps.is_available())
-    module: Any = getattr(torch, kind, None)
-    needed = ("is_available", "device_count", "get_rng_state", "set_rng_state")
-    if not all(hasattr(module, name) for name in needed):
-        return 0
-    is_there = getattr(module, "is_initialized", module.is_available) if begun else module.is_available
-    return int(module.device_count()) if is_there() else 0
+    return count_devices(kind, "get_rng_state", "set_rng_state", begun=begun)
 
 
 def _read_device(kind: str, index: int) -> torch.Tensor:

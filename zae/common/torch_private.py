@@ -27,6 +27,7 @@ __all__ = [
     "check_reducer",
     "compiled_graphs",
     "compiler",
+    "count_devices",
     "dispatch_modes",
     "find",
     "found_overflow",
@@ -194,6 +195,20 @@ def accelerator() -> torch.device | None:
         return torch.accelerator.current_accelerator()
     except RuntimeError:  # How torch 2.6 says that there is none.
         return None
+
+
+def count_devices(kind: str, *needed: str, begun: bool = False) -> int:
+    """Return how many devices of a kind this process can use.
+
+    That is 0 where the module of torch lacks a needed function, and, with ``begun``, where it is not in use yet.
+    """
+    if kind == "mps":  # torch.mps has no is_available before torch 2.3
+        return int(torch.backends.mps.is_available())
+    module: Any = getattr(torch, kind, None)
+    if not all(hasattr(module, name) for name in ("is_available", "device_count", *needed)):
+        return 0
+    is_there = getattr(module, "is_initialized", module.is_available) if begun else module.is_available
+    return int(module.device_count()) if is_there() else 0
 
 
 # ------------------------------------------------------------------------------------------------ the compiler

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.optim import parameters_of
 from zae.common.walk import tensors_in
 
 __all__ = ["Memory", "Part", "format_size", "shard_memory"]
@@ -94,22 +93,22 @@ class Memory:
     start: int = 0
 
     @classmethod
-    def of_model(cls, model: nn.Module, optimizers: Iterable[tuple[Optimizer, Any]] = ()) -> Memory:
+    def of_model(cls, model: nn.Module, optimizers: Iterable[tuple[Optimizer, list[Tensor], Any]] = ()) -> Memory:
         """Return the memory of one process.
 
         Parameters
         ----------
         model : Module
             The model.
-        optimizers : iterable of (Optimizer, object)
-            Each with its state after a step. One whose parameters are all outside of the model was made to look at: it
-            trains the whole model.
+        optimizers : iterable of (Optimizer, list of Tensor, object)
+            Each with its parameters and its state after a step. One whose parameters are all outside of the model was
+            made to look at: it trains the whole model.
         """
         parts = {id(each): _part(each) for each in model.parameters()}
         names = {id(each): name for name, each in model.named_parameters()}
         peak = 0
-        for optimizer, state in optimizers:
-            own = {id(each): each for each in parameters_of(optimizer)}
+        for optimizer, trained_by, state in optimizers:
+            own = {id(each): each for each in trained_by}
             trained = own if own.keys() & names.keys() else dict.fromkeys(parts)
             parts |= {key: _part(each) for key, each in own.items() if trained is own and key not in parts}
             slots = _bytes(tensors_in(state)) / max(1, _bytes(own.values()))

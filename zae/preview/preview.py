@@ -232,7 +232,8 @@ class Preview:
         if optim.has_lazy(parameters):
             return
         made = [each for _, each in trainer.optimization.made_optimizers(parameters)]
-        found.memory = Memory.of_model(module, [(each, state_after_a_step(each)) for each in made])
+        steps = [(each, optim.parameters_of(each), state_after_a_step(each)) for each in made]
+        found.memory = Memory.of_model(module, steps)
         trainer.plan_memory(found)
 
     def measure_checkpoint(self) -> None:

@@ -16,7 +16,7 @@ from zae.errors import CheckpointDamaged, ConfigError
 from zae.storage import filesystem
 from zae.storage.filesystem import make_directory, not_saved
 from zae.storage.hashed_io import read_whole
-from zae.storage.names import staging_name
+from zae.storage.names import is_running, staging_name
 
 __all__ = ["FolderLock"]
 
@@ -139,13 +139,7 @@ def _alive(holder: Mapping[str, Any], path: Path) -> bool:
         return False
     if pid == os.getpid():
         return holder.get("token") in _held.values()
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return is_running(pid)
 
 
 def _started(pid: int) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "holds_checkpoint",
     "is_abandoned",
     "is_known",
+    "is_running",
     "locate",
     "original_name",
     "refuse_foreign",
@@ -85,7 +86,11 @@ def staging_name(name: str) -> str:
 def is_abandoned(name: str, age: float) -> bool:
     """Return whether this is a staging name of a process that no longer runs, last written `age` seconds ago."""
     match = _STAGED.fullmatch(name)
-    return match is not None and (age > _OLD or (match[1] == _host() and not _runs(int(match[2]))))
+    if match is None:
+        return False
+    host, pid = match[1], int(match[2])
+    # An earlier process had the number of this one, as in a container that was restarted.
+    return age > _OLD or (host == _host() and (pid == os.getpid() or not is_running(pid)))
 
 
 def aside_name(name: str, kind: str) -> str:
@@ -156,10 +161,8 @@ def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def _runs(pid: int) -> bool:
-    """Return whether another process with this number runs on this host."""
-    if pid == os.getpid():  # Left by an earlier process with this number, as in a container that was restarted.
-        return False
+def is_running(pid: int) -> bool:
+    """Return whether a process with this number runs on this host."""
     if os.name == "nt":  # Signal 0 is Ctrl-C there.
         return True
     try:
