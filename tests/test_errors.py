@@ -11,7 +11,8 @@ import sys
 import pytest
 
 import zae
-from kit.error_catalogue import CATALOGUE, GOLDEN, frames_of, meet, text_of
+from kit.error_catalogue import GOLDEN, frames_of, meet, text_of
+from kit.mistakes import CATALOGUE
 from zae import errors
 
 TEXTS = dict(part.split("\n", 1) for part in GOLDEN.read_text().removeprefix("== ").rstrip("\n").split("\n\n== "))
@@ -90,7 +91,7 @@ def test_errors_pickle(name):
 
 def test_an_absent_name_is_explained():
     """``hasattr`` and ``dir`` stay what they are, and a class or an instance may have the name."""
-    from kit.error_catalogue import Task, trainer_of
+    from kit.mistakes import Task, trainer_of
 
     class Own(Task):
         def predict(self):
@@ -112,7 +113,7 @@ def test_an_absent_name_is_explained():
 
 
 def test_python_suggests_the_name_that_was_meant(capsys):
-    from kit.error_catalogue import trainer_of
+    from kit.mistakes import trainer_of
 
     with pytest.raises(AttributeError) as caught:
         trainer_of().evaluat([])
@@ -121,7 +122,7 @@ def test_python_suggests_the_name_that_was_meant(capsys):
 
 
 def test_names_that_need_an_add_on():
-    from kit.error_catalogue import trainer_of
+    from kit.mistakes import trainer_of
 
     for name, owner in zae.composition.foreign_names.METHODS_OF_ADD_ONS.items():
         assert name in vars(getattr(zae.addons, owner))
@@ -135,7 +136,7 @@ def test_names_that_need_an_add_on():
 @pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_OPTIONS))
 def test_foreign_option_names(name):
     """X-8's table: each name of another trainer is answered with ours."""
-    from kit.error_catalogue import trainer_of
+    from kit.mistakes import trainer_of
 
     _, here = zae.composition.foreign_names.FOREIGN_OPTIONS[name]
     with pytest.raises(zae.OptionError) as caught:
@@ -170,7 +171,7 @@ def test_the_foreign_names_lead_to_names_that_exist():
 
 @pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_METHODS))
 def test_foreign_methods(name):
-    from kit.error_catalogue import trainer_of
+    from kit.mistakes import trainer_of
 
     with pytest.raises(zae.MissingError) as caught:
         getattr(trainer_of(), name)

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import zae
-from kit.error_catalogue import Task, dataset, loader, meet, trainer_of
+from kit.error_catalogue import meet
+from kit.mistakes import Task, dataset, loader, trainer_of
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.errors import shorten_traceback
 
