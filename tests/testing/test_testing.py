@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import zae.addons
+from kit import faulty_addons, faulty_holders
 from kit.faulty_addons import (
-    FAULTS,
     DoubleAddon,
     DropsClippingAddon,
     ForgetfulAddon,
@@ -28,6 +28,7 @@ from zae.testing import CHECKS, AddOnFault, check_addon, rank_checks
 from zae.testing.settings import Settings
 from zae.testing.watch import difference
 
+FAULTS = faulty_addons.FAULTS + faulty_holders.FAULTS
 OPTIONS: dict[str, dict[str, Any]] = {"ChangesOptionAddon": {"names": []}}
 
 
