@@ -21,7 +21,7 @@ OUTPUTS = {
     "a float": (lambda self, b: {"loss": mse(self, b).item()}, r"loss of type float; return the tensor, with"),
     "None as loss": (lambda self, b: {"loss": None}, "loss of type NoneType"),
     "a vector": (lambda self, b: {"loss": self.model(b[0])}, r"loss of shape \(8, 1\); reduce it to a scalar: l"),
-    "detached": (lambda self, b: {"loss": mse(self, b).detach()}, "no gradient; was it detached, or computed"),
+    "detached": (lambda self, b: {"loss": mse(self, b).detach()}, r"requires_grad=False; compute it from self\.model"),
     "an array": (lambda self, b: {"loss": mse(self, b).detach().numpy()}, "a loss of type (ndarray|float32)"),
     "several": (lambda self, b: {"loss": {"a": mse(self, b)}}, r"losses for \['a'\], but the optimizers are \['0'\]"),
     "text targets": (lambda self, b: {"loss": mse(self, b), "num_targets": "eight"}, "num_targets 'eight'; return"),
