@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.optim import has_lazy
+from zae.common.torch_private import is_compiled
 from zae.common.walk import tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
@@ -158,8 +159,6 @@ class TensorParallelAddon(DistributedAddon):
                 f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
                 "TensorParallelAddon out"
             )
-        if getattr(self, "compile_blocks", False):
-            raise ConfigError("compile_blocks: compiled code trains divided layers to other weights; leave it out")
         if has_lazy([*model.parameters(), *model.buffers()]):
             raise ConfigError(
                 "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
@@ -179,6 +178,12 @@ class TensorParallelAddon(DistributedAddon):
                 parallelize_module(modules[name], mesh, style, src_data_rank=None)
             except (NotImplementedError, RuntimeError) as error:
                 raise ConfigError(f"tensor_plan: {name} ({type(modules[name]).__name__}): {error}") from error
+        compiled = [name for name, each in modules.items() if is_compiled(each)]
+        if getattr(self, "compile_blocks", False):
+            compiled += self.blocks()  # type: ignore[attr-defined]
+        for name in self.styles() if compiled else ():
+            if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
+                modules[name].register_forward_hook(_finish)
         if not any(map(shards.is_sharded, model.parameters())):
             raise ConfigError(
                 "tensor_plan divides no parameter; give some layer ColwiseParallel() or RowwiseParallel()"
@@ -289,7 +294,7 @@ class TensorParallelAddon(DistributedAddon):
 
     @contextmanager
     def _watched(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        with inner, _Draws(self):
+        with inner, torch.compiler.set_stance("force_eager"), _Draws(self):  # Compiled code would not be watched.
             yield
 
     def normalize(self, num_targets: list[Any]) -> None:
@@ -299,6 +304,14 @@ class TensorParallelAddon(DistributedAddon):
             if shards.is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         super().normalize(num_targets)
+
+
+def _finish(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return a tensor that is no longer under way between the ranks.
+
+    Compiled code that is called with one returns a wrong gradient of it, or none (torch 2.13).
+    """
+    return output.clone() if isinstance(output, Tensor) and type(output) is not Tensor else None
 
 
 class _Draws(TorchFunctionMode):

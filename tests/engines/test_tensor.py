@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -104,6 +105,23 @@ def test_what_ranks_refuse_in_a_run() -> None:
         tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         tied[1].weight = tied[0].weight
         refused("0.weight and 1.weight are one parameter", model=tied, tensor_plan={"1": ColwiseParallel()})
+
+    each_rank(2, ranks)
+
+
+def test_blocks_that_the_user_has_compiled() -> None:
+    """Compiled code that takes what a divided layer is still sending has wrong gradients of it, by torch alone."""
+
+    def ranks() -> None:
+        assert dist.get_world_size() == 2
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
+        model = net()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        trainer, single = build(TENSOR, model=model), build(None)
+        trainer.run(1, data(8))
+        single.run(1, data(8))
+        assert distance(trainer, single) < 1e-12
 
     each_rank(2, ranks)
 

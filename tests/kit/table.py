@@ -139,7 +139,7 @@ TABLE = [
     # On one device it changes nothing; what they do on several is in tests/addons/test_mpu.py, tests/engines.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
     Entry(TensorParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
-    Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
+    Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),

@@ -37,6 +37,7 @@ __all__ = [
     "has_own_loading",
     "has_own_shapes",
     "has_step_hooks",
+    "is_compiled",
     "is_profiling",
     "overflow_flags",
     "shut_down_workers",
@@ -74,6 +75,11 @@ def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         state[name] = before
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``compile()`` was called on a module."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
