@@ -81,7 +81,7 @@ class GradientAccumulationAddon(AddOnBase):
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
     def _may_repeat(self) -> bool:
-        """Whether an override of ``gradients`` may compute those of one window several times."""
+        """Return whether an override of ``gradients`` may compute those of one window several times."""
         own = [c for c in type(self).__mro__ if not c.__module__.startswith("zae.")]
         return any(name in vars(c) for c in own for name in ("gradients", "run_batch"))
 

@@ -119,7 +119,7 @@ class AgreementAddon(AddOnPart):
         self._drift.check(self.progress_checker.step, hashes, self.gather)
 
     def _is_failing(self) -> bool:
-        """Whether an exception of this run is being handled, so that the other ranks may not be here."""
+        """Return whether an exception of this run is being handled, so that the other ranks may not be here."""
         error = sys.exc_info()[1]
         return error is not None and error is not self._outer_error
 

@@ -218,13 +218,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_of_a_scaler(state: Mapping[str, Any]) -> bool:
-    """Whether a state has the numbers that torch loads."""
+    """Return whether a state has the numbers that torch loads."""
     wanted = torch.amp.GradScaler("cpu").state_dict()
     return wanted.keys() <= state.keys() and all(_is_number(state[name]) for name in wanted)
 
 
 def _is_scale(given: Any) -> bool:
-    """Whether these are two positive numbers, the second not larger than the first."""
+    """Return whether these are two positive numbers, the second not larger than the first."""
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         return False
     return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
@@ -247,7 +247,7 @@ def _warn_of_slow_bf16(device: str) -> None:
 
 
 def _is_native(precision: str, device: torch.device) -> bool:
-    """Whether a device supports a precision natively."""
+    """Return whether a device supports a precision natively."""
     if precision == "fp32":
         return True
     if device.type == "cuda":

@@ -340,7 +340,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
 
 
 def _is_known(backend: str) -> bool:
-    """Whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    """Return whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
     return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
 
 

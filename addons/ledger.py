@@ -276,7 +276,7 @@ def _settings(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a setting is a number, or a few of them."""
+    """Return whether a setting is a number, or a few of them."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -307,7 +307,7 @@ def _noting_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any])
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether the last line of a file is incomplete, after a kill or a full disk."""
+    """Return whether the last line of a file is incomplete, after a kill or a full disk."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

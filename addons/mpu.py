@@ -186,7 +186,7 @@ class MultiGPUAddon(DistributedAddon):
         return inner if self._engine is None or (last and not self._takes_turns()) else self._alone(inner)
 
     def _takes_turns(self) -> bool:
-        """Whether a step may train with some of the optimizers: the wrapper would wait for the others."""
+        """Return whether a step may train with some of the optimizers: the wrapper would wait for the others."""
         return self.find_unused_parameters and len(self.optimizers) > 1
 
     @contextmanager

@@ -278,7 +278,7 @@ class TensorParallelAddon(DistributedAddon):
             )
 
     def _same_on_ranks(self, values: Any) -> bool:
-        """Whether the ranks that divide layers among them have the same tensors."""
+        """Return whether the ranks that divide layers among them have the same tensors."""
         own = fingerprint(tensors_in(values))
         found = [own] * self._mesh().sizes["tensor"]
         dist.all_gather_object(found, own, group=self.build_mesh().get_group("tensor"))

@@ -209,7 +209,7 @@ def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_disabled() -> bool:
-    """Whether WANDB_DISABLED is set, which present clients ignore."""
+    """Return whether WANDB_DISABLED is set, which present clients ignore."""
     return os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
 
 
@@ -219,7 +219,7 @@ def _home() -> Path:
 
 
 def _has_key(entries: Mapping[str, Any], host: str) -> bool:
-    """Whether wandb finds a key without a prompt."""
+    """Return whether wandb finds a key without a prompt."""
     settings = entries.get("settings")
     given = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
     if given or entries.get("api_key") or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE")):

@@ -17,8 +17,8 @@ from zae import errors
 
 TEXTS = dict(part.split("\n", 1) for part in GOLDEN.read_text().removeprefix("== ").rstrip("\n").split("\n\n== "))
 
-CURES = """add build call change check did drop fix give here keep leave load log lower make must name needs override
-overwrite put reduce rename return set take use write"""
+CURES = """add build call change check compute create did drop fix give here keep leave load log lower make
+must name needs override overwrite pass put reduce rename return set take use write"""
 
 
 WITH_TORCHS_MESSAGE = {

@@ -200,7 +200,7 @@ def shorten_traceback(error: BaseException) -> None:
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    """Whether a frame belongs to zae; `zae.testing` counts as user code."""
+    """Return whether a frame belongs to zae; `zae.testing` counts as user code."""
     name = str(entry.tb_frame.f_globals.get("__name__"))
     return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))
 

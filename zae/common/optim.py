@@ -75,7 +75,7 @@ def label(what: str, given: Any, name: str) -> str:
 
 
 def is_factory(each: Any) -> bool:
-    """Whether a value is a function, or a class, that makes the object."""
+    """Return whether a value is a function, or a class, that makes the object."""
     return isinstance(each, type) or not hasattr(each, "state_dict")
 
 
@@ -96,7 +96,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def has_lazy(parameters: Iterable[Tensor]) -> bool:
-    """Whether some parameters are lazy: the first forward creates them."""
+    """Return whether some parameters are lazy: the first forward creates them."""
     return any(map(nn.parameter.is_lazy, parameters))
 
 
@@ -118,7 +118,7 @@ def match_layout(optimizer: Optimizer) -> None:
 
 
 def _has_same_shape(value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of a state is a plain tensor with the shape and device of its parameter."""
+    """Return whether an entry of a state is a plain tensor with the shape and device of its parameter."""
     return (
         type(value) is Tensor
         and not nn.parameter.is_lazy(parameter)
@@ -265,14 +265,14 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
 
 
 def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
+    """Return whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
     unset = group.get("fused", False) is None and group.get("foreach") is None
     exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
     return unset and exact and not (group.get("capturable") or group.get("differentiable"))
 
 
 def _is_exact(parameter: Tensor) -> bool:
-    """Whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
+    """Return whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
 
     In torch 2.13, that of SGD does not change most weights in half precision, and all of them treat a parameter as one
     block of memory: they would also change the gaps of a strided view.
@@ -308,7 +308,7 @@ def step(optimizer: Optimizer) -> bool:
 
 
 def is_stepped_by_class(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer's class has no wrappers but those of torch and of a scheduler."""
+    """Return whether the step of an optimizer's class has no wrappers but those of torch and of a scheduler."""
     around, own = type(optimizer).step, vars(optimizer).get("step")
     return getattr(around, "__code__", None) is _AROUND and (own is None or _only_records(own, around))
 
@@ -346,7 +346,7 @@ _RECORDING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.c
 
 
 def _is_block(value: Tensor) -> bool:
-    """Whether a tensor fills a block of memory, in whatever order of its dimensions."""
+    """Return whether a tensor fills a block of memory, in whatever order of its dimensions."""
     return torch.empty_like(value, device="meta").stride() == value.stride()
 
 

@@ -244,7 +244,7 @@ def match_order(
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a number, or a tensor with one."""
+    """Return whether a value is a number, or a tensor with one."""
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 

@@ -195,7 +195,7 @@ def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether a value is an int or a NumPy integer, but not a bool."""
+    """Return whether a value is an int or a NumPy integer, but not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -212,7 +212,7 @@ def _kinds_in_use() -> list[str]:
 
 
 def _is_accelerator(part: object) -> bool:
-    """Whether a part of a state has the name of a kind of accelerator."""
+    """Return whether a part of a state has the name of a kind of accelerator."""
     if not isinstance(part, str) or part in ("cpu", "meta"):
         return False
     try:

@@ -88,7 +88,7 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_own_loading(module: nn.Module) -> bool:
-    """Whether code outside of torch runs when weights are loaded into a module itself."""
+    """Return whether code outside of torch runs when weights are loaded into a module itself."""
     kind = type(module)
     try:
         methods = (kind.set_extra_state, kind.load_state_dict, kind._load_from_state_dict)
@@ -99,7 +99,7 @@ def has_own_loading(module: nn.Module) -> bool:
 
 
 def has_own_shapes(module: nn.Module) -> bool:
-    """Whether the class of a module may accept weights of other shapes than the module has."""
+    """Return whether the class of a module may accept weights of other shapes than the module has."""
     try:
         return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     except AttributeError:
@@ -116,7 +116,7 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether hooks are called when the gradient of a parameter has been computed."""
+    """Return whether hooks are called when the gradient of a parameter has been computed."""
     try:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     except AttributeError:
@@ -146,7 +146,7 @@ def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has hooks of its step, global ones included."""
+    """Return whether an optimizer has hooks of its step, global ones included."""
     try:
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return bool(own or _OPTIMIZERS._global_optimizer_pre_hooks or _OPTIMIZERS._global_optimizer_post_hooks)
@@ -161,7 +161,7 @@ def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[T
 
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
+    """Return whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
     if (found := getattr(scaler, "_found_inf_per_device", None)) is not None:
         return any(each.item() for each in found(optimizer).values())
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -172,7 +172,7 @@ def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is active."""
+    """Return whether a profiler is active."""
     try:
         return torch._C._autograd._profiler_enabled()
     except AttributeError:
@@ -238,7 +238,7 @@ def compiled_graphs() -> int:
 
 
 def can_arrange_buckets() -> bool:
-    """Whether `arrange_buckets` has an effect."""
+    """Return whether `arrange_buckets` has an effect."""
     reducer = find("torch.distributed", "Reducer")
     return hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")
 

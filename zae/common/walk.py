@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def is_dataclass(value: object) -> bool:
-    """Whether a value is an instance of a dataclass."""
+    """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -69,7 +69,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two values have the same types and the same bits, in all that they contain."""
+    """Return whether two values have the same types and the same bits, in all that they contain."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -86,7 +86,7 @@ def has_same_bits(a: Any, b: Any) -> bool:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one type and shape have the same bits."""
+    """Return whether two tensors of one type and shape have the same bits."""
     if a.layout is not torch.strided or a.is_quantized:
         return torch.equal(a, b)
     a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))

@@ -49,7 +49,7 @@ def run_call(run: Callable[P, R]) -> Callable[P, R]:
 
 
 def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether Python can bind the arguments, and ``n_epoch`` is not a loader."""
+    """Return whether Python can bind the arguments, and ``n_epoch`` is not a loader."""
     try:
         n_epoch = signature.bind(*args, **kwargs).arguments["n_epoch"]
     except TypeError:

@@ -281,7 +281,7 @@ def _check_return(klass: Any, name: str, value: Any, first: Any) -> None:
 
 
 def _gives_nothing(function: FunctionType) -> bool:
-    """Whether every return of a function is bare."""
+    """Return whether every return of a function is bare."""
     if inspect.isgeneratorfunction(function):
         return False
     before: Any = None
@@ -346,7 +346,7 @@ def _check_backward(cls: Any) -> None:
 
 
 def _passes_on(value: Any) -> bool:
-    """Whether a method calls ``backward`` of the trainer with arguments of ``Tensor.backward``."""
+    """Return whether a method calls ``backward`` of the trainer with arguments of ``Tensor.backward``."""
     function = function_of(value)
     if not isinstance(function, FunctionType) or "backward" not in function.__code__.co_names:
         return False
@@ -358,7 +358,7 @@ def _passes_on(value: Any) -> bool:
 
 
 def _is_own_backward(before: dis.Instruction, step: dis.Instruction, names: Sequence[str]) -> bool:
-    """Whether an instruction takes ``backward`` off ``self`` or ``super()``, rather than off a loss."""
+    """Return whether an instruction takes ``backward`` off ``self`` or ``super()``, rather than off a loss."""
     if step.argval != "backward" or step.opname == "LOAD_SUPER_ATTR":
         return step.argval == "backward"
     owner = before.argval[-1] if isinstance(before.argval, tuple) else before.argval

@@ -130,7 +130,7 @@ def _mark(value: Any, mark: str) -> None:
 
 
 def is_marked(value: Any, mark: str) -> bool:
-    """Whether a method carries a mark, on any of the wrappers around it."""
+    """Return whether a method carries a mark, on any of the wrappers around it."""
     return any(getattr(layer, mark, False) is True for layer in _wrappers(value))
 
 
@@ -156,12 +156,12 @@ def _wrappers(value: Any) -> Iterator[Any]:
 
 
 def calls_super(value: Any, name: str) -> bool:
-    """Whether a method, or a function that it wraps or holds, mentions ``super()`` and a method of this name."""
+    """Return whether a method, or a function that it wraps or holds, mentions ``super()`` and a method of this name."""
     return any(_mentions_super(layer, name, depth=2) for layer in _wrappers(value))
 
 
 def reaches_super(cls: Any, value: Any, name: str) -> bool:
-    """Whether a method may call ``super()`` for a name: by itself, or through a function that it mentions.
+    """Return whether a method may call ``super()`` for a name: by itself, or through a function that it mentions.
 
     False is certain; whether a call really takes place is counted by `zae.testing.check_addon`.
     """
@@ -204,17 +204,17 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def is_trainer(cls: Any) -> bool:
-    """Whether a class is Trainer, AddOnBase, or derived from one of them."""
+    """Return whether a class is Trainer, AddOnBase, or derived from one of them."""
     return isinstance(cls, type) and hasattr(cls, "_is_addon")
 
 
 def is_add_on(cls: Any) -> bool:
-    """Whether a class is an add-on: a mixin that cannot run without a trainer."""
+    """Return whether a class is an add-on: a mixin that cannot run without a trainer."""
     return isinstance(cls, type) and bool(getattr(cls, "_is_addon", False))
 
 
 def is_base(cls: type) -> bool:
-    """Whether a class is AddOnBase itself, whose own methods are not those of an add-on."""
+    """Return whether a class is AddOnBase itself, whose own methods are not those of an add-on."""
     return bool(cls.__dict__.get("_is_base"))
 
 
@@ -239,7 +239,7 @@ def slots_of(cls: Any) -> dict[str, Any]:
 
 
 def is_engine_slot(slot: str | None) -> bool:
-    """Whether a slot is "parallel", or one of its dimensions, as "parallel.data"."""
+    """Return whether a slot is "parallel", or one of its dimensions, as "parallel.data"."""
     return (slot or "").partition(".")[0] == "parallel"
 
 

@@ -160,14 +160,14 @@ def arrange(add_ons: Iterable[TrainerMeta]) -> tuple[TrainerMeta, ...]:
 
 
 def _is_inside(a: TrainerMeta, b: TrainerMeta) -> bool:
-    """Whether ``a`` must be inside of ``b``."""
+    """Return whether ``a`` must be inside of ``b``."""
     if LAYERS.index(a.layer) != LAYERS.index(b.layer):
         return LAYERS.index(a.layer) < LAYERS.index(b.layer) or _named_in(b, a.inside) or _named_in(a, b.outside)
     return _named_in(b, a.inside) or _named_in(a, b.outside)
 
 
 def _named_in(add_on: TrainerMeta, names: Iterable[Any]) -> bool:
-    """Whether an add-on or one of its bases is in a list of names and classes."""
+    """Return whether an add-on or one of its bases is in a list of names and classes."""
     return any(c is name or c.__name__ == name for name in names for c in add_on.__mro__)
 
 

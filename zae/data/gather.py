@@ -134,7 +134,7 @@ def _why_not_tensor(tensor: Any) -> str | None:
 
 
 def _stacks_tensors() -> bool:
-    """Whether tuples of tensors are stacked: ``default_collate_fn_map`` is public and may be changed."""
+    """Return whether tuples of tensors are stacked: ``default_collate_fn_map`` is public and may be changed."""
     functions = find(_COLLATE, "default_collate_fn_map") or {}
     return functions.get(Tensor) is _STACK and not any(isinstance((), kind) for kind in functions)
 
@@ -147,7 +147,7 @@ def _innermost(dataset: Any) -> Any:
 
 
 def _has_tensors(dataset: Any) -> bool:
-    """Whether a dataset returns samples as TensorDataset does."""
+    """Return whether a dataset returns samples as TensorDataset does."""
     return (
         isinstance(dataset, TensorDataset)
         and type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -158,7 +158,7 @@ def _has_tensors(dataset: Any) -> bool:
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:
-    """Whether a RandomSampler yields each row once."""
+    """Return whether a RandomSampler yields each row once."""
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 

@@ -168,7 +168,7 @@ def _seed_again(stream: Any) -> None:
 
 
 def _is_part(place: str) -> bool:
-    """Whether a place is a part itself, not a stream in it."""
+    """Return whether a place is a part itself, not a stream in it."""
     return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
 
 

@@ -86,7 +86,7 @@ def copy_with(loader: _Loader, **changes: Any) -> _Loader:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

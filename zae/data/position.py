@@ -226,7 +226,7 @@ class LoaderPosition:
         return self._resume is not None
 
     def is_of(self, loader: Any) -> bool:
-        """Whether this loader can continue the epoch."""
+        """Return whether this loader can continue the epoch."""
         return (self._resume is not None and not self._another) or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
@@ -361,7 +361,7 @@ class LoaderPosition:
 
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
-    """Whether only the number of batches differs, and the batch sampler may change it in each epoch."""
+    """Return whether only the number of batches differs, and the batch sampler may change it in each epoch."""
     return bool(own_batch_sampler(before)) and [change.startswith("number of batches") for change in changes] == [True]
 
 

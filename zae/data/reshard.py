@@ -105,5 +105,5 @@ def own_batch_sampler(facts: Mapping[str, Any]) -> str:
 
 
 def _is_by_sample(facts: Mapping[str, Any]) -> bool:
-    """Whether batches are consecutive entries of a sampler, so that a batch can begin at any of them."""
+    """Return whether batches are consecutive entries of a sampler, so that a batch can begin at any of them."""
     return facts.get("batch sampler") in _BY_SAMPLE

@@ -35,7 +35,7 @@ EMPTY = _Empty.EMPTY
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a batch is `EMPTY`."""
+    """Return whether a batch is `EMPTY`."""
     return batch is EMPTY
 
 
@@ -221,7 +221,7 @@ def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
 
 
 def _is_of_torch(sampler: Any) -> bool:
-    """Whether a sampler, and the one in it, are classes of torch, which need no check."""
+    """Return whether a sampler, and the one in it, are classes of torch, which need no check."""
     parts = (sampler, getattr(sampler, "sampler", sampler))
     return all(type(each).__module__ == BatchSampler.__module__ for each in parts)
 

@@ -20,7 +20,7 @@ _AS_CLASS = "Task(Net, ...), or Task(functools.partial(Net, width=8), ...)"
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether some tensor of a module is on the meta device."""
+    """Return whether some tensor of a module is on the meta device."""
     return any(each.is_meta for each in (*module.parameters(), *module.buffers()))
 
 

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 

@@ -51,7 +51,7 @@ _loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""
 
 
 def is_loading(trainer: Trainer, how: str) -> bool:
-    """Whether a trainer loads or reads its state in this way.
+    """Return whether a trainer loads or reads its state in this way.
 
     It loads it from a file, whose tensors nobody else holds; or the entries of add-ons alone; or it reads it in parts:
     each rank what it holds of a tensor.

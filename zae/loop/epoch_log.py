@@ -167,7 +167,7 @@ class EpochLog(Mapping[str, list[Any]]):
             self._keep(key, value)
 
     def _holds_tensors(self, key: str) -> bool:
-        """Whether the last value of an entry that is not a number is, or was, a tensor."""
+        """Return whether the last value of an entry that is not a number is, or was, a tensor."""
         return self._dropped[key] if key in self._dropped else isinstance(self._kept[key][-1], Tensor)
 
     def _keep(self, key: str, value: Any) -> None:
@@ -327,7 +327,7 @@ def _float64(values: array[float]) -> Tensor:
 
 
 def _can_be_saved(value: Any) -> bool:
-    """Whether a checkpoint can hold a value."""
+    """Return whether a checkpoint can hold a value."""
     if isinstance(value, Mapping):
         return all(map(_can_be_saved, value.values()))
     if type(value) in (list, tuple):

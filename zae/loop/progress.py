@@ -108,7 +108,7 @@ class Every:
         return self.due_at_step(progress.step) if progress.epoch_batch else self.due_at_epoch(progress.epoch)
 
     def due_at_step(self, step: int) -> bool:
-        """Whether it is due after this optimizer step.
+        """Return whether it is due after this optimizer step.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class Every:
         return self.steps is not None and step % self.steps == 0 and step > self.after
 
     def due_at_epoch(self, epoch: int) -> bool:
-        """Whether it is due at the end of this epoch.
+        """Return whether it is due at the end of this epoch.
 
         Parameters
         ----------
@@ -384,7 +384,7 @@ class Bar:
         self._next = time.perf_counter() + _INTERVAL
 
     def due(self) -> bool:
-        """Whether it is time to redraw."""
+        """Return whether it is time to redraw."""
         return self._bar is not None and time.perf_counter() >= self._next
 
     def update(self, done: int, read: Callable[[], Mapping[str, float]]) -> None:
@@ -425,7 +425,7 @@ def _short(value: Any) -> str:
 
 
 def _on_a_terminal() -> bool:
-    """Whether standard error is a terminal: it may be None, or what only writes, or closed."""
+    """Return whether standard error is a terminal: it may be None, or what only writes, or closed."""
     ask = getattr(sys.stderr, "isatty", None)
     try:
         return ask is not None and bool(ask())
@@ -434,7 +434,7 @@ def _on_a_terminal() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel, where a bar is shown although standard error is not a terminal."""
+    """Return whether this runs in a Jupyter kernel, where a bar is shown although standard error is not a terminal."""
     shell = sys.modules.get("IPython")
     return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
 

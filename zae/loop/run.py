@@ -189,7 +189,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------- an epoch
 
     def has_more_epochs(self) -> bool:
-        """Whether an epoch is to begin, or to continue."""
+        """Return whether an epoch is to begin, or to continue."""
         trainer, progress = self.trainer, self.trainer.progress_checker
         if progress.epoch >= self.last_epoch or progress.pending_validation:
             return False
@@ -243,7 +243,7 @@ class Run:
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
     def ends_epoch(self, wrapped: Any, batches: Iterator[Any]) -> bool:
-        """Whether the step that ends the loop over the batches is the last of the epoch."""
+        """Return whether the step that ends the loop over the batches is the last of the epoch."""
         progress = self.trainer.progress_checker
         if progress.pending_validation:  # A resumed run repeats its validation before the epoch ends.
             return False
@@ -432,11 +432,11 @@ class Run:
         return epochs, steps
 
     def leaves_epoch(self, wrapped: Any) -> bool:
-        """Whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
+        """Return whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
         return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
 
     def _is_full(self, wrapped: Any) -> bool:
-        """Whether the open epoch has all of its steps, or batches."""
+        """Return whether the open epoch has all of its steps, or batches."""
         progress = self.trainer.progress_checker
         return progress.epoch_batch > 0 and (
             progress.epoch_step == self.epoch_steps or progress.epoch_batch == length_of(wrapped)

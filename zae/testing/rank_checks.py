@@ -95,7 +95,7 @@ def _ranked(probe: Any) -> Any:
 
 
 def _can_fork() -> bool:
-    """Whether a fork of this process can train; autograd's threads for accelerators do not survive one."""
+    """Return whether a fork of this process can train; autograd's threads for accelerators do not survive one."""
     return (
         sys.platform == "linux"
         and dist.is_available()
