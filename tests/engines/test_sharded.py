@@ -56,7 +56,6 @@ def train(
     path: Path,
     start: Path | None = None,
     max_steps: int | None = None,
-    shuffle: bool = False,
     **options: Any,
 ) -> Any:
     """Train with so many ranks, all with the same global batch, and return the end of it."""
@@ -64,7 +63,7 @@ def train(
     resumed = {} if start is None else {"resume": str(start), "reshard": True}
     made = trainer(path, **{**resumed, **options})
     shares = world // made.mesh.get("tensor", 1)
-    made.run(2, data(ROWS, BATCH // shares, shuffle), **({} if max_steps is None else {"max_steps": max_steps}))
+    made.run(2, data(ROWS, BATCH // shares), **({} if max_steps is None else {"max_steps": max_steps}))
     assert made.data_size == shares
     average = {f"average.{name}": made.whole(value).clone() for name, value in made.average.items()}
     return weights(made) | average, made.train_history, made.progress_checker.step
@@ -179,7 +178,7 @@ def test_whole_checkpoints_and_shards_load_into_each_other(saved: Any, tmp_path:
             options = {"gradient_clip": 0.05, "save_format": kind, "resume": False if start is None else str(start)}
             made = build(ENGINES[engine], StateManagerAddon, save_path=tmp_path / name, **options)
             limits = {"max_steps": max_steps} if max_steps else {}
-            made.run(2, data(ROWS, BATCH // 2, False), **limits)
+            made.run(2, data(ROWS, BATCH // 2), **limits)
             return made, tmp_path / name / f"step-{made.progress_checker.step:08d}"
 
         count = itertools.count()
@@ -313,7 +312,7 @@ def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path) -> Non
         disk = Held()
         made.on_step_end = release(made.on_step_end, disk, made)
         with installed(disk):
-            made.run(2, data(ROWS, BATCH // 2, False))
+            made.run(2, data(ROWS, BATCH // 2))
         assert disk.threads == {"zae-save"}
         return weights(made)
 
@@ -338,9 +337,9 @@ def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------------- failure
 
 
-def begun(path: Path, shuffle: bool = False, **options: Any) -> tuple[Any, Any]:
+def begun(path: Path, **options: Any) -> tuple[Any, Any]:
     """Return a trainer that has saved step 4, and what it trains on."""
-    made, loader = trainer(path, on_save_error="raise", **options), data(ROWS, BATCH // 2, shuffle)
+    made, loader = trainer(path, on_save_error="raise", **options), data(ROWS, BATCH // 2)
     made.run(2, loader, max_steps=4)
     return made, loader
 
@@ -388,7 +387,7 @@ def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path) -> N
         error = ""
         try:
             with installed(disk):
-                made.run(2, data(ROWS, BATCH // 2, False))
+                made.run(2, data(ROWS, BATCH // 2))
         except CheckpointError as raised:
             error = str(raised)
         made.barrier()
@@ -510,7 +509,7 @@ class Stalled(Disk):
 
 def save_with(path: Path, act: Any, rank: int, **options: Any) -> None:
     """Go to step 4, and save step 6 with a disk that does something."""
-    made, loader = begun(path, shuffle=True, **options)
+    made, loader = begun(path, **options)
     with installed(Stalled(act, rank)):
         made.run(2, loader, max_steps=2)
 
@@ -525,7 +524,7 @@ def hang() -> None:
 
 def test_a_rank_that_ends_while_it_saves(tmp_path: Path) -> None:
     """Killed, hanging, or asked to end: no rank waits for ever, nothing is half there, "auto" goes on to the end."""
-    end = each_rank(2, partial(train, 2, tmp_path / "end", shuffle=True))[0][0]
+    end = each_rank(2, partial(train, 2, tmp_path / "end"))[0][0]
     ways = {
         "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
         "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
@@ -539,7 +538,7 @@ def test_a_rank_that_ends_while_it_saves(tmp_path: Path) -> None:
         assert newest is not None
         assert newest[0].name == f"step-{step:08d}", name
         assert not newest[2]
-    for own, _, steps in each_rank(2, partial(train, 2, tmp_path / "killed", resume="auto", shuffle=True)):
+    for own, _, steps in each_rank(2, partial(train, 2, tmp_path / "killed", resume="auto")):
         assert steps == STEPS
         assert bitwise(own, end)
     assert not [each for each in (tmp_path / "killed").iterdir() if each.name.startswith(".staging")]

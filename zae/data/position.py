@@ -135,7 +135,10 @@ class LoaderPosition:
                 f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it "
                 "was, or add mid_epoch='restart' to begin the epoch again"
             )
+        present = resume["present"]
         if progress.epoch_batch:
+            if ranks[0] != world:  # Several ranks draw the whole order at once, one process the end of it at the end.
+                present = {**present, "generators": None}
             used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
             self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
             wrapped = trainer.wrap_loader(given, True)
@@ -143,7 +146,7 @@ class LoaderPosition:
             progress.epoch_step = -(-steps * progress.epoch_batch // batches)
             _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
         kept = {key: value for key, value in resume.items() if key not in ("may_reshard", "ranks")}
-        self._resume = {**kept, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
+        self._resume = {**kept, "present": present, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
         self._absent = []
 
     def restart(self, used_before: int) -> None:
