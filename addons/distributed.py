@@ -50,7 +50,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
     - Ranks with the same ``data_rank`` see the same batches and draw the same random numbers.
     - ``layout(parameter)`` tells how the ranks hold a tensor. ``whole(tensor)`` and ``like(whole, reference)`` lead
       from parts to the whole and back. All ranks call ``whole`` in one order, between steps, and never after an error.
-    - ``model_state`` and ``optimizer_state`` are whole, under the names of the plain model.
+    - ``model_state`` and ``optimizer_state`` are whole, under the names of the plain model. While a checkpoint is
+      saved, they are in the memory of rank 0 alone.
     - ``pads`` is True where each forward is a collective: a rank without a batch then takes part with one of weight 0.
     - ``can_save_alone`` is False where a rank cannot save the state without the others.
 

@@ -19,7 +19,7 @@ from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.loop.addon_state import PARTS, is_loading
+from zae.loop.addon_state import MAIN, PARTS, is_loading
 from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
@@ -286,8 +286,13 @@ class ShardingAddon(AddOnPart):
         return self._gathered(super().optimizer_state(name))
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with whole tensors, unless each rank writes its parts."""
-        made: dict[str, Any] = state if is_loading(self, PARTS) else map_tensors(self.whole, state)
+        """Return a state with whole tensors, unless each rank writes its parts, or rank 0 alone writes."""
+        is_spare = is_loading(self, MAIN) and self._rank > 0
+
+        def gathered(tensor: Tensor) -> Tensor:
+            return self.whole(tensor).to("meta") if is_spare and shards.is_sharded(tensor) else self.whole(tensor)
+
+        made: dict[str, Any] = state if is_loading(self, PARTS) else map_tensors(gathered, state)
         return made
 
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:

@@ -140,4 +140,4 @@ def both_weights(
         weights = copy.deepcopy(model_state())  # Tied ones stay tied.
     present = {key: each for key, each in model_state().items() if isinstance(each, Tensor)}
     made = {key: each for key, each in present.items() if not nn.parameter.is_lazy(each)}
-    return weights, {key: each for key, each in made.items() if not torch.equal(each, weights[key])}
+    return weights, {key: each for key, each in made.items() if each.is_meta or not torch.equal(each, weights[key])}

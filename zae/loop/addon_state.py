@@ -28,6 +28,7 @@ __all__ = [
     "ENTRIES",
     "FROM_FILE",
     "GENERATORS",
+    "MAIN",
     "PARTS",
     "Generators",
     "as_saved",
@@ -46,7 +47,7 @@ GENERATORS = "generators"
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
 
-FROM_FILE, ENTRIES, PARTS = "from a file", "entries alone", "in parts"
+FROM_FILE, ENTRIES, PARTS, MAIN = "from a file", "entries alone", "in parts", "whole on the main rank"
 _loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""))
 
 
@@ -54,7 +55,7 @@ def is_loading(trainer: Trainer, how: str) -> bool:
     """Return whether a trainer loads or reads its state in this way.
 
     It loads it from a file, whose tensors nobody else holds; or the entries of add-ons alone; or it reads it in parts:
-    each rank what it holds of a tensor.
+    each rank what it holds of a tensor; or rank 0 alone whole weights and slots, which it writes.
     """
     return _loading.get()[0] is trainer and _loading.get()[1] == how
 

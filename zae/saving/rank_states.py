@@ -20,6 +20,7 @@ from zae.loop.addon_state import (
     ENTRIES,
     FROM_FILE,
     GENERATORS,
+    MAIN,
     PARTS,
     declaring,
     digest,
@@ -76,8 +77,12 @@ class RankStates:
 
     @classmethod
     def read_state(cls, trainer: Trainer, *, in_parts: bool) -> dict[str, Any]:
-        """Return the state with the entries of all ranks: whole, or each rank's parts of the tensors; all call it."""
-        with loading_as(trainer, PARTS) if in_parts and trainer.world_size > 1 else nullcontext():
+        """Return the state to save, with the entries of all ranks, which all call it.
+
+        Each rank has its parts of the tensors, or rank 0 alone has whole weights and slots: those of the others are on
+        the meta device.
+        """
+        with loading_as(trainer, PARTS if in_parts else MAIN) if trainer.world_size > 1 else nullcontext():
             return cls.add_entries(trainer, trainer.state_dict())
 
     @classmethod
