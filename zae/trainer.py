@@ -481,8 +481,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @seam
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
-        ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
-        optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
+        if num_targets != [None]:  # Most steps count none.
+            ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
+            optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
     @seam
     def unscale(self) -> None:
@@ -873,9 +874,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what this run has made: a copy sets itself up, and continues where this one stands."""
-        return {**self.current_run.binding.unbound(), "model": self._module}
+        run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
+        return {**run.binding.unbound(), "model": self._module, "is_evaluating": run.is_evaluating}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
         vars(self).update(state, current_run=Run(self))
+        self.current_run.is_evaluating = vars(self).pop("is_evaluating", False)
         optim.mark_copied(self.scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -523,6 +524,26 @@ def test_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path) ->
     made.metric_on_epoch_end = dict
     made.run(1, loader(), valid())
     assert f"step-{made.progress_checker.step:08d}" in names(tmp_path)
+
+
+class CopyingTask(Task):
+    """Copies itself within an evaluation."""
+
+    def metric_on_epoch_end(self) -> dict[str, float]:
+        if self.mode == "test":
+            self.twins = [copy.deepcopy(self)]
+        return {}
+
+
+def test_a_copy_made_within_an_evaluation_has_its_weights_too(tmp_path: Path) -> None:
+    """P-18: a copy of the averages is not saved as what training continues from."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = CopyingTask.add_on(StateManagerAddon, EMAAddon)(model, "cpu", optimizer=optimizer, save_path=tmp_path)
+    made.evaluate(valid())
+    assert not made.current_run.is_evaluating
+    with pytest.raises(CheckpointError, match="an evaluation is running"):
+        made.twins[0].save_state()
 
 
 @pytest.mark.covers("F-B1")

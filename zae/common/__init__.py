@@ -1,6 +1,7 @@
 """Parts that every package may use: devices, random streams, optimizers, and checks of arguments.
 
 `device` moves batches; `random_state` seeds, captures and restores; `optim` and the modules named ``optimizer_`` check,
-step, save and load optimizers; `argument_checks` checks arguments; `walk` finds what an object contains; `lazy` imports
-public names at their first use; `torch_private` looks up private names of torch.
+step, save and load optimizers; `model_weights` names and loads the weights of a model; `argument_checks` checks
+arguments; `walk` finds what an object contains; `lazy` imports public names at their first use; `torch_private` looks
+up private names of torch.
 """
