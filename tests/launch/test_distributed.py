@@ -393,20 +393,23 @@ RESTART = """
     import os, runpy, signal, sys, torch
     sys.path.insert(0, {tests!r})
     from kit.rank_tasks import Task, build, loader, weights
-    from zae.addons import JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
+    from zae.addons import FSDPAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
     class Dies(Task):
         def train_step(self, batch):
-            if is_first and self.rank == 1 and self.progress_checker.step == 5:
+            if is_dying and self.rank == 1 and self.progress_checker.step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(batch)
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-    for name in ("dies", "whole"):
-        trainer = build(Dies, (MultiGPUAddon, StateManagerAddon, JSONLLoggerAddon), timeout=20.0, seed=1, log_every=1,
-                        save_path=name, save_every=1, resume="auto", jsonl_path=name + ".jsonl")
+    runs = {{"dies": MultiGPUAddon, "whole": MultiGPUAddon, "shards-die": FSDPAddon, "shards": FSDPAddon}}
+    for name, engine in runs.items():
+        is_dying = os.environ.get("TORCHELASTIC_RESTART_COUNT") == {{"dies": "0", "shards-die": "1"}}.get(name)
+        trainer = build(Dies, (engine, StateManagerAddon, JSONLLoggerAddon), timeout=20.0, seed=1, log_every=1,
+                        save_path=name, save_every=1, resume="auto", jsonl_path=name + ".jsonl",
+                        save_format="sharded" if engine is FSDPAddon else "safetensors")
         metrics = trainer.run(2, loader(16, 2, 3))
         assert trainer.world_size == 2
+        held = [value.clone() for value in trainer.model_state().values()]
         if trainer.is_main:
-            torch.save(weights(trainer), name + ".pt")
+            torch.save(held, name + ".pt")
             print(f"{{name}}: world {{trainer.world_size}}, step {{metrics['step']}}", flush=True)
     runpy.run_path({example!r}, run_name="__main__")
 """
@@ -414,6 +417,8 @@ RESTART = """
 
 def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
     """P-29, P-46: restarted by torchrun, two ranks end bitwise as if never killed, with one log; runs beside runs.
+
+    So do two ranks with shards, which are killed in their second life.
 
     examples/ddp.py is started by itself, by two agents of torchrun, and by the ranks that were started again: the world
     size is 2, and the accuracy the same.
@@ -440,13 +445,14 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
     assert shown[0][0] == "world size 2"
     assert float(shown[0][1].split()[-1]) > 0.9
 
-    assert [line for line in restarted.splitlines() if ": world 2" in line] == [
-        "dies: world 2, step 8", "whole: world 2, step 8",
-    ]  # fmt: skip
-    assert len(list(Path("dies").glob("step-*"))) > 0
-    ends = [torch.load(f"{name}.pt", weights_only=True) for name in ("dies", "whole")]
-    assert same(*ends)
-    for name in ("dies", "whole"):
+    names = ("dies", "whole", "shards-die", "shards")
+    told = {line for line in restarted.splitlines() if ": world 2" in line}
+    assert told == {f"{name}: world 2, step 8" for name in names}
+    assert [len(list(Path(name).glob("step-*"))) > 0 for name in names] == [True] * 4
+    ends = [torch.load(f"{name}.pt", weights_only=True) for name in names]
+    assert same(*ends[:2])
+    assert same(*ends[2:])
+    for name in names:
         records = lines(Path(f"{name}.jsonl"))
         assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
 
