@@ -23,7 +23,7 @@ from zae.composition.introspect import function_of, seams_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
-STATE |= {"load_state_dict", "load_evaluation_state"}
+STATE |= {"load_state_dict", "load_evaluation_state", "held_parts"}
 NOT_IN_ORDER = STATE | {"sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""
 
