@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from kit.refusals import InADict, Task, loader, make, mse, refused, stepping, whole
+from kit.refusals import InADict, Task, loader, make, mse, stepping, unchanged, whole
 from zae import (
     AddOnBase,
     AddOnConflict,
@@ -294,7 +294,7 @@ def test_arguments_of_run(arguments, match):
     """E11: at the call, before anything is set up."""
     trainer = make()
     epochs, options = arguments[0], arguments[1] if len(arguments) > 1 else {}
-    with refused(trainer, ConfigError, match):
+    with pytest.raises(ConfigError, match=match), unchanged(trainer):
         trainer.run(epochs, loader(), **options)
     assert trainer.run(1, loader())["step"] == 3
 
@@ -315,9 +315,10 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.covers("E11")
 def test_swapped_arguments():
     trainer = make()
-    with refused(trainer, OptionError, r"n_epoch, the number of epochs, and not a loader .*; write run\(3, loader\)"):
+    message = r"n_epoch, the number of epochs, and not a loader .*; write run\(3, loader\)"
+    with pytest.raises(OptionError, match=message), unchanged(trainer):
         trainer.run(loader(), 3)
-    with refused(trainer, ConfigError, "mode='eval'"):
+    with pytest.raises(ConfigError, match="mode='eval'"), unchanged(trainer):
         trainer.toggle("eval")
 
 
@@ -402,16 +403,14 @@ def test_what_cannot_travel_to_another_process():
     from zae.addons.mpu import MultiGPUAddon
 
     trainer = make(Task.add_on(MultiGPUAddon), device=["cpu", "cpu"])
-    is_open = refused(
-        trainer, ConfigError, r"settings\['open'\]\[0\] cannot be sent to another process: it is an open file"
-    )
-    with open("notes.txt", "w") as notes, is_open:
+    message = r"settings\['open'\]\[0\] cannot be sent to another process: it is an open file"
+    with open("notes.txt", "w") as notes:
         trainer.settings = {"open": [notes]}
-        trainer.run(1, loader())
+        with pytest.raises(ConfigError, match=message), unchanged(trainer):
+            trainer.run(1, loader())
     trainer.settings = {"augment": lambda batch: batch}
-    with refused(
-        trainer, ConfigError, r"settings\['augment'\] cannot be sent to another process: it is the function .*lambda"
-    ):
+    message = r"settings\['augment'\] cannot be sent to another process: it is the function .*lambda"
+    with pytest.raises(ConfigError, match=message), unchanged(trainer):
         trainer.run(1, loader())
     assert multiprocessing.active_children() == []
 
@@ -473,9 +472,8 @@ def test_plateau_without_its_metric():
         trainer = make(Task.add_on(*add_ons), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
         asked = []
         watched = (asked.append(1) or batch for batch in loader())
-        with refused(
-            trainer, ConfigError, r"needs a metric after each validation, .*; give run\(..., valid_loader=...\)"
-        ):
+        message = r"needs a metric after each validation, .*; give run\(..., valid_loader=...\)"
+        with pytest.raises(ConfigError, match=message), unchanged(trainer):
             trainer.run(2, watched)
         assert asked == []
 
@@ -488,12 +486,11 @@ def test_one_cycle_that_is_too_short():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
 
     trainer = make(scheduler=cycle, scheduler_step_on_batch=True)
-    with refused(
-        trainer,
-        ConfigError,
+    message = (
         r"ends after 5 steps, but this run has 6 optimizer steps; create it with a length of 6 steps, or end the run "
-        r"earlier: run\(..., max_steps=5\)",
-    ):
+        r"earlier: run\(..., max_steps=5\)"
+    )
+    with pytest.raises(ConfigError, match=message), unchanged(trainer):
         trainer.run(2, loader())
     assert trainer.run(2, loader(), max_steps=5)["step"] == 5
     accumulating = make(
@@ -503,7 +500,10 @@ def test_one_cycle_that_is_too_short():
         scheduler_step_on_batch=True,
     )
     assert accumulating.run(2, loader())["step"] == 4
-    with refused(accumulating, ConfigError, r"takes it to 6 \(2 optimizer steps after 4\)"):
+    with (
+        pytest.raises(ConfigError, match="this run has 2 optimizer steps after 4; create it with a length of 6 steps"),
+        unchanged(accumulating),
+    ):
         accumulating.run(1, loader())
 
 

@@ -26,7 +26,7 @@ WITH_TORCHS_MESSAGE = {
     "float_labels",
     "double_inputs",
     "backward_in_the_step",
-    "test_step_that_fails",
+    "evaluation_that_fails",
 }
 
 

@@ -44,11 +44,12 @@ def test_every_size_is_the_big_batch(world):
         single = build(task, (GradientAccumulationAddon,), model=network(dtype=F64), **options)
         there = single.run(2, loader(size, batch_size * world, 3, F64), loader(size, 2, dtype=F64))
         singles.append((single, there))
-    each_rank(world, compare_with_the_big_batch, world, singles)
+    assert each_rank(world, compare_with_the_big_batch, world, singles) == [len(SIZES)] * world
 
 
 def compare_with_the_big_batch(world, singles):
-    """Train on several ranks what one process has trained with the batches of all of them."""
+    """Train on several ranks what one process has trained with all batches; return how many were compared."""
+    compared = 0
     for (size, (batch_size, task, accumulate)), (single, there) in zip(SIZES, singles, strict=True):
         options = {"gradient_accumulation_steps": accumulate}
         trainer = build(task, (GradientAccumulationAddon, MultiGPUAddon), model=network(dtype=F64), **options)
@@ -65,6 +66,8 @@ def compare_with_the_big_batch(world, singles):
             for epoch in (0, 1):
                 seen = trainer.gather(getattr(trainer, "seen", {}).get(epoch, []))
                 assert sorted(itertools.chain(*seen)) == list(range(size))
+        compared += 1
+    return compared
 
 
 @on_ranks(2, 3)

@@ -124,7 +124,7 @@ def test_other_names(spec: str) -> None:
         ([0, CPU], r"device=\[0, 'cpu'\] mixes cuda and cpu"),
         (["cuda:0", "cuda:0"], r"names cuda:0 more than once.*write device=\['cuda:0'\]"),
         ([torch.device("cuda", 1), 0, "cuda"], r"names cuda:0 more than once.*write device=\['cuda:1', 'cuda:0'\]"),
-        ("meta", "has no data"),
+        ("meta", "its tensors have no data"),
         ("hpu", "device='hpu', but 0 HPU devices are available"),
     ],
 )

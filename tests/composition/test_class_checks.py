@@ -405,7 +405,7 @@ def test_a_helper_that_the_class_calls_itself_is_no_mistake():
 
         def norm_of(self): ...
 
-    make(Helpful).run(1, batches(1))
+    assert make(Helpful).run(1, batches(1))["step"] == 1
 
 
 @pytest.mark.parametrize(

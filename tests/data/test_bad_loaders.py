@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from kit.refusals import Task, data, loader, make, refused, stepping, whole
+from kit.refusals import Task, data, loader, make, stepping, unchanged, whole
 from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon
 
@@ -34,18 +34,19 @@ def test_an_empty_loader(empty, match):
     """E6: never "finished" at 0 steps."""
     for add_ons in ((), (GradientAccumulationAddon,)):
         trainer = make(Task.add_on(*add_ons))
-        with refused(trainer, LoaderError, match):
+        with pytest.raises(LoaderError, match=match), unchanged(trainer):
             trainer.run(1, empty())
 
 
 @pytest.mark.covers("E6")
 def test_an_empty_valid_loader():
     trainer = make()
-    with refused(trainer, LoaderError, "valid_loader has 0 batches"):
+    with pytest.raises(LoaderError, match="valid_loader has 0 batches"), unchanged(trainer):
         trainer.run(1, loader(), [])
-    with refused(trainer, LoaderError, "valid_loader is an empty dict; give loaders by name, or None"):
+    message = "valid_loader is an empty dict; give loaders by name, or None"
+    with pytest.raises(LoaderError, match=message), unchanged(trainer):
         trainer.run(1, loader(), {})
-    with refused(trainer, LoaderError, r"valid_loader\['b'\] has 0 batches"):
+    with pytest.raises(LoaderError, match=r"valid_loader\['b'\] has 0 batches"), unchanged(trainer):
         trainer.run(1, loader(), {"a": loader(), "b": []})
     with pytest.raises(LoaderError, match=r"yielded 0 batches .* nothing to evaluate"):
         trainer.run(1, loader(), iter([]))
@@ -100,7 +101,8 @@ def test_a_schedule_that_needs_the_length():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
 
     trainer = make(scheduler=cycle, scheduler_step_on_batch=True)
-    with refused(trainer, ConfigError, r"the loader has no length to plan with; give run\(..., steps_per_epoch=...\)"):
+    message = r"the loader has no length to plan with; give run\(..., steps_per_epoch=...\)"
+    with pytest.raises(ConfigError, match=message), unchanged(trainer):
         trainer.run(2, Unsized())
     assert trainer.run(2, Unsized(), steps_per_epoch=3)["step"] == 6
 
@@ -188,10 +190,10 @@ def test_batches_of_every_kind(kind):
 def test_what_is_no_loader(wrong, match):
     """E8, X-12: dataset for loader, and its kin, in every method that takes one."""
     trainer = make()
-    with refused(trainer, LoaderError, match):
+    with pytest.raises(LoaderError, match=match), unchanged(trainer):
         trainer.run(1, wrong)
     if wrong is not None:
-        with refused(trainer, LoaderError, r"valid_loader\['a'\] is "):
+        with pytest.raises(LoaderError, match=r"valid_loader\['a'\] is "), unchanged(trainer):
             trainer.run(1, loader(), {"a": wrong})
-    with refused(trainer, LoaderError, match):
+    with pytest.raises(LoaderError, match=match), unchanged(trainer):
         trainer.inference(wrong)

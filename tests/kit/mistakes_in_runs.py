@@ -304,13 +304,13 @@ def double_inputs():
 
 
 @mistake
-def test_step_without_return():
+def evaluation_without_return():
     cls = type(Task)("Task", (Task,), {"test_step": lambda self, batch: None})
     trainer_of(cls).evaluate(loader())
 
 
 @mistake
-def test_step_that_fails():
+def evaluation_that_fails():
     cls = type(Task)("Task", (Task,), {"test_step": lambda self, batch: {"loss": cross_entropy(*batch)}})
     batches = [(inputs, targets[:4]) for inputs, targets in loader()]
     trainer_of(cls).run(1, loader(), batches)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kit.hand import digest
-from kit.refusals import Bare, InADict, Task, loader, make, mse, refused, stepping
+from kit.refusals import Bare, InADict, Task, loader, make, mse, stepping, unchanged
 from zae import StepError
 from zae.addons import AMPAddon, CompileAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon
 
@@ -36,7 +36,7 @@ def test_what_train_step_returns(kind, add_ons):
     """E4: at that step, with the batch's shapes, and the weights of before."""
     step, match = OUTPUTS[kind]
     trainer = make(stepping(step).add_on(*add_ons))
-    with refused(trainer, StepError, match):
+    with pytest.raises(StepError, match=match), unchanged(trainer):
         trainer.run(1, loader())
 
 
@@ -47,12 +47,12 @@ def test_a_count_of_targets_that_is_none(count, add_ons):
     """E4: in training and in evaluation, before a mean is made of it."""
     step = lambda self, batch: {"loss": mse(self, batch), "num_targets": count}  # noqa: E731
     trainer = make(stepping(step).add_on(*add_ons))
-    with refused(
-        trainer, StepError, r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return the number of targets"
-    ):
+    message = r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return the number of targets"
+    with pytest.raises(StepError, match=message), unchanged(trainer):
         trainer.run(1, loader())
     trainer = make(stepping(step, "test_step").add_on(*add_ons))
-    with refused(trainer, StepError, r"Task.*\.test_step returned num_targets .*; return the number of targets"):
+    message = r"Task.*\.test_step returned num_targets .*; return the number of targets"
+    with pytest.raises(StepError, match=message), unchanged(trainer):
         trainer.evaluate(loader())
 
 
@@ -79,7 +79,8 @@ def test_names_the_batch_and_the_place():
 def test_what_test_step_returns(out):
     trainer = make(stepping(lambda self, batch: out, "test_step"))
     for call in (trainer.evaluate, trainer.inference):
-        with refused(trainer, StepError, r"Task.test_step \(batch: .*\) returned .*; return a dict"):
+        message = r"Task.test_step \(batch: .*\) returned .*; return a dict"
+        with pytest.raises(StepError, match=message), unchanged(trainer):
             call(loader())
 
 

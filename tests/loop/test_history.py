@@ -565,7 +565,9 @@ def test_print_log_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) ->
     """A caller may have closed it: what cannot be shown ends no script."""
     monkeypatch.setattr("sys.stdout", None)
     model = network()
-    Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1)).print_log()
+    trainer = Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1))
+    trainer.print_log()
+    assert trainer.train_history == []
 
 
 def test_print_log_and_loss_history(capsys: Any) -> None:

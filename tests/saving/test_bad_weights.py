@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kit.refusals import Task, loader, make, refused
+from kit.refusals import Task, loader, make, unchanged
 from zae import CheckpointMismatch, CheckpointNotFound, ConfigError
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
 
@@ -34,13 +34,13 @@ def test_weights_that_do_not_fit(weights, match, tmp_path):
     """E12: one error with all of them, and nothing loaded partly, from a dict and from a file."""
     trainer = make()
     trainer.run(1, loader())
-    with refused(trainer, CheckpointMismatch, match):
+    with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
         trainer.apply_weights(weights)
     torch.save(weights, tmp_path / "weights.ckpt")
-    with refused(trainer, CheckpointMismatch, match):
+    with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
         trainer.apply_weights(tmp_path / "weights.ckpt")
     state = {**trainer.state_dict(), "model": weights}
-    with refused(trainer, CheckpointMismatch, match):
+    with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
         trainer.load_state_dict(state)
 
 
@@ -58,7 +58,7 @@ def test_what_fits_can_be_loaded_and_the_rest_is_returned():
     weights = _weights(bias=None, extra=torch.ones(1), weight=torch.full((1, 3), 2.0))
     assert trainer.apply_weights(weights, strict=False) == (["bias"], ["extra"])
     assert trainer.unwrap().weight.tolist() == [[2.0, 2.0, 2.0]]
-    with refused(trainer, CheckpointMismatch, "1 of another shape"):
+    with pytest.raises(CheckpointMismatch, match="1 of another shape"), unchanged(trainer):
         trainer.apply_weights(_weights(weight=torch.ones(2, 3)), strict=False)
 
 
@@ -95,7 +95,7 @@ def test_states_that_are_not_whole(change, match):
     trainer = make()
     trainer.run(1, loader())
     state = change(make().state_dict())
-    with refused(trainer, CheckpointMismatch, match):
+    with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
         trainer.load_state_dict(state)
 
 
@@ -106,14 +106,14 @@ def test_optimizer_groups_that_differ():
     model = torch.nn.Linear(3, 1)
     groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1, momentum=0.9)
     trainer = make(model=model, optimizer=groups)
-    with refused(
-        trainer, CheckpointMismatch, r"has parameter groups of \[1, 1\] parameters, but the state was saved with"
-    ):
+    message = r"has parameter groups of \[1, 1\] parameters, but the state was saved with"
+    with pytest.raises(CheckpointMismatch, match=message), unchanged(trainer):
         trainer.load_state_dict(saved)
     model = torch.nn.Linear(3, 1)
     several = {"a": torch.optim.SGD([model.weight], lr=0.1), "b": torch.optim.SGD([model.bias], lr=0.1)}
     trainer = make(model=model, optimizer=several)
-    with refused(trainer, CheckpointMismatch, r"with the optimizers \['0'\], and this trainer has \['a', 'b'\]"):
+    message = r"with the optimizers \['0'\], and this trainer has \['a', 'b'\]"
+    with pytest.raises(CheckpointMismatch, match=message), unchanged(trainer):
         trainer.load_state_dict(saved)
 
 
@@ -126,16 +126,16 @@ def test_an_add_ons_state_that_is_wrong_changes_nothing():
         for wrong in ({}, None, {"average": {"weight": torch.ones(5)}}):
             state = {**make(composed).state_dict(), name: wrong}
             average = {k: v.clone() for k, v in trainer.average.items()}
-            with refused(trainer, CheckpointMismatch, name):
+            with pytest.raises(CheckpointMismatch, match=name), unchanged(trainer):
                 trainer.load_state_dict(state)
             assert all(torch.equal(v, trainer.average[k]) for k, v in average.items())
 
 
 def test_a_file_that_is_not_there():
     trainer = make()
-    with refused(trainer, CheckpointNotFound, "there is no file best.safetensors"):
+    with pytest.raises(CheckpointNotFound, match=r"there is no file best.safetensors"), unchanged(trainer):
         trainer.apply_weights("best.safetensors")
-    with refused(trainer, ConfigError, r"unknown suffix '.h5' for weights; write .safetensors"):
+    with pytest.raises(ConfigError, match=r"unknown suffix '.h5' for weights; write .safetensors"), unchanged(trainer):
         trainer.save_model("best.h5")
 
 
