@@ -1,4 +1,4 @@
-"""The Trainer: the loop, written as one writes it by hand, and the seams that add-ons override.
+"""Trainer: the training loop, and the seams that add-ons override.
 
 Read `Trainer.run`, `run_epoch`, `run_batch` and `gradients` first: they are the loop, and nothing else is. Each verb
 that they call is a seam with a default of a few lines; other code lives in other files.

@@ -1,4 +1,4 @@
-"""Parts that every package may use: devices, random streams, optimizers, and checks of arguments.
+"""Functions that every package may use: devices, random streams, optimizers, argument checks.
 
 `device` moves batches; `random_state` seeds, captures and restores; `optim` and the modules named ``optimizer_`` check,
 step, save and load optimizers; `model_weights` names and loads the weights of a model; `argument_checks` checks

@@ -171,7 +171,7 @@ def check_schedules(
 
 
 def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:
-    """Refuse a OneCycleLR that is stepped by epochs, unless the user wrote so and it may have that many."""
+    """Refuse a OneCycleLR that is stepped by epochs, unless the user asked for it and its length can be in epochs."""
     total = int(scheduler.total_steps)
     fits = steps_taken(scheduler) + (epochs.left or 0) == total or total in epochs.totals()
     if is_set and (fits or total not in steps.totals()):

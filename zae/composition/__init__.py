@@ -1,4 +1,4 @@
-"""How a trainer class is made of add-ons.
+"""Combine add-ons and a task into one trainer class.
 
 `metaclass` arranges, names and caches the classes; `introspect` reads seams, slots and add-ons off a class;
 `class_checks` and `collisions` refuse classes that break the contract; `options` checks the arguments of a

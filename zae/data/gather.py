@@ -3,9 +3,9 @@
 A DataLoader without workers fetches one sample after another and stacks them. For tensors in memory that takes most
 of the step of a small model, and one ``index_select`` returns the same batch. The exact data path iterates over the
 batch sampler of the loader, and draws from its generators what the iterator of the DataLoader draws, in the same order:
-the batches and every random state are bitwise those of the plain loader. A loader that is not recognised is used
-unchanged; `why_not` returns the reason. A change of the dataset in a step is in the next batch, as with the plain
-loader; only the indices of a ``Subset`` that are changed in place are read when an epoch begins.
+the batches and every random state are bitwise those of the plain loader. Any other loader is used unchanged;
+`why_not` returns the reason. A change of the dataset during a step shows in the next batch, as with the plain loader;
+only the indices of a ``Subset`` that are changed in place are read when an epoch begins.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class LoaderPosition:
         return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None)}
 
     def renewed(self) -> LoaderPosition:
-        """Return a position before the first batch, of no loader."""
+        """Return a position before the first batch, without a loader."""
         return LoaderPosition(self.is_fast)
 
     def state_dict(self) -> dict[str, Any]:

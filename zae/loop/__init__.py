@@ -1,4 +1,4 @@
-"""What stands around the steps of a run.
+"""The rest of a run beside its steps: limits, history, optimization, evaluation and state.
 
 `run` limits, validates, counts and notes errors; `history` holds metrics; `evaluation` is validation and test; `state`
 reads and loads the trainer's own state; `progress` counts and draws the bar; `nonfinite` guards the optimizer step;

@@ -1,4 +1,4 @@
-"""When to save, what to keep, and what to resume from.
+"""Decide when to save, what to keep, and what to resume from.
 
 `checkpointer` saves, removes and finds the checkpoints of a run; `saver` writes them, in the background too;
 `retention` is the rule for which stay; `resume` and `start_from` load one into a run; `rank_states` is the part of a

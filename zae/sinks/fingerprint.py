@@ -43,7 +43,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Hash each tensor where it is, in 64 bits, as `fingerprint` does; all travel to the host in one piece."""
+    """Hash each tensor on its device in 64 bits, as `fingerprint` does, and copy all hashes to the host at once."""
     totals: list[Tensor] = []
     for tensor in tensors:
         parts = [each for part in _parts(_local(tensor).detach()) if part.numel() for each in _sums(_bytes(part))]
