@@ -13,11 +13,13 @@ that failed are shown.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import gc
 import importlib
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -36,6 +38,9 @@ from kit.faults import Child, Outcome, ambient
 
 TIMEOUT = 20.0
 """Seconds for one call of the process group. All ranks must have ended after twice as long."""
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends, however that ends."""
 
 GRACE = 1.0
 """Seconds for the other ranks to end after one has failed."""
@@ -175,7 +180,8 @@ class Crew:
 
 
 def _serve(pipe: Connection, folder: Path, timeout: float) -> None:
-    """Be a rank of a crew, until it is killed."""
+    """Be a rank of a crew, until it is killed, or the tests are."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
         function = pipe.recv()
         world, error = dist.get_world_size(), ""
