@@ -203,6 +203,11 @@ class FSDPAddon(DistributedAddon):
                 "before run(): model(inputs)"
             )
         check_divisible({"": model})
+        if scalars := [name for name, each in model.named_parameters() if not each.dim()]:
+            raise ConfigError(
+                f"{', '.join(scalars)} has no dimension that could be divided; write torch.nn.Parameter(torch.ones(1)) "
+                "instead of torch.ones(())"
+            )
 
     def _shard(self, model: nn.Module) -> None:
         """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""

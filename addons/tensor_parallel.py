@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.optim import has_lazy
+from zae.common.optimizer_modes import NOTHING
 from zae.common.torch_private import is_compiled
 from zae.common.walk import tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, divided_dimensions
 from zae.launch.ddp import broadcast
+from zae.launch.draws import DrawsWatch
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]
@@ -42,6 +42,9 @@ class TensorParallelAddon(DistributedAddon):
     In the first step of each run, random numbers that are drawn for an activation of which each rank has another part
     are refused: a dropout there would not be that of one process. Put it behind the layer that ends the division. At
     the first batch of each epoch the ranks compare their batches.
+
+    Where the last layer leaves its output in parts, ``ColwiseParallel(output_layouts=Shard(-1),
+    use_local_output=False)``, the cross entropy is computed in parts (``loss_parallel`` of torch).
 
     Parameters
     ----------
@@ -284,6 +287,24 @@ class TensorParallelAddon(DistributedAddon):
         dist.all_gather_object(found, own, group=self.build_mesh().get_group("tensor"))
         return len(set(found)) == 1
 
+    def batch_context(self) -> AbstractContextManager[None]:
+        """Compute losses of logits that the plan leaves in parts without gathering them."""
+        return self._with_divided_loss(super().batch_context())
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Compute losses of logits that the plan leaves in parts without gathering them."""
+        return self._with_divided_loss(super().evaluation_context())
+
+    @contextmanager
+    def _with_divided_loss(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        layouts = [each.output_layouts for each in self.styles().values() if not getattr(each, "use_local_output", 1)]
+        is_divided = self._world > 1 and any(Shard(-1) in places for places in layouts)
+        with inner, loss_parallel() if is_divided else NOTHING:
+            yield
+
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
         inner = super().forward_context()
@@ -294,7 +315,11 @@ class TensorParallelAddon(DistributedAddon):
 
     @contextmanager
     def _watched(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        with inner, torch.compiler.set_stance("force_eager"), _Draws(self):  # Compiled code would not be watched.
+        with (
+            inner,
+            torch.compiler.set_stance("force_eager"),
+            DrawsWatch(self.unwrap(), self.device, self._same_on_ranks),
+        ):  # Compiled code would not be watched.
             yield
 
     def normalize(self, num_targets: list[Any]) -> None:
@@ -312,55 +337,3 @@ def _finish(module: nn.Module, inputs: Any, output: Any) -> Any:
     Compiled code that is called with one returns a wrong gradient of it, or none (torch 2.13).
     """
     return output.clone() if isinstance(output, Tensor) and type(output) is not Tensor else None
-
-
-class _Draws(TorchFunctionMode):
-    """Refuses functions that draw random numbers and take tensors of which each rank has another part."""
-
-    def __init__(self, trainer: TensorParallelAddon) -> None:
-        super().__init__()
-        self._trainer = trainer
-        self._names = {id(each): name for name, each in trainer.unwrap().named_modules()}
-        self._inside: list[str] = []
-        self._hooks: Sequence[Any] = ()
-
-    def __enter__(self) -> _Draws:
-        self._hooks = (
-            module_hooks.register_module_forward_pre_hook(self._begin),
-            module_hooks.register_module_forward_hook(self._end, always_call=True),
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, module: nn.Module, *_: Any) -> None:
-        self._inside.append(self._names.get(id(module), type(module).__name__))
-
-    def _end(self, *_: Any) -> None:
-        self._inside.pop()
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._stream()
-        made = function(*args, **(kwargs or {}))
-        if self._stream() != before:
-            taken = [*tensors_in((args, kwargs))]
-            in_parts = any(not place.is_replicate() for each in taken for place in getattr(each, "placements", ()))
-            if in_parts or not self._trainer._same_on_ranks(taken):
-                raise ConfigError(
-                    f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
-                    "numbers for an activation of which each rank has another part: they would not be those of one "
-                    "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
-                )
-        return made
-
-    def _stream(self) -> Any:
-        """Return the state of the random streams in a comparable form."""
-        device = self._trainer.device
-        states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            states.append(getattr(torch, device.type).get_rng_state(device))
-        return [each.numpy().tobytes() for each in states]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,49 @@ def test_weights_alone(engine: Engine, tmp_path: Path) -> None:
     again.apply_weights(tmp_path / "model.safetensors")
     assert distance(trainer, again, without="none") == 0
     assert again.evaluate(data(9, 2)) == pytest.approx(single.evaluate(data(9, 2)), rel=1e-12)
+
+
+class Alone(Task):
+    """Note on each rank what the steps returned and drew; the second loss of the last rank is not finite."""
+
+    def train_step(self, batch: Any) -> Any:
+        loss = super().train_step(batch)["loss"]
+        if len(self.seen) == 1 and self.rank == self.world_size - 1:
+            loss = loss * float("nan")
+        return {"loss": loss}
+
+    def on_run_begin(self) -> None:
+        super().on_run_begin()
+        self.seen: list[tuple[bool, float]] = []
+
+    def may_step(self, outputs: Any) -> bool:
+        may = super().may_step(outputs)
+        self.seen.append((may, float(torch.rand(()))))
+        return may
+
+
+@on_engine
+def test_what_ranks_must_agree_on(engine: Engine) -> None:
+    """Whether a step is made, the norm, the random numbers of ranks with the same batches; the module is not copied."""
+    trainer = build(engine, task=Alone, gradient_clip=0.05, on_nonfinite="skip")
+    trainer.run(1, data(12 * engine.shares))
+    module, wrapped = trainer.unwrap(), type(trainer.unwrap())
+    seen = trainer.gather(trainer.seen)
+    assert [may for may, _ in seen[0]] == [True, False, True]
+    assert len({tuple(may for may, _ in each) for each in seen}) == 1
+    assert len(set(trainer.gather(float(trainer.grad_norm)))) == 1
+    drawn = dict(zip(trainer.gather(trainer.data_rank), ([number for _, number in each] for each in seen)))
+    assert len(drawn) == engine.shares
+    for share, numbers in zip(trainer.gather(trainer.data_rank), seen):
+        assert [number for _, number in numbers] == drawn[share]
+    assert len({tuple(numbers) for numbers in drawn.values()}) == engine.shares
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        str(trainer.plan(1, data(), data(4, 2, False)))
+    with trainer.ready():
+        assert trainer.unwrap() is module
+    assert trainer.unwrap() is module
+    assert type(module) is wrapped
+    held = {id(each) for each in module.parameters()}
+    assert all(id(each) in held for group in trainer.optimizer.param_groups for each in group["params"])
+    check(trainer, engine)

@@ -82,6 +82,9 @@ def test_what_fsdp_would_train_wrongly_is_refused_by_name(world):
     model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)
     refused(r"head\.bias has a hook", model)
     model = net()
+    model.temperature = nn.Parameter(torch.ones((), dtype=F64))
+    refused(r"temperature has no dimension.*torch\.ones\(1\)", model)
+    model = net()
     model.embed.sparse = True
     refused(r"embed \(Embedding\).*sparse=False", model)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from kit.engines import ENGINES, PLAN, VOCABULARY, Engine, Task, build, data, distance, net, weights
+from kit.engines import ENGINES, PLAN, VOCABULARY, Engine, Net, Task, build, data, distance, net, weights
 from kit.ranks import each_rank
 from zae import AddOnConflict, ConfigError, DistributedError
 from zae.addons import AMPAddon, CompileAddon, EMAAddon, FSDPAddon, MultiGPUAddon, TensorParallelAddon
@@ -107,6 +107,38 @@ def test_what_ranks_refuse_in_a_run() -> None:
         refused("0.weight and 1.weight are one parameter", model=tied, tensor_plan={"1": ColwiseParallel()})
 
     each_rank(2, ranks)
+
+
+class Bare(Net):
+    """The model in float64, which returns what its last layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_loss_of_logits_in_parts() -> None:
+    """Where the plan leaves them so, the cross entropy is computed in parts, in training and in evaluation."""
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+
+    def ranks(engine: Engine) -> None:
+        options = {**engine.options, "tensor_plan": {**PLAN, "head": head}}
+        trainer = build(engine, model=Bare, gradient_clip=0.05, **options)
+        single = build(None, model=Bare, gradient_clip=0.05)
+        here = trainer.run(1, data(8 * engine.shares), data(5, 2, False))
+        there = single.run(1, data(8 * engine.shares, 4 * engine.shares), data(5, 2, False))
+        assert dist.get_world_size() == engine.world
+        assert distance(trainer, single) < 1e-12
+        assert here["valid_metrics_history"][0] == pytest.approx(there["valid_metrics_history"][0], rel=1e-9)
+
+    for name in ("tensor", "2-D"):
+        each_rank(ENGINES[name].world, ranks, ENGINES[name])
 
 
 def test_blocks_that_the_user_has_compiled() -> None:

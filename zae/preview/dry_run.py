@@ -104,6 +104,8 @@ class Trial:
         trainer, module = self.trainer, self.trainer.unwrap()
         if optim.has_lazy([*module.parameters(), *module.buffers()]):
             raise NotTried("the model is lazy: its first batch makes its weights")
+        if any(trainer.layout(each) != "replicated" for each in module.parameters()):
+            raise NotTried("its parameters lie in parts on several ranks")
         twin = object.__new__(type(trainer))
         memo, held = {id(trainer): twin}, trainer.current_run.binding.unbound()
         own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
