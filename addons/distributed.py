@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -280,7 +281,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Sum a tensor over the ranks."""
         total = super().reduce(value).clone()
         if self._world > 1:
-            dist.all_reduce(total)
+            with self._explaining_silence():
+                dist.all_reduce(total)
         return total
 
     @replaces
@@ -289,8 +291,22 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         values = super().gather(value)
         if self._world > 1:
             values = [None] * self._world
-            dist.all_gather_object(values, value)
+            with self._explaining_silence():
+                dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def _explaining_silence(self) -> Iterator[None]:
+        """Add to the error of a timeout what some ranks may have called alone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                error.add_note(
+                    f"zae: rank {self._rank} of {self._world} waited for the others. Call state_dict, save_model and "
+                    "evaluate on every rank, not under `if self.is_main`"
+                )
+            raise
 
     @replaces
     def gather_data(self, value: Any) -> list[Any]:

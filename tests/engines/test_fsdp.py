@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from kit.engines import F64, Block, Net, Task, data, net, sgd
-from kit.ranks import on_ranks
+from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError
 from zae.addons import CompileAddon, FSDPAddon
 
@@ -156,3 +158,22 @@ def test_meta_init_needs_what_other_processes_find():
         trainer = Task.add_on(FSDPAddon)(model, ["cpu", "cpu"], optimizer=sgd, meta_init=True)
         assert all(each.is_meta for each in trainer.unwrap().parameters())
     trainer_of(lambda: Net(blocks=1), meta_init=True, seed=0).run(1, data(8))
+
+
+def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_do(tmp_path):
+    """It waits for the timeout, and not longer."""
+
+    def ranks():
+        trainer = trainer_of(net(), timeout=3)
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out") as raised:
+                trainer.evaluate(data(4))
+            (tmp_path / "notes").write_text("\n".join(raised.value.__notes__))
+        else:
+            with trainer.ready():
+                while not (tmp_path / "notes").exists():
+                    time.sleep(0.01)
+        os._exit(0)  # The group is of no use anymore.
+
+    each_rank(2, ranks, timeout=3)
+    assert "evaluate on every rank, not under `if self.is_main`" in (tmp_path / "notes").read_text()
