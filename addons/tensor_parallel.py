@@ -287,23 +287,25 @@ class TensorParallelAddon(DistributedAddon):
         dist.all_gather_object(found, own, group=self.build_mesh().get_group("tensor"))
         return len(set(found)) == 1
 
-    def batch_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def batch_context(self) -> Iterator[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
-        return self._with_divided_loss(super().batch_context())
-
-    def evaluation_context(self) -> AbstractContextManager[None]:
-        """Compute losses of logits that the plan leaves in parts without gathering them."""
-        return self._with_divided_loss(super().evaluation_context())
+        with super().batch_context(), self._divided_loss():
+            yield
 
     @contextmanager
-    def _with_divided_loss(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+    def evaluation_context(self) -> Iterator[None]:
+        """Compute losses of logits that the plan leaves in parts without gathering them."""
+        with super().evaluation_context(), self._divided_loss():
+            yield
+
+    def _divided_loss(self) -> AbstractContextManager[None]:
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
 
         layouts = [each.output_layouts for each in self.styles().values() if not getattr(each, "use_local_output", 1)]
         is_divided = self._world > 1 and any(Shard(-1) in places for places in layouts)
-        with inner, loss_parallel() if is_divided else NOTHING:
-            yield
+        return loss_parallel() if is_divided else NOTHING
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
