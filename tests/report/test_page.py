@@ -141,7 +141,7 @@ def test_several_runs_are_compared() -> None:
     options = text[text.index("<section id='options'>") :]
     differing = re.findall(r"scope='row'>([\w.]+)<", options[: options.index("<details>")])
     assert differing == ["decay", "extra"]
-    assert "The same in all runs (7)" in options
+    assert "The same in all runs (8)" in options
     assert "Nothing differs." in text[text.index("<section id='environment'>") :]
 
 
