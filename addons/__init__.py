@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zae.addons.mpu import MultiGPUAddon
     from zae.addons.neptune_logger import NeptuneLoggerAddon
     from zae.addons.prefetch import PrefetchAddon
+    from zae.addons.report import ReportAddon
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
@@ -38,6 +39,7 @@ __all__ = [
     "MultiGPUAddon",
     "NeptuneLoggerAddon",
     "PrefetchAddon",
+    "ReportAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
@@ -58,6 +60,7 @@ _HOMES = {
     "MultiGPUAddon": "mpu",
     "NeptuneLoggerAddon": "neptune_logger",
     "PrefetchAddon": "prefetch",
+    "ReportAddon": "report",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",

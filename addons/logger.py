@@ -16,19 +16,15 @@ from torch import Tensor
 from zae.addon import AddOnBase, seam
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
-from zae.common.optim import has_lazy
-from zae.composition.introspect import add_ons_of
-from zae.composition.options import option_values
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
+from zae.preview.describe import describe
 from zae.sinks.base import RunInfo, Sink
-from zae.sinks.environment import environment
 from zae.sinks.redact import redact, secrets_in
 from zae.sinks.worker import SinkWorker
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,36}")
-_OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 
 
 class LoggerAddon(AddOnBase):
@@ -170,17 +166,16 @@ class LoggerAddon(AddOnBase):
             return
         continued = self._run_id is not None
         self._run_id = self._run_id or secrets.token_hex(8)
+        hidden = self._secrets()
         info = RunInfo(
             id=self._run_id,
             continued=continued,
             resumed_at=self._resumed_at,
             records=None if self._resumed_at is None else self._records,
             timeout=self.logger_timeout,
-            config=self._config(),
-            explain="" if continued and self._resumed_at is None else self._explained(),
-            environment=environment(self.device),
+            **redact(describe(self), hidden),
         )
-        folder, hidden = self.logger_fallback.absolute(), self._secrets()
+        folder = self.logger_fallback.absolute()
         self._workers = [
             SinkWorker(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
             for s in sinks
@@ -219,23 +214,6 @@ class LoggerAddon(AddOnBase):
     def _secrets(self) -> list[str]:
         """Return texts to remove from messages."""
         return []
-
-    def _explained(self) -> str:
-        """Return the text of `explain`, for a run that begins or is resumed."""
-        return str(redact(str(self.explain()), self._secrets()))
-
-    def _config(self) -> dict[str, Any]:
-        """Return how this trainer was made, in plain values."""
-        config = {name: _setting(value) for name, value in option_values(self).items() if name not in _OBJECTS}
-        config["model"] = type(self.unwrap()).__name__
-        if not has_lazy(self.unwrap().parameters()):  # Else the first batch creates them.
-            config["parameters"] = sum(parameter.numel() for parameter in self.unwrap().parameters())
-        for name, optimizer in self.optimizers.items():
-            rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
-            config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
-        config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(self))]
-        config["world_size"] = self.world_size
-        return dict(redact(config, self._secrets()))
 
 
 class WebLoggerAddon(LoggerAddon):
@@ -333,14 +311,3 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         number = value
     return number if isinstance(number, (bool, int, float)) else str(redact(str(value)))[:200]
-
-
-def _setting(value: Any) -> Any:
-    """Return the value of an option for a config."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_setting(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _setting(item) for key, item in value.items()}
-    return type(value).__name__ if callable(value) else str(value)

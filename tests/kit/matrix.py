@@ -59,6 +59,7 @@ PIECES: dict[str, Piece] = {
     "TensorBoardLoggerAddon": Piece(_nothing, lambda _, folder: {"log_dir": folder / "board"}),
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
+    "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
 

@@ -27,6 +27,7 @@ from zae.addons import (
     MultiGPUAddon,
     NeptuneLoggerAddon,
     PrefetchAddon,
+    ReportAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
@@ -142,6 +143,12 @@ TABLE = [
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
+    Entry(
+        ReportAddon,
+        lambda folder: {"report_path": folder / "neutral.html"},
+        lambda folder: {"report_path": folder / "biting.html"},
+        transient=("_report_times", "_report_began", "_report_status"),
+    ),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),
     logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),
     logger(WandBLoggerAddon, fixed(web_logger={"wandb": {"project": "p", "mode": "disabled"}}), "wandb"),

@@ -149,6 +149,7 @@ OWN = {
     "JSONLLoggerAddon": {"jsonl_path": "log.jsonl"},
     "MultiGPUAddon": {},
     "PrefetchAddon": {},
+    "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
     "TensorParallelAddon": {},

@@ -78,7 +78,7 @@ def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
                 axis = axes.setdefault((_packed(each.steps), _packed(_since(run, each))), len(axes))
                 series.append({"metric": metric, "split": split, "axis": axis, "values": _packed(each.values)})
         epochs = run.records.epochs
-        resumed = [each["step"] for each in run.records.sessions[1:]]
+        resumed = [each["step"] for each in run.records.sessions if each["step"]]
         found.append({"name": run.name, "series": series, "resumed": resumed,
                       "epochs": list(zip(epochs.steps, map(int, epochs.values)))})  # fmt: skip
     titles = [{"name": metric, "title": _TITLES.get(metric, metric)} for metric in metrics]

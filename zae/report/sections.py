@@ -161,8 +161,9 @@ def _checkpoint(each: Mapping[str, Any]) -> list[str]:
         return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
     score = each.get("score")
     shown = _noted(_short(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
+    state = "<span class='good'>intact</span>" if each.get("verified", True) else "not verified"
     cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
-    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], "<span class='good'>intact</span>"]
+    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], state]
 
 
 def _processes(runs: Sequence[Run]) -> str:
