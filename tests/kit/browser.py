@@ -24,7 +24,7 @@ class Browser:
         self._read, yours = os.pipe()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
         flags += ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={folder}", "about:blank"]
-        command = ["sh", "-c", f'exec "$@" 3<&{theirs} 4>&{yours}', "sh", PROGRAM, *flags]
+        command = ["bash", "-c", f'exec "$@" 3<&{theirs} 4>&{yours}', "bash", PROGRAM, *flags]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs, yours), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

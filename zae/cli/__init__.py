@@ -18,6 +18,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and explain what to do about damaged ones"),
+    "plot": ("zae.cli.plot", "draw curves of one run or several in the terminal"),
     "report": ("zae.cli.report", "write a page with curves, options and checkpoints of one run or several"),
     "consolidate": ("zae.cli.consolidate", "write the weights of a checkpoint, sharded or not, as one file"),
     "diff": ("zae.cli.diff", "name the first step and stage at which two runs differ"),

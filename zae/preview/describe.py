@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from typing import Any
 
-from zae.common.environment import environment
+import torch
+
+import zae
 from zae.common.optim import has_lazy
 from zae.composition.introspect import add_ons_of
 from zae.composition.options import option_values
@@ -30,7 +34,7 @@ def describe(instance: Any) -> dict[str, Any]:
         config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
     config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(instance))]
     config["world_size"] = instance.world_size
-    return {"config": config, "explain": str(instance.explain()), "environment": environment(instance.device)}
+    return {"config": config, "explain": str(instance.explain()), "environment": _environment(instance.device)}
 
 
 def _plain(value: Any) -> Any:
@@ -42,3 +46,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return type(value).__name__ if callable(value) else str(value)
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions of zae, Python and torch, the platform, and the device; one not used is not initialised."""
+    found: dict[str, Any] = {"zae": zae.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    threads = {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
+    return {**found, "platform": f"{platform.system()} {platform.machine()}", "device": name, **threads}
