@@ -176,7 +176,7 @@ def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
     trainers[0].run(1, loader())
     trainers[1].load_state_dict(trainers[0].state_dict())
     trainers[1].run(1, loader())
-    with pytest.raises(ConfigError, match="takes it to 18"):
+    with pytest.raises(ConfigError, match="a length of 18 steps"):
         trainers[1].run(1, loader())
 
 
@@ -188,9 +188,13 @@ def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
         ({"n_epoch": None, "max_steps": 17}, False, ""),  # And an open one.
         ({"n_epoch": 99, "max_steps": 12}, False, ""),
         ({"n_epoch": 2, "steps_per_epoch": 99}, True, ""),  # The loader ends first.
-        ({"n_epoch": None, "max_steps": 18}, False, "takes it to 3 (3 epochs after 0)"),
-        ({"n_epoch": 3, "max_steps": 99}, False, "takes it to 3 (3 epochs after 0)"),
-        ({"n_epoch": 2, "max_steps": 13, "length": False}, True, "takes it to 13 (13 optimizer steps after 0)"),
+        ({"n_epoch": None, "max_steps": 18}, False, "but this run has 3 epochs; create it with a length of 3"),
+        ({"n_epoch": 3, "max_steps": 99}, False, "but this run has 3 epochs; create it with a length of 3"),
+        (
+            {"n_epoch": 2, "max_steps": 13, "length": False},
+            True,
+            "but this run has 13 optimizer steps; create it with a length of 13",
+        ),
         ({"n_epoch": None, "max_steps": 9, "length": False}, False, "or a number of epochs: run(n_epoch, ...)"),
         ({"n_epoch": 9, "length": False}, True, "or run(..., max_steps=...)"),
     ],

@@ -255,7 +255,7 @@ def test_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> No
         ({"start_from": "."}, CheckpointDamaged, "manifest.json"),
         ({"resume": True}, ConfigError, "begins a new run, and resume=True continues one"),
         ({"resume": "elsewhere"}, ConfigError, "begins a new run, and resume='elsewhere' continues one"),
-        ({"allow_partial": ["state.json"]}, ConfigError, "start_with names what start_from takes"),
+        ({"allow_partial": ["state.json"]}, ConfigError, "start_with selects the files"),
     ],
 )
 def test_options_that_cannot_be_meant(
