@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from zae.composition.foreign_names import ABSENT_NAMES, foreign_method
-from zae.composition.introspect import RENAMED_SEAMS, is_trainer
+from zae.composition.introspect import RENAMED_SEAMS
 from zae.errors import MissingError
 
 __all__ = ["absent_names", "keep_old_names", "present_names"]
@@ -41,12 +41,12 @@ class _OldName:
 def keep_old_names(cls: Any) -> None:
     """Add the former names of a class: of its ``old_attributes``, and of each renamed seam.
 
-    Each class that defines a seam gets both names, also a plain class that ``cls`` derives from, so that a chain of
-    overrides may mix them.
+    Each class that defines a seam gets both names, also a class without a metaclass that ``cls`` derives from, so that
+    a chain of overrides may mix them.
     """
     for old, new in cls.__dict__.get("old_attributes", {}).items():
         setattr(cls, old, _OldName(old, new))
-    for klass in (cls, *(c for c in cls.__mro__ if not is_trainer(c) and c is not object)):
+    for klass in cls.__mro__:
         for new, old in RENAMED_SEAMS.items():
             names = klass.__dict__.keys() & {old, new}
             if names == {old}:
