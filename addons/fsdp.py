@@ -124,8 +124,7 @@ class FSDPAddon(DistributedAddon):
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
-            self._meta = MetaInit(args[0] if args else kwargs.get("model"))
-            args, kwargs = ((self._meta.make_empty, *args[1:]), {k: v for k, v in kwargs.items() if k != "model"})
+            self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
         super().__init__(*args, **kwargs)
         if self.meta_init and len(self.devices) > 1 and not dist.is_initialized() and launched_world() is None:
             self._meta.check_sent()
