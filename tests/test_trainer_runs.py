@@ -197,7 +197,7 @@ def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
         with pytest.raises(ConfigError, match=f"^monitor='{misspelt}'; did you mean '{meant}'.*monitor_mode='min' or"):
             build(monitor=misspelt)
     with pytest.raises(
-        ConfigError, match=r"whether smaller or larger is better: .*monitor_mode='min' or monitor_mode='max'"
+        ConfigError, match=r"whether smaller or larger is better; write monitor_mode='min' or monitor_mode='max'"
     ):
         build(monitor="wheel")
     assert build(monitor="valid/accuracy").run(1, loader(), valid())["best_valid"]["score"] >= 0
