@@ -83,7 +83,7 @@ class TensorParallelAddon(DistributedAddon):
     mesh_dimensions = ("tensor",)
     inside = ("FSDPAddon",)
     outside = ("MultiGPUAddon",)
-    process_attributes = {"_is_checked": False}
+    process_attributes = {"_is_checked": False, "_leaves_logits": None}
     excludes = {
         "MultiGPUAddon": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
@@ -94,6 +94,7 @@ class TensorParallelAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         self.tensor_plan = {} if tensor_plan is None else tensor_plan
         self._is_checked = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
+        self._leaves_logits: bool | None = None  # Whether the plan leaves outputs in parts, once that was looked up.
         if not isinstance(self.tensor_plan, Mapping) or not all(isinstance(name, str) for name in self.tensor_plan):
             raise ConfigError(
                 f"tensor_plan={tensor_plan!r}; give a dict of styles by the path of a module, as in "
@@ -303,9 +304,11 @@ class TensorParallelAddon(DistributedAddon):
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
 
-        layouts = [each.output_layouts for each in self.styles().values() if not getattr(each, "use_local_output", 1)]
-        is_divided = self._world > 1 and any(Shard(-1) in places for places in layouts)
-        return loss_parallel() if is_divided else NOTHING
+        if self._leaves_logits is None:
+            left = [each for each in self.styles().values() if not getattr(each, "use_local_output", True)]
+            layouts = [getattr(each, "output_layouts", ()) for each in left]  # SequenceParallel has none.
+            self._leaves_logits = self._world > 1 and any(Shard(-1) in places for places in layouts)
+        return loss_parallel() if self._leaves_logits else NOTHING
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
