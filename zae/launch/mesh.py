@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -118,5 +119,12 @@ class Mesh:
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(*self.sizes,))
 
 
+_groups: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
 def _group(ranks: list[int], timeout: float) -> Any:
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+    """Return a process group of these ranks; trainers of one process share it, since each has a thread that polls."""
+    known = _groups.setdefault(dist.group.WORLD, {})
+    if (*ranks, timeout) not in known:
+        known[(*ranks, timeout)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+    return known[(*ranks, timeout)]
