@@ -304,10 +304,10 @@ class TensorParallelAddon(DistributedAddon):
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
 
-        if self._leaves_logits is None:
+        if self._world > 1 and self._leaves_logits is None:
             left = [each for each in self.styles().values() if not getattr(each, "use_local_output", True)]
             layouts = [getattr(each, "output_layouts", ()) for each in left]  # SequenceParallel has none.
-            self._leaves_logits = self._world > 1 and any(Shard(-1) in places for places in layouts)
+            self._leaves_logits = any(Shard(-1) in places for places in layouts)
         return loss_parallel() if self._leaves_logits else NOTHING
 
     def forward_context(self) -> AbstractContextManager[None]:
