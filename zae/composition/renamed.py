@@ -46,7 +46,7 @@ def keep_old_names(cls: Any) -> None:
     """
     for old, new in cls.__dict__.get("old_attributes", {}).items():
         setattr(cls, old, _OldName(old, new))
-    for klass in cls.__mro__:
+    for klass in (cls, *(c for c in cls.__mro__ if not isinstance(c, type(cls)))):
         for new, old in RENAMED_SEAMS.items():
             names = klass.__dict__.keys() & {old, new}
             if names == {old}:
