@@ -92,12 +92,12 @@ def calls_per_step(trainer: Any) -> float:
 @pytest.mark.covers("P-54")
 def test_a_step_without_add_ons_is_few_calls() -> None:
     """A seam that nobody overrides is one call, and entering a context that nobody needs is none."""
-    assert calls_per_step(build(Task)) <= 41
+    assert calls_per_step(build(Task)) <= 33
 
 
 @pytest.mark.covers("P-54")
 def test_eight_idle_add_ons_are_few_calls_more(tmp_path: Path) -> None:
-    assert calls_per_step(build(Task.add_on(*EIGHT), **idle(tmp_path))) <= 44
+    assert calls_per_step(build(Task.add_on(*EIGHT), **idle(tmp_path))) <= 36
 
 
 @pytest.mark.covers("P-54")

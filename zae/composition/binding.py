@@ -2,7 +2,7 @@
 
 An override that only calls ``super()`` costs as much as one that does something. At the start of each epoch and of each
 evaluation, each add-on is asked ``is_idle()``; a seam whose outermost overrides belong to idle add-ons is then bound on
-the trainer to the first override that has work to do.
+the trainer to the first override that has work to do. A default of Trainer that only forwards is passed by as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ _SEAMS = (
     "micro_step", "forward_context", "scale_loss", "backward", "sample_weight", "normalize", "unscale", "clip",
     "may_step", "optimizer_step", "step_one", "scheduler_step", "zero_grad", "logging", "on_step_end", "checkpoint",
 )  # fmt: skip
+
+_EMPTY = ("on_step_begin", "on_step_end", "unscale")
+_FORWARDED = ("backward", "clip", "scheduler_step", "step_one", "zero_grad")  # To the method of `Optimization`.
+_CALLED = {"clip": "gradient_norm"}  # A seam that a default calls in turn: with an override of it nothing is forwarded.
 
 
 class Binding:
@@ -77,13 +81,21 @@ class Binding:
         return {key: value for key, value in vars(self._owner()).items() if key not in {*self.bound, "current_run"}}
 
     def _past(self, idle: frozenset[Any]) -> dict[str, Any]:
-        """Return the seams whose outermost override is idle, each with its first override that is not."""
+        """Return the seams whose outermost override is idle, each with its first override that is not.
+
+        A default that only forwards gives the method that it calls; one that does nothing, a function that costs
+        next to nothing.
+        """
         trainer, found = self._owner(), {}
         cls = type(trainer)
         for name in set(_SEAMS).difference(vars(trainer)):
             owners = [c for c in cls.__mro__ if name in c.__dict__]
             owner = next(c for c in owners if c not in idle)
-            if owner is not owners[0]:
+            if owner is owners[-1] and name in _EMPTY:
+                found[name] = "".format  # It takes any arguments and does nothing, at the least cost.
+            elif owner is owners[-1] and name in _FORWARDED and not _is_overridden(cls, _CALLED.get(name, "")):
+                found[name] = getattr(trainer.optimization, name)
+            elif owner is not owners[0]:
                 found[name] = owner.__dict__[name].__get__(trainer, cls)
         return found
 
@@ -91,6 +103,10 @@ class Binding:
         for name in self.bound:
             vars(self._owner()).pop(name, None)
         self.bound = {}
+
+
+def _is_overridden(cls: type, name: str) -> bool:
+    return sum(name in c.__dict__ for c in cls.__mro__) > 1
 
 
 def _answers(cls: type[Any]) -> list[tuple[Any, list[Any], list[Any]]]:
