@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -12,9 +11,9 @@ from typing import Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_file
-from zae.errors import ConfigError
+from zae.errors import CheckpointError, ConfigError
 from zae.preview.describe import describe
-from zae.report.page import render
+from zae.report.page import write
 from zae.report.records import Records, Run
 from zae.sinks.redact import redact, secrets_in
 
@@ -110,17 +109,13 @@ class ReportAddon(AddOnBase):
 
     def _write_report(self, status: str) -> None:
         """Write the page, or warn; an error of the run is not to be hidden."""
-        staging = self.report_path.with_name(f".{self.report_path.name}-{os.getpid()}")
         try:
-            page = render([self._described_run(status)])
-            staging.parent.mkdir(parents=True, exist_ok=True)
-            staging.write_text(page, encoding="utf-8")
-            os.replace(staging, self.report_path)
+            write(self.report_path, [self._described_run(status)])
+        except CheckpointError as error:
+            _log.warning("the report is missing: %s", redact(str(error)))
         except Exception as error:
-            with contextlib.suppress(OSError):
-                staging.unlink(missing_ok=True)
-            said = "the report %s cannot be written: %s: %s; free some space, or give another report_path"
-            _log.warning(said, self.report_path, type(error).__name__, redact(str(error)))
+            said = redact(str(error))
+            _log.warning("the report %s is missing: %s: %s", self.report_path, type(error).__name__, said)
 
     def _described_run(self, status: str) -> Run:
         """Return the run as the page shows it; records of before a resume have no times."""

@@ -86,6 +86,10 @@ def test_what_cannot_be_a_report_is_refused(folder: Path, capsys: pytest.Capture
         assert (status, said) == (2, "")
         assert words in error
     assert not Path("report.html").exists()
+    Path("full").write_text("a file")
+    status, said, error = report(capsys, folder, "-o", "full/report.html")
+    assert (status, said) == (2, "")
+    assert "full/report.html was not saved" in error or "full is a file, not a directory" in error
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:

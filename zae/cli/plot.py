@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Draw all metrics of all runs into one plot; return 2 where a run or a metric is unknown."""
     from zae.cli.report import load_run, names_of
+    from zae.common.walk import json_safe
 
     paths = [path for path in map(Path, arguments.names) if path.expanduser().exists()]
     metrics = [name for name in arguments.names if not Path(name).expanduser().exists()]
@@ -58,11 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{printable(str(error))}\n")
         return 2
     if arguments.json:
-        points = {
-            name: [[step, _strict(value)] for step, value in zip(each.steps, each.values)]
-            for name, each in curves.items()
-        }
-        sys.stdout.write(json.dumps(points) + "\n")
+        points = {name: [*zip(each.steps, each.values)] for name, each in curves.items()}
+        sys.stdout.write(json.dumps(json_safe(points)) + "\n")
         return 0
     width = arguments.width or shutil.get_terminal_size().columns
     is_ascii = arguments.ascii or not _can_draw()
@@ -134,7 +132,3 @@ def _can_draw() -> bool:
     except (UnicodeError, LookupError):
         return False
     return True
-
-
-def _strict(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zae.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
-    from zae.report.page import Run
-    from zae.report.records import Records
+    from zae.report.records import Records, Run
 
 __all__ = ["add_arguments", "load_run", "names_of", "run"]
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page of all runs together; return 2 where one cannot be read."""
-    from zae.report.page import render
+    from zae.report.page import write
 
     out: Path = arguments.out.expanduser()
     if out.suffix not in (".html", ".htm"):
@@ -39,18 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         paths = [path.expanduser() for path in arguments.runs]
         runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
+        size = write(out, runs)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         return 2
-    page = render(runs)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
     if arguments.json:
-        sys.stdout.write(json.dumps({"file": str(out), "bytes": len(page.encode()), "points": counts}) + "\n")
+        sys.stdout.write(json.dumps({"file": str(out), "bytes": size, "points": counts}) + "\n")
         return 0
     said = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
-    sys.stdout.write(f"{printable(str(out), kept='')} ({len(page.encode()) / 1000:,.0f} kB; {said})\n")
+    sys.stdout.write(f"{printable(str(out), kept='')} ({size / 1000:,.0f} kB; {said})\n")
     return 0
 
 
@@ -66,8 +63,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 def load_run(path: Path, name: str) -> Run:
     """Read what a folder, or a log, tells about a run; ConfigError where there is nothing."""
-    from zae.report.page import Run
-    from zae.report.records import find_log, read_log
+    from zae.report.records import Run, find_log, read_log
 
     log = path if path.is_file() else find_log(path)
     records = None if log is None else read_log(log)
@@ -77,11 +73,11 @@ def load_run(path: Path, name: str) -> Run:
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
             "JSONLLoggerAddon(jsonl_path=...) wrote"
         )
-    whole = [each for report in reports for each in report["checkpoints"] if each["whole"]]
+    whole = ((report, each) for report in reports for each in report["checkpoints"] if each["whole"])
+    newest = next(whole, None)
     if records is None:
-        newest = next(((report, each) for report in reports for each in report["checkpoints"] if each["whole"]), None)
         records = _records_in(newest)
-    return Run(name, records, reports, whole[0]["composition"] if whole else [])
+    return Run(name, records, reports, newest[1]["composition"] if newest else [])
 
 
 def _examined(path: Path, records: Records | None) -> list[dict[str, Any]]:

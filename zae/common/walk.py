@@ -1,9 +1,10 @@
-"""Find and compare what a value contains: batches, states, and the objects of a user."""
+"""Find and compare what a value contains: batches, states, the objects of a user, and tensors in parts (DTensor)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,10 @@ __all__ = [
     "fields_of",
     "has_same_bits",
     "is_dataclass",
+    "is_sharded",
+    "json_safe",
     "leaves_of",
+    "local_part",
     "map_tensors",
     "search",
     "tensors_in",
@@ -66,6 +70,17 @@ def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value, at any depth; one that is contained twice is yielded twice."""
     return (leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor lies in parts on several ranks (DTensor)."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; any other tensor itself."""
+    made: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return made
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
@@ -138,6 +153,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         items = [map_tensors(function, each) for each in value]
         return value if all(a is b for a, b in zip(items, value)) else type(value)(items)
     return value
+
+
+def json_safe(value: Any) -> Any:
+    """Return a value for JSON: NaN and the infinities, which it has no numbers for, as "nan", "inf" and "-inf"."""
+    if isinstance(value, Mapping):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    # float(): a float64 of NumPy has another repr.
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def copy_of(value: Any, device: torch.device | None = None) -> Any:

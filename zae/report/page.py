@@ -17,8 +17,9 @@ from typing import Any
 import zae
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 from zae.report.sections import SECTIONS, overview, subtitle, text_of
+from zae.storage.filesystem import replace_file
 
-__all__ = ["render"]
+__all__ = ["render", "write"]
 
 _FOLDER = Path(__file__).parent
 _MOST = 100  # Metrics with a curve: a person does not look at a thousand.
@@ -64,6 +65,16 @@ def render(runs: Sequence[Run]) -> str:
         "script_hash": _hash(script),
     }
     return Template(_asset("report.html")).substitute(parts)
+
+
+def write(path: Path, runs: Sequence[Run]) -> int:
+    """Write the page of runs, in the place of one that is there, and return its size in bytes.
+
+    CheckpointError says why it cannot be written.
+    """
+    page = render(runs).encode()
+    replace_file(path, lambda put: put(page), len(page))
+    return len(page)
 
 
 def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:

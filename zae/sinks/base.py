@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -14,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
+
+from zae.common.walk import json_safe
 
 __all__ = ["JSONLSink", "RunInfo", "Sink"]
 
@@ -165,7 +166,7 @@ class JSONLSink(Sink):
     def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
         now = {"unix_time": round(self.logged_at or time.time(), 6)}
-        self._file.write(json.dumps(_strict({**line, **now}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(json_safe({**line, **now}), allow_nan=False) + "\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -190,15 +191,6 @@ def _move_aside(path: Path) -> None:
             path.rename(aside)
             _log.info("%s holds the records of another run; moved to %s", path, aside.name)
             return
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    # float(): a float64 of NumPy has another repr.
-    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_lines(path: Path, records: int | None, step: int | None) -> None:

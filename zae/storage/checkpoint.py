@@ -33,7 +33,7 @@ from torch import Tensor
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 from zae.storage import filesystem
 from zae.storage.encoding import decode, encode
-from zae.storage.filesystem import clear, install, make_directory, staged, staging_now, write_file
+from zae.storage.filesystem import clear, install, make_directory, replace_file, staged, staging_now, write_file
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.manifest import FileEntry, Manifest, draft, read_manifest, seal, state_text, verify
 from zae.storage.names import (
@@ -136,7 +136,7 @@ def load_checkpoint(
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
     """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
 
-    Of one in shards, ``held`` names tensors of which this rank keeps its part (`zae.storage.sharded.read_parts`).
+    Of one in shards, ``held`` names tensors of which this rank keeps its part (`zae.storage.parts.read_parts`).
     """
     if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
         raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
@@ -280,11 +280,7 @@ def save_weights(
     separate(model_state)  # What cannot be written is refused before the disk is touched.
     if not writes:
         return path
-    make_directory(path.parent)
-    with staged(path, byte_count(*model_state.values())) as staging:
-        write_file(staging, writer)
-        filesystem.disk.rename(staging, path)
-        filesystem.disk.fsync_directory(path.parent)
+    replace_file(path, writer, byte_count(*model_state.values()))
     sweep(path.parent)
     return path
 

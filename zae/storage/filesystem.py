@@ -133,7 +133,7 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise not_saved(path, error, 0) from None
     if not path.is_dir():
-        refused = CheckpointError(f"{path} is a file, not a directory; choose another place for checkpoints")
+        refused = CheckpointError(f"{path} is a file, not a directory; choose another folder")
         refused.errno = errno.ENOTDIR
         raise refused
     return path
@@ -177,6 +177,15 @@ def write_file(
             raise
         disk.close(handle)
     return output
+
+
+def replace_file(path: Path, writer: Callable[[Callable[[Any], object]], object], needed: int) -> None:
+    """Write a file in the place of the one with this name, if there is one; readers see one of the two, whole."""
+    make_directory(path.parent)
+    with staged(path, needed) as staging:
+        write_file(staging, writer)
+        disk.rename(staging, path)
+        disk.fsync_directory(path.parent)
 
 
 def install(staging: Path, directory: Path) -> None:
