@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +73,8 @@ class Preview:
         found.logs_at = found.due(trainer.log_every)
         found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
         self.find_metrics()
-        self.measure_checkpoint()
-        found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
         self.measure_memory()
+        found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
         found.notes += found.kernels.values()
         if not found.disk:
             found.bytes_per_checkpoint = 0
@@ -226,37 +225,36 @@ class Preview:
     # ------------------------------------------------------------------------------------- memory and checkpoints
 
     def measure_memory(self) -> None:
-        """Find the memory of a process, which engines divide."""
+        """Find the memory of a process, which engines divide, and the size of a checkpoint."""
         trainer, found, module = self.trainer, self.found, self.trainer.unwrap()
-        parameters = list(module.parameters())
+        saves, parameters = "state" in slots_of(type(trainer)), list(module.parameters())
         if optim.has_lazy(parameters):
+            if saves:
+                found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
             return
-        made = [each for _, each in trainer.optimization.made_optimizers(parameters)]
-        steps = [(each, optim.parameters_of(each), state_after_a_step(each)) for each in made]
-        found.memory = Memory.of_model(module, steps)
-        trainer.plan_memory(found)
-
-    def measure_checkpoint(self) -> None:
-        """Find the size of a checkpoint, where the trainer saves any."""
-        trainer, found, optimization = self.trainer, self.found, self.trainer.optimization
-        if "state" not in slots_of(type(trainer)):
-            return
-        parameters = list(trainer.unwrap().parameters())
-        if optim.has_lazy(parameters):
-            found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
-            return
-        settings = copy.copy(optimization.settings)
+        settings = copy.copy(trainer.optimization.settings)
         try:
-            stepped = {name: state_after_a_step(each) for name, each in optimization.made_optimizers(parameters)}
+            made = dict(trainer.optimization.made_optimizers(parameters))
+            stepped = {name: state_after_a_step(each) for name, each in made.items()}
+            steps = [(each, optim.parameters_of(each), stepped[name]) for name, each in made.items()]
+            found.memory = Memory.of_model(module, steps)
+            trainer.plan_memory(found)
+            if saves:
+                self._measure_checkpoint(stepped)
+        finally:
+            # A state notes the settings that it was read with; the run does so itself.
+            trainer.optimization.settings = settings
+
+    def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
+        """Find the size of a checkpoint with these states of the optimizers."""
+        trainer, found = self.trainer, self.found
+        try:
             state, add_ons = trainer.state_dict(), [each.__name__ for each in add_ons_of(type(trainer))]
             archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"
             sizes = checkpoint_bytes(state, stepped, found, add_ons, bool(trainer.gradient_clip), archived)
         except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
-        finally:
-            # A state notes the settings that it was read with; the run does so itself.
-            optimization.settings = settings
         found.bytes_per_checkpoint, *found._within_epoch = sizes
 
 
