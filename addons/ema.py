@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from zae.addon import AddOnBase
 from zae.common.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.common.optim import has_lazy
-from zae.common.walk import map_tensors
+from zae.common.walk import is_sharded, local_part, map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.checkpoint import save_weights
-from zae.storage.tensor_bytes import local_part
+from zae.storage.encoding import name_of_key
 
 __all__ = ["EMAAddon"]
 
@@ -147,6 +147,11 @@ class EMAAddon(AddOnBase):
             finally:
                 for before, (_, weight) in zip(kept, pairs, strict=True):
                     weight.copy_(before)
+
+    def held_parts(self) -> dict[str, Tensor]:
+        """Let an average lie on the ranks as its weight does."""
+        held = {key: each for key, each in self.unwrap().state_dict().items() if is_sharded(each)}
+        return super().held_parts() | {f"state/EMAAddon.average.{name_of_key(key)}": held[key] for key in held}
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load the average that was evaluated, beside the weights."""

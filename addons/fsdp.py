@@ -16,8 +16,8 @@ from zae.common.argument_checks import check_flags
 from zae.common.model_weights import without_wrappers
 from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
+from zae.common.walk import is_sharded
 from zae.errors import ConfigError
-from zae.launch import shards
 from zae.launch.blocks import (
     check_divisible,
     choose_blocks,
@@ -153,7 +153,7 @@ class FSDPAddon(DistributedAddon):
         """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
         super().setup()
         if self._world > 1:
-            broadcast(each for each in self.parameters if not shards.is_sharded(each))
+            broadcast(each for each in self.parameters if not is_sharded(each))
 
     # ------------------------------------------------------------------------------------------------ the model
 
@@ -179,7 +179,7 @@ class FSDPAddon(DistributedAddon):
         self._check_model(model)
         before, on_meta = dict(model.named_parameters()), is_meta(model)
         if not on_meta:
-            plain = [each for each in model.parameters() if not shards.is_sharded(each)]
+            plain = [each for each in model.parameters() if not is_sharded(each)]
             broadcast([*plain, *(each for each in model.buffers() if each.numel())])
         self._shard(model)
         self._sharded = model
@@ -295,7 +295,7 @@ class FSDPAddon(DistributedAddon):
         super().backward(loss, **kwargs)
 
     def _average_outside(self) -> None:
-        for group in alike([each for each in self.parameters if not shards.is_sharded(each)]):
+        for group in alike([each for each in self.parameters if not is_sharded(each)]):
             present = self.reduce(torch.tensor([float(each.grad is not None) for each in group])).tolist()
             for parameter, count in zip(group, present):
                 if count:

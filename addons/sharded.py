@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
-from zae.common.walk import map_tensors
+from zae.common.walk import is_sharded, map_tensors
 from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
@@ -224,11 +224,11 @@ class ShardingAddon(AddOnPart):
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over all parts of the gradients."""
         found = [each.grad for each in parameters if each.grad is not None]
-        return shards.gradient_norm(found) if any(map(shards.is_sharded, found)) else super().gradient_norm(parameters)
+        return shards.gradient_norm(found) if any(map(is_sharded, found)) else super().gradient_norm(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to copy or pickle parts of tensors, which torch cannot do."""
-        if self._world > 1 and any(map(shards.is_sharded, self.unwrap().parameters())):
+        if self._world > 1 and any(map(is_sharded, self.unwrap().parameters())):
             raise ConfigError(
                 f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self._world} ranks: the trainer "
                 "cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, "
@@ -238,12 +238,12 @@ class ShardingAddon(AddOnPart):
 
     def layout(self, parameter: Tensor) -> str:
         """Return "sharded" for what lies in parts on the ranks."""
-        return "sharded" if shards.is_sharded(parameter) else super().layout(parameter)
+        return "sharded" if is_sharded(parameter) else super().layout(parameter)
 
     @replaces
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather the parts of a tensor on every rank."""
-        if not shards.is_sharded(tensor):
+        if not is_sharded(tensor):
             return tensor
         try:
             return shards.whole(tensor)
@@ -259,18 +259,15 @@ class ShardingAddon(AddOnPart):
         """Keep this rank's part of a whole tensor."""
         return shards.like(whole, reference)
 
-    @replaces
     def held_parts(self) -> dict[str, Tensor]:
-        """Return the weights, which averages follow, and for each parameter what all of its slots begin with."""
-        held: dict[str, Tensor] = {}
-        for key, each in self.unwrap().state_dict().items():
-            held |= {f"model/{key}": each, f"state/EMAAddon.average.{name_of_key(key)}": each}
+        """Return the weights, and for each parameter what all of its slots begin with."""
+        held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             held |= {
                 f"state/optimizer.{name_of_key(name)}.state.{index}.": each for index, each in enumerate(parameters)
             }
-        return {key: each for key, each in held.items() if shards.is_sharded(each)}
+        return super().held_parts() | {key: each for key, each in held.items() if is_sharded(each)}
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""
@@ -290,7 +287,7 @@ class ShardingAddon(AddOnPart):
         is_spare = is_loading(self, MAIN) and self._rank > 0
 
         def gathered(tensor: Tensor) -> Tensor:
-            return self.whole(tensor).to("meta") if is_spare and shards.is_sharded(tensor) else self.whole(tensor)
+            return self.whole(tensor).to("meta") if is_spare and is_sharded(tensor) else self.whole(tensor)
 
         made: dict[str, Any] = state if is_loading(self, PARTS) else map_tensors(gathered, state)
         return made

@@ -16,7 +16,7 @@ from zae.addons.distributed import DistributedAddon
 from zae.common.optim import has_lazy
 from zae.common.optimizer_modes import NOTHING
 from zae.common.torch_private import is_compiled
-from zae.common.walk import tensors_in
+from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, divided_dimensions
@@ -142,7 +142,7 @@ class TensorParallelAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Divide the layers of the plan in place, once, with the weights of rank 0."""
         model = super().wrap_model(model)
-        if self._world == 1 or any(map(shards.is_sharded, model.parameters())):  # Of an earlier run.
+        if self._world == 1 or any(map(is_sharded, model.parameters())):  # Of an earlier run.
             return model
         self._check_model(model)
         # FSDPAddon sends the weights of a model on the meta device.
@@ -188,7 +188,7 @@ class TensorParallelAddon(DistributedAddon):
         for name in self.styles() if compiled else ():
             if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
                 modules[name].register_forward_hook(_finish)
-        if not any(map(shards.is_sharded, model.parameters())):
+        if not any(map(is_sharded, model.parameters())):
             raise ConfigError(
                 "tensor_plan divides no parameter; give some layer ColwiseParallel() or RowwiseParallel()"
             )
@@ -301,10 +301,12 @@ class TensorParallelAddon(DistributedAddon):
             yield
 
     def _divided_loss(self) -> AbstractContextManager[None]:
+        if self._world == 1 or self._leaves_logits is False:
+            return NOTHING
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
 
-        if self._world > 1 and self._leaves_logits is None:
+        if self._leaves_logits is None:
             left = [each for each in self.styles().values() if not getattr(each, "use_local_output", True)]
             layouts = [getattr(each, "output_layouts", ()) for each in left]  # SequenceParallel has none.
             self._leaves_logits = any(Shard(-1) in places for places in layouts)
@@ -331,7 +333,7 @@ class TensorParallelAddon(DistributedAddon):
         """Add up the gradients that a sequence parallel layer has left in parts."""
         for parameter in self.parameters if self._world > 1 else ():
             gradient: Any = parameter.grad
-            if shards.is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
+            if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         super().normalize(num_targets)
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zae.common.walk import map_tensors
+from zae.common.walk import is_sharded, local_part, map_tensors
 
 __all__ = [
     "by_mesh",
     "by_part",
     "gradient_norm",
-    "is_sharded",
     "like",
     "local_gradients",
     "name_of_part",
@@ -25,11 +24,6 @@ __all__ = [
     "shard_state",
     "whole",
 ]
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def whole(tensor: Any) -> Tensor:
@@ -108,7 +102,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
     """Return objects whose ``grad`` is this rank's part: kernels for parts on a mesh take seconds to be chosen."""
     held: list[Any] = [each.grad for each in parameters if each.grad is not None]
-    return [SimpleNamespace(grad=each.to_local() if is_sharded(each) else each) for each in held]
+    return [SimpleNamespace(grad=local_part(each)) for each in held]
 
 
 def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.saving.snapshot import Snapshots
@@ -18,7 +19,7 @@ from zae.storage.checkpoint import save_checkpoint, sweep
 from zae.storage.filesystem import remove_checkpoint
 from zae.storage.manifest import verify
 from zae.storage.sharded import Group, Share, plan_shards, verify_shards, write_shards
-from zae.storage.tensor_bytes import DTYPES, is_part
+from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import parse_format
 
 __all__ = ["Job", "Saver", "check_moment", "format_for"]
@@ -46,7 +47,7 @@ class Job(NamedTuple):
     @property
     def is_sharded(self) -> bool:
         """Whether each rank writes the parts that it holds."""
-        return self.share is not None or any(map(is_part, self.state["model"].values()))
+        return self.share is not None or any(map(is_sharded, self.state["model"].values()))
 
     def planned(self) -> Job:
         """Divide what there is to write among the ranks, which all call it, if the weights lie in parts."""

@@ -33,9 +33,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
-from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, is_part, view_key
+from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, from_bytes, view_key
 
 __all__ = ["PLAIN", "decode", "encode", "name_of_key"]
 
@@ -179,7 +180,7 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         """Return a reference to a tensor; the same view of the same memory is kept once."""
-        if self._with_parts and is_part(value) and value.dtype in DTYPE_NAMES:
+        if self._with_parts and is_sharded(value) and value.dtype in DTYPE_NAMES:
             return {"$tensor": self._keep(value, path)}
         key = view_key(value)
         name = self._seen.get(key) if key is not None else None

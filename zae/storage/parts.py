@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.names import SHARDS, shard_name
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import DTYPES, is_part
+from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import iterate_safetensors
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _begun(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Made
     found = {}
     for name, (shape, dtype) in kinds.items():
         reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
-        fits = reference is not None and is_part(reference) and reference.shape == shape
+        fits = reference is not None and is_sharded(reference) and reference.shape == shape
         found[name] = _Made(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
     return found
 

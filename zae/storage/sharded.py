@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, NonFiniteError
 from zae.storage import filesystem
 from zae.storage.encoding import encode
@@ -29,7 +30,7 @@ from zae.storage.filesystem import install, make_directory, not_saved, staged, w
 from zae.storage.manifest import FileEntry, Manifest, draft, seal, state_text, verify
 from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, refuse_foreign, shard_name
 from zae.storage.parts import OF_MODEL, OF_STATE, chunk_name
-from zae.storage.tensor_bytes import DTYPE_NAMES, byte_count, is_part, separate
+from zae.storage.tensor_bytes import DTYPE_NAMES, byte_count, separate
 from zae.storage.weights_file import write_safetensors
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ def plan_shards(
     def propose() -> Any:
         structure, tensors = encode(dict(state), with_parts=True)
         named = {OF_MODEL: model_state, OF_STATE: tensors}
-        parts = {f"{kind}{name}": each for kind, held in named.items() for name, each in held.items() if is_part(each)}
+        parts = {
+            f"{kind}{name}": each for kind, held in named.items() for name, each in held.items() if is_sharded(each)
+        }
         if is_main:
             model = _plain(model_state)
             files.update({MODEL_FILES["sharded"]: model, STATE_TENSORS: _plain(tensors)})
@@ -164,7 +167,7 @@ def write_shards(
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each for name, each in tensors.items() if not is_part(each)}
+    return {name: each for name, each in tensors.items() if not is_sharded(each)}
 
 
 def _nothing() -> None: ...

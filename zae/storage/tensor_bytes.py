@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointError
 
 __all__ = [
@@ -18,8 +19,6 @@ __all__ = [
     "byte_view",
     "dense",
     "from_bytes",
-    "is_part",
-    "local_part",
     "separate",
     "to_device",
     "view_key",
@@ -71,17 +70,6 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
         return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     except (RuntimeError, NotImplementedError, ValueError):
         return None
-
-
-def is_part(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in parts on several ranks (DTensor)."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; any other tensor itself."""
-    made: Tensor = tensor.to_local().detach() if is_part(tensor) else tensor  # type: ignore[attr-defined]
-    return made
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
@@ -164,5 +152,5 @@ def byte_count(*tensors: Tensor) -> int:
 
 def to_device(tensors: Mapping[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
     """Return tensors on a device, but parts where they are; tied ones stay tied."""
-    made = {id(tensor): tensor if is_part(tensor) else tensor.to(device) for tensor in tensors.values()}
+    made = {id(tensor): tensor if is_sharded(tensor) else tensor.to(device) for tensor in tensors.values()}
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
