@@ -25,13 +25,12 @@ from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
-from zae.loop.attributes import Attributes
+from zae.loop.bases import Attributes, Processes
 from zae.loop.epoch_log import plain
 from zae.loop.evaluation import Evaluation, switch_mode
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
-from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState

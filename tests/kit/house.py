@@ -244,7 +244,7 @@ def characters_read() -> int:
 def measure() -> list[tuple[str, str]]:
     """Return the rows of the table."""
     sources = read_sources()
-    files = [each.path for each in sources if not each.is_add_on and each.path.name != "__init__.py"]
+    files = [each.path for each in sources if not each.is_add_on]
     folders = Counter(path.parent for path in files)
     folder, most = folders.most_common(1)[0]
     graph = graph_of(sources)

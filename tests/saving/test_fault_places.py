@@ -91,7 +91,7 @@ def test_a_stale_lock_is_taken_over(folder: Path) -> None:
     assert lock.exists()
     _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
     assert not lock.exists()
-    from zae.storage.locks import _identity
+    from zae.saving.locks import _identity
 
     reused = json.dumps({**_identity(), "started": "1", "token": "x"})
     for text in ("", "{", "[]", '{"pid": 1, "host": "elsewhere"}', reused):

@@ -27,10 +27,10 @@ from zae.cli.diff import read_ledger
 from zae.cli.doctor import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 from zae.saving.crash import crashes_in
+from zae.saving.locks import FolderLock
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
 from zae.storage.encoding import decode, encode
 from zae.storage.hashed_io import opened
-from zae.storage.locks import FolderLock
 from zae.storage.manifest import parse, seal
 from zae.storage.strict_json import strict_json
 from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt

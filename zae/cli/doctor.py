@@ -136,7 +136,7 @@ def _left_behind(folder: Path) -> list[str]:
 def _holder(folder: Path) -> str | None:
     """Return the process that saves into the folder."""
     from zae.errors import ConfigError
-    from zae.storage.locks import FolderLock
+    from zae.saving.locks import FolderLock
 
     try:
         FolderLock(folder).check()

@@ -2,6 +2,6 @@
 
 `run` limits, validates, counts and notes errors; `history` holds metrics; `evaluation` is validation and test; `state`
 reads and loads the trainer's own state; `progress` counts and draws the bar; `nonfinite` guards the optimizer step;
-`optimization` has optimizers and schedules; `step_output` reads what a step returned; `processes` has the seams of
-several ranks, and `attributes` what a trainer shows of its parts.
+`optimization` has optimizers and schedules; `step_output` reads what a step returned; `bases` has the bases of
+Trainer: what it shows of its parts, and the seams of several ranks.
 """

@@ -14,8 +14,8 @@ from torch import Tensor
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
+    from zae.loop.bases import Processes
     from zae.loop.optimization import Optimization
-    from zae.loop.processes import Processes
     from zae.loop.progress import ProgressChecker
     from zae.loop.step_output import StepOutput
 

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
 from zae.common.model_weights import fit_name, named_parameters
-from zae.common.optimizer_checks import Span, check_schedules
-from zae.common.optimizer_settings import REMEDY, ScriptSettings
+from zae.common.optimizer_checks import REMEDY, ScriptSettings, Span, check_schedules
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError

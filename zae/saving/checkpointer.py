@@ -15,10 +15,10 @@ from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
+from zae.saving.locks import FolderLock
 from zae.saving.retention import Retention
 from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
-from zae.storage.locks import FolderLock
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
 
