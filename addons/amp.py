@@ -140,7 +140,7 @@ class AMPAddon(AddOnBase):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss, so that small float16 gradients do not underflow."""
-        super().backward(loss if self.scaler is None else _scaled(loss, self.scaler), **kwargs)
+        super().backward(loss if self.scaler is None else _scale_each(loss, self.scaler), **kwargs)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale."""
@@ -230,7 +230,7 @@ def _is_scale(given: Any) -> bool:
     return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
 
 
-def _scaled(loss: Any, scaler: torch.amp.GradScaler) -> Any:
+def _scale_each(loss: Any, scaler: torch.amp.GradScaler) -> Any:
     """Scale one loss, or each of several."""
     if isinstance(loss, Mapping):
         return {key: scaler.scale(each) for key, each in loss.items()}

@@ -211,7 +211,7 @@ class CompileAddon(AddOnBase):
         if not self._is_due(batch, count):
             return super().micro_step(batch, count)
         if self.compile_mode == "model":
-            with torch_private.called_by(self._eager, partial(self._timed, "model")):
+            with torch_private.called_by(self._eager, partial(self._call_compiled, "model")):
                 return super().micro_step(batch, count)
         held = self.optimization.clipped_parameters[0] if self._way == "fused" else self.parameters
         parameters = [p for p in held if p.requires_grad]
@@ -265,7 +265,7 @@ class CompileAddon(AddOnBase):
             with self.forward_context():
                 if whole:
                     return self._whole(batch, parameters)
-                out, gradients = self._timed("graph", batch, count, parameters)
+                out, gradients = self._call_compiled("graph", batch, count, parameters)
         except compiler.refusals() as error:  # Raised before anything is computed.
             self._give_up(compiler.reason_of(error))
             return None
@@ -281,7 +281,7 @@ class CompileAddon(AddOnBase):
         if arguments is None:
             self._pass_over()
             return None
-        out, *self._made = self._timed("fused", batch, parameters, *arguments)
+        out, *self._made = self._call_compiled("fused", batch, parameters, *arguments)
         return cast("dict[str, Any]", out)
 
     def _with_step(self, batch: Any, parameters: list[Tensor], settings: Tensor, states: Any) -> Any:
@@ -310,7 +310,7 @@ class CompileAddon(AddOnBase):
         """Call the module, past the function that the compiled call replaces."""
         return torch_private.call_of(self._eager)(*args, **kwargs)
 
-    def _timed(self, what: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_compiled(self, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call a compiled function, and count the graphs that are made for it."""
         compiled = self._compiled.get(what) or self._compile(what)
         before, start = torch_private.compiled_graphs(), time.perf_counter()

@@ -122,7 +122,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
         if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
             self._rank_states = RankStates()
-            self.loader_position = self.loader_position.renewed()
+            self.loader_position = self.loader_position.fresh()
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Restore the final state of rank 0 in the objects of the caller, and its random streams here."""

@@ -157,7 +157,7 @@ class EMAAddon(AddOnBase):
         """Load the average that was evaluated, beside the weights."""
         super().load_evaluation_state(state)
         if "EMAAddon" in state:
-            saved = _renamed(state["EMAAddon"]["average"], self.unwrap())
+            saved = _rename(state["EMAAddon"]["average"], self.unwrap())
             self.average = {name: value.clone() for name, value in saved.items()}
             self._pair()
 
@@ -200,7 +200,7 @@ class EMAAddon(AddOnBase):
                 f"the state of EMAAddon contains no average of this model's weights: {misfit}; build the model as it "
                 "was saved, or load the weights alone: apply_weights(path)"
             )
-        return {**entry, "average": _renamed(average, self.unwrap())}
+        return {**entry, "average": _rename(average, self.unwrap())}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Pair the loaded average with the weights."""
@@ -209,7 +209,7 @@ class EMAAddon(AddOnBase):
             self._pair()
 
 
-def _renamed(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+def _rename(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
     """Return a fitting average under the present names."""
     known = own_names(module)
     return {fit_name(name, known): value.detach() for name, value in average.items()}

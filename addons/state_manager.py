@@ -218,7 +218,7 @@ class StateManagerAddon(AddOnBase):
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             name = self.checkpointer.path_at(progress.step).name
             is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
-            is_due = is_scored or (is_best and retention.ranked()[:1] != [name])
+            is_due = is_scored or (is_best and retention.best_first()[:1] != [name])
         if is_due:
             self.save_state()
 

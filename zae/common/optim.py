@@ -41,7 +41,7 @@ __all__ = [
     "step",
     "track_parameters",
     "untrack_parameters",
-    "untrained",
+    "untrained_names",
 ]
 
 _SINGLE = "0"  # The name of a single optimizer in states and messages.
@@ -179,7 +179,7 @@ def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if id(p) not in own]
 
 
-def untrained(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Name the parameters of a model that require a gradient and are in no optimizer."""
     held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]

@@ -87,7 +87,7 @@ def restore(state: Mapping[str, Any]) -> None:
 
     The states of devices that are not visible here are skipped, with a warning.
     """
-    streams = _checked(state)
+    streams = _check_streams(state)
     _numpy_now()  # It refuses a generator that the state does not fit.
     _write(streams)
 
@@ -275,7 +275,7 @@ def _rewind(kind: str) -> None:
         generator.manual_seed(generator.initial_seed())
 
 
-def _checked(state: object) -> _Streams:
+def _check_streams(state: object) -> _Streams:
     """Return the streams of a captured state; each part is tried on a spare stream first."""
     if not isinstance(state, Mapping):
         raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")

@@ -183,10 +183,10 @@ def _mentions_super(function: Any, name: str, depth: int) -> bool:
     ):
         return True
     # A decorator that does not use functools.wraps keeps the method in a cell.
-    return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _held(function))
+    return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _cell_values(function))
 
 
-def _held(function: FunctionType) -> Iterator[Any]:
+def _cell_values(function: FunctionType) -> Iterator[Any]:
     """Yield what the cells of a closure hold; a cell may still be empty."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):

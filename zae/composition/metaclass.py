@@ -184,7 +184,7 @@ def _label(name: Any) -> str:
 def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     """Return an add-on class, looking a name up among the installed entry points."""
     if isinstance(add_on, str):
-        add_on = _installed(add_on)
+        add_on = _load_installed(add_on)
     if isinstance(add_on, (list, tuple, set)):
         raise AddOnError(f"add_on() takes the classes one by one, not in a {type(add_on).__name__}; write add_on(A, B)")
     if not isinstance(add_on, type):
@@ -198,7 +198,7 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     return cast(TrainerMeta, add_on)
 
 
-def _installed(name: str) -> Any:
+def _load_installed(name: str) -> Any:
     """Load the add-on that is installed under a name."""
     points = list(metadata.entry_points(group="zae.addons"))
     found = {p.value: p for p in points if p.name == name} or {p.value: p for p in points if p.name == name + "Addon"}

@@ -39,7 +39,7 @@ def options_of(cls: Any) -> _Options:
     known, options = cls.__dict__.get("__options__", (None, {}))
     if known != inits:
         found: _Options = {}
-        for klass in reversed(_initialized(cls)):
+        for klass in reversed(_classes_to_initialize(cls)):
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
                 found = _outside_of(found, klass)
         options = MappingProxyType(found)
@@ -47,7 +47,7 @@ def options_of(cls: Any) -> _Options:
     return options
 
 
-def _initialized(cls: Any) -> list[Any]:
+def _classes_to_initialize(cls: Any) -> list[Any]:
     """List the classes up to Trainer, which does not call ``super().__init__``."""
     mro = list(cls.__mro__)
     return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
@@ -145,7 +145,9 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
 
 def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     """Return what to write instead of an option that the class does not have."""
-    initialized = [klass for klass in _initialized(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
+    initialized = [
+        klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)
+    ]
     for index, klass in enumerate(initialized):
         if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
             owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)

@@ -62,11 +62,11 @@ class LoaderPosition:
         """Leave the loader out, which may not be picklable: a copy resumes as after loading this state."""
         twin = self
         if self._resume is None and self.loader is not None:
-            twin = self.renewed()
+            twin = self.fresh()
             twin.load_state_dict(self.state_dict())
         return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None)}
 
-    def renewed(self) -> LoaderPosition:
+    def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
         return LoaderPosition(self.is_fast)
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from zae.common.torch_private import shut_down_workers
 
-__all__ = ["abandon_workers", "dead_workers", "deaths_expected", "mute_workers", "undisturbed", "unmute_workers"]
+__all__ = [
+    "abandon_workers",
+    "dead_workers",
+    "deaths_expected",
+    "ignore_dead_workers",
+    "mute_workers",
+    "unmute_workers",
+]
 
 _CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
 _PATIENCE = 1.0
@@ -69,7 +76,7 @@ def abandon_workers(iterator: Any, loader: Any = None) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_dead_workers() -> Iterator[None]:
     """Keep torch from raising for a dead worker of a loader while another error is handled."""
     mute_workers()
     try:

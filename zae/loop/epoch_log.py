@@ -355,10 +355,10 @@ def to_host(value: Any) -> Any:
         for field in dataclasses.fields(value):
             object.__setattr__(twin, field.name, to_host(getattr(value, field.name)))
         return twin
-    return _freed(value, {}) if hasattr(value, "__dict__") else value
+    return _free(value, {}) if hasattr(value, "__dict__") else value
 
 
-def _freed(value: Any, twins: dict[int, Any]) -> Any:
+def _free(value: Any, twins: dict[int, Any]) -> Any:
     """An object of any class without a graph or memory of a device: itself, or a copy where it holds some.
 
     A distribution is such a one, and the cache of keys and values that a language model returns.
@@ -367,7 +367,7 @@ def _freed(value: Any, twins: dict[int, Any]) -> Any:
         return value.detach().cpu() if value.requires_grad or not value.is_cpu else value
     kind = type(value)
     if kind in (list, tuple):
-        items = [_freed(item, twins) for item in value]
+        items = [_free(item, twins) for item in value]
         return value if all(map(operator.is_, items, value)) else kind(items)
     own = value if kind is dict else getattr(value, "__dict__", None)
     if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These live on anyhow.
@@ -375,7 +375,7 @@ def _freed(value: Any, twins: dict[int, Any]) -> Any:
     if id(value) not in twins:
         try:
             twin = twins[id(value)] = copy.copy(value)
-            inner = {key: _freed(item, twins) for key, item in own.items()}
+            inner = {key: _free(item, twins) for key, item in own.items()}
             if all(inner[key] is item for key, item in own.items()):
                 return value
             (twin if kind is dict else vars(twin)).update(inner)

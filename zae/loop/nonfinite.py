@@ -117,7 +117,7 @@ class NonFiniteGuard:
             # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.
             bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
         if bad:
-            return self._found(outputs, own, progress, processes)
+            return self._apply_policy(outputs, own, progress, processes)
         if self._waiting and len(self._waiting) >= LATEST:
             self.read_pending(progress, processes)
         return True
@@ -165,11 +165,13 @@ class NonFiniteGuard:
         self._steps.append(progress.step + 1)
         return False
 
-    def _found(self, outputs: Sequence[StepOutput], own: bool, progress: ProgressChecker, processes: Processes) -> bool:
+    def _apply_policy(
+        self, outputs: Sequence[StepOutput], own: bool, progress: ProgressChecker, processes: Processes
+    ) -> bool:
         """Apply the policy to a step that is not finite."""
         where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {progress.epoch_batch + 1}"
         where += f" to {progress.epoch_batch + len(outputs)})" if len(outputs) > 1 else ")"
-        found = "; ".join(_shown(out) for out, _ in outputs)
+        found = "; ".join(_format_numbers(out) for out, _ in outputs)
         norm = self.optimization.grad_norm
         norm_text = "" if norm is None else f", gradient norm {float(norm):g}"
         who = "" if own else " on another rank (here"
@@ -217,12 +219,12 @@ def _sum(value: Tensor) -> Any:
     return value.sum()
 
 
-def _shown(out: Mapping[str, Any]) -> str:
+def _format_numbers(out: Mapping[str, Any]) -> str:
     """The numbers that a step returned."""
     parts = []
     for key, value in out.items():
         if isinstance(value, Mapping):
-            parts.append(f"{key} ({_shown(value)})")
+            parts.append(f"{key} ({_format_numbers(value)})")
         elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             parts.append(f"{key} {float(value.detach() if isinstance(value, Tensor) else value):g}")
     return ", ".join(parts)

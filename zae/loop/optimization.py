@@ -90,8 +90,8 @@ class Optimization:
 
     def hold(self) -> None:
         """Name the optimizers and schedulers that were given or made."""
-        self.optimizers: dict[str, Optimizer] = _made(self.optimizer)
-        self.schedulers: dict[str, Any] = _made(self.scheduler)
+        self.optimizers: dict[str, Optimizer] = _objects_in(self.optimizer)
+        self.schedulers: dict[str, Any] = _objects_in(self.scheduler)
 
     @property
     def has_factory(self) -> bool:
@@ -148,7 +148,7 @@ class Optimization:
 
     def warn_of_untrained(self, model: nn.Module, is_main: bool) -> None:
         """Warn once of each parameter that requires a gradient and that no optimizer holds."""
-        names = [name for name in optim.untrained(model, self.optimizers) if name not in self._warned]
+        names = [name for name in optim.untrained_names(model, self.optimizers) if name not in self._warned]
         self._warned.update(names)
         if names and is_main:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -228,7 +228,7 @@ class Optimization:
         if in_epoch is None or in_epoch > _LONGEST:
             return False
         try:
-            _, schedulers = self.simulated()
+            _, schedulers = self.simulate()
         except Exception as error:  # What cannot be copied is not simulated.
             _log.debug("the schedulers cannot be copied (%s): their first epoch is not simulated", error)
             return False
@@ -242,7 +242,7 @@ class Optimization:
                     return False
         return any(_highest(schedulers[name]) < _LOW for name in names)
 
-    def simulated(
+    def simulate(
         self, parameters: Iterable[Tensor] = (), total_steps: int | None = None
     ) -> tuple[dict[str, Optimizer], dict[str, Any]]:
         """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
@@ -401,7 +401,7 @@ class Optimization:
         return optimizer_modes.evaluation_weights(self.optimizers)
 
 
-def _made(given: Any) -> dict[str, Any]:
+def _objects_in(given: Any) -> dict[str, Any]:
     return {name: each for name, each in optim.as_dict(given).items() if not optim.is_factory(each)}
 
 

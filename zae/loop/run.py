@@ -16,7 +16,7 @@ from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
-from zae.data.workers import dead_workers, undisturbed
+from zae.data.workers import dead_workers, ignore_dead_workers
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
@@ -103,7 +103,7 @@ class Run:
             self.set_up()
             yield
         except BaseException as error:
-            with undisturbed():
+            with ignore_dead_workers():
                 trainer.on_exception(error) if self.is_call else self.explain(error)
             raise
         finally:

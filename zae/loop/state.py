@@ -98,7 +98,7 @@ class CoreState:
             if is_unused:
                 # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.
                 progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
-                trainer.loader_position = position.renewed()
+                trainer.loader_position = position.fresh()
             trainer.progress_checker, trainer.history = progress, history
             trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
         with torch.no_grad():

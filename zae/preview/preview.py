@@ -173,7 +173,7 @@ class Preview:
         """Step copies of the schedulers as the run will."""
         found, run, optimization = self.found, self.run, self.trainer.optimization
         total_steps = run.limits.total_steps(found.steps_per_epoch)
-        optimizers, schedulers = optimization.simulated(self.trainer.unwrap().parameters(), total_steps)
+        optimizers, schedulers = optimization.simulate(self.trainer.unwrap().parameters(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
         found.notes += check_schedules(schedulers, on_batch, is_set, *run.spans(found.steps_per_epoch), has_metric)

@@ -107,7 +107,7 @@ class Checkpointer:
         """The existing checkpoint with the best score, None if there is no score."""
         self.settle()
         there = self._names()
-        return next((self.folder / name for name in self.retention.ranked() if name in there), None)
+        return next((self.folder / name for name in self.retention.best_first() if name in there), None)
 
     def _names(self) -> set[str]:
         """Return the names of the checkpoints in the folder, also of those that were moved aside."""

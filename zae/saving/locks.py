@@ -121,7 +121,7 @@ def _identity() -> dict[str, Any]:
         "host": socket.gethostname(),
         # Processes of two containers may have the same host name and number without seeing each other.
         "place": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
-        "started": _started(os.getpid()),
+        "started": _start_of(os.getpid()),
     }
 
 
@@ -135,14 +135,14 @@ def _alive(holder: Mapping[str, Any], path: Path) -> bool:
             return time.time() - path.stat().st_mtime < _SILENT
         return False
     pid = holder.get("pid")
-    if not isinstance(pid, int) or pid <= 0 or _started(pid) != holder.get("started"):
+    if not isinstance(pid, int) or pid <= 0 or _start_of(pid) != holder.get("started"):
         return False
     if pid == os.getpid():
         return holder.get("token") in _held.values()
     return is_running(pid)
 
 
-def _started(pid: int) -> str:
+def _start_of(pid: int) -> str:
     """Return when a process was started, in ticks since the machine was; empty if the system does not say."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] == "Z" else fields[19]

@@ -117,7 +117,7 @@ class RankStates:
         ranks = state[name].get("ranks") if isinstance(state.get(name), Mapping) else None
         if not isinstance(ranks, list) or not world == len(ranks) > 1:
             return dict(state)
-        return {**state, **_completed(state, cls(world, ranks)._entries()[rank])}
+        return {**state, **_complete(state, cls(world, ranks)._entries()[rank])}
 
     def state_for(self, state: Mapping[str, Any], rank: int, world: int, *, is_known: bool) -> dict[str, Any]:
         """Return a state as a rank continues from it; before its number is known, that of rank 0."""
@@ -128,7 +128,7 @@ class RankStates:
                     f"{world}, which has other batches. Use {self.world_size}, or write reshard=True (an option of "
                     "StateManagerAddon) to distribute the rest of the data again"
                 )
-            state = self._merged(state, rank)
+            state = self._merge(state, rank)
         elif is_known and len(self.ranks) == world:
             own = self.ranks[rank]
             allowed = {key: value for key, value in state["position"].items() if key == "may_reshard"}
@@ -136,7 +136,7 @@ class RankStates:
             return {**state, "position": {**own["position"], **allowed}, "records": records}
         return {**state, "position": derive_streams(state["position"], rank)}
 
-    def _merged(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    def _merge(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Return a state for another number of ranks: rank 0 gets all records."""
         logs = [EpochLog("log_train") for _ in self.ranks]
         for log, each in zip(logs, self.ranks):
@@ -208,7 +208,7 @@ def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
         return
     with loading_as(trainer, ENTRIES):
         state = trainer.state_dict()
-        trainer.load_state_dict({**state, **_completed(state, entries)})
+        trainer.load_state_dict({**state, **_complete(state, entries)})
 
 
 def between_epochs(position: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _varying(cls: type) -> dict[str, tuple[str, ...] | None]:
     return found
 
 
-def _completed(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
     found = {}
     for name, own in entries.items():

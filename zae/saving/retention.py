@@ -12,7 +12,7 @@ class Retention:
         self.last, self.best, self.sign = last, best, sign
         self.scores: dict[str, float | None] = {}
 
-    def ranked(self) -> list[str]:
+    def best_first(self) -> list[str]:
         """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
         scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
         return [name for score, name in sorted(pair for pair in scored if pair[0] == pair[0])]
@@ -20,7 +20,7 @@ class Retention:
     def to_delete(self) -> list[str]:
         """Return the names that neither rule keeps; the newest is never among them."""
         names = sorted(self.scores)
-        kept = set(names if self.last is None else names[-self.last :]) | set(self.ranked()[: self.best])
+        kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
         return [name for name in names if name not in kept]
 
     def is_unscored(self, name: str) -> bool:

@@ -49,7 +49,7 @@ class Job(NamedTuple):
         """Whether each rank writes the parts that it holds."""
         return self.share is not None or any(map(is_sharded, self.state["model"].values()))
 
-    def planned(self) -> Job:
+    def divide(self) -> Job:
         """Divide what there is to write among the ranks, which all call it, if the weights lie in parts."""
         if not self.is_sharded:
             return self
@@ -57,7 +57,7 @@ class Job(NamedTuple):
         share = plan_shards(self.target, self.state["model"], rest, Group(self.rank, self.gather), self.about)
         return self._replace(state={}, share=share)
 
-    def copied(self, snapshots: Snapshots) -> Job:
+    def copy(self, snapshots: Snapshots) -> Job:
         """Return the same with copies of the tensors, so that training may change them."""
         if self.share is None:
             return self._replace(state=snapshots.take(self.state))
@@ -172,12 +172,12 @@ class Saver:
     def save(self, job: Job) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
-        job = job.planned()
+        job = job.divide()
         if not self.background:
             self._work(job)
             self.poll()
             return
-        copied, self._is_shared = job.copied(self._snapshots), job.is_sharded
+        copied, self._is_shared = job.copy(self._snapshots), job.is_sharded
         # Not a daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._work, args=(copied,), name="zae-save")
         self._thread.start()

@@ -75,7 +75,7 @@ class Start:
         saved = RankStates.with_entries_of(rest, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
-        state = {**present, **_merged(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
+        state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "model" in self.parts:
             state["model"] = model
             if "optimizer" in self.parts and saved.get("training_weights"):
@@ -142,7 +142,7 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
     return path
 
 
-def _merged(
+def _merge(
     saved: Mapping[Any, Any],
     present: Mapping[str, Any],
     parts: list[str],

@@ -229,7 +229,7 @@ class _Decoder:
         self._tensors = tensors
         self._taken: set[str] = set()
         self._makers: dict[str, Callable[[Any, int], Any]] = {
-            "$tensor": lambda given, depth: self._named(given),
+            "$tensor": lambda given, depth: self._tensor_named(given),
             "$raw": self._raw,
             "$array": self._array,
             "$scalar": self._scalar,
@@ -246,7 +246,7 @@ class _Decoder:
             "$complex": lambda given, depth: complex(*self._items(given, depth)),
             "$rows": self._rows,
             "$dtype": lambda given, depth: _dtype(given),
-            "$device": lambda given, depth: torch.device(_typed(given, str)),
+            "$device": lambda given, depth: torch.device(_check_type(given, str)),
         }
 
     def value(self, node: Any, depth: int) -> Any:
@@ -270,11 +270,11 @@ class _Decoder:
 
     def _items(self, nodes: Any, depth: int) -> list[Any]:
         """Return what each node of a list stands for."""
-        return [self.value(node, depth + 1) for node in _typed(nodes, list)]
+        return [self.value(node, depth + 1) for node in _check_type(nodes, list)]
 
     def _pairs(self, nodes: Any, depth: int) -> dict[Any, Any]:
         """Return a dict made of [key, value] pairs with keys that differ."""
-        pairs = [self._items(pair, depth + 1) for pair in _typed(nodes, list)]
+        pairs = [self._items(pair, depth + 1) for pair in _check_type(nodes, list)]
         _plain_keys([key for key, _ in pairs])
         made = dict(pairs)
         if len(made) != len(pairs):
@@ -283,9 +283,9 @@ class _Decoder:
 
     def _rows(self, given: Any, depth: int) -> list[Any]:
         """Return the records that columns hold."""
-        order, kinds = _typed(given, list)
-        kinds = [_typed(kind, list) for kind in _typed(kinds, list)]
-        tables = [{_typed(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
+        order, kinds = _check_type(given, list)
+        kinds = [_check_type(kind, list) for kind in _check_type(kinds, list)]
+        tables = [{_check_type(name, str): self._column(column, depth) for name, column in kind} for kind in kinds]
         if [len(table) for table in tables] != [len(kind) or -1 for kind in kinds]:
             raise _Malformed("contains records without a name, or with one twice")
         numbers = None if order is None else self._column(order, depth)
@@ -304,31 +304,31 @@ class _Decoder:
 
     def _alone(self, name: Any) -> Tensor:
         """Return a tensor that is going to be copied: each only once, or a small file could fill the memory."""
-        tensor = self._named(name)
+        tensor = self._tensor_named(name)
         if name in self._taken:
             raise _Malformed(f"takes the bytes of the tensor {name!r:.80} twice")
         self._taken.add(name)
         return tensor
 
-    def _named(self, name: Any) -> Tensor:
+    def _tensor_named(self, name: Any) -> Tensor:
         """Return the tensor of this name."""
-        if _typed(name, str) not in self._tensors:
+        if _check_type(name, str) not in self._tensors:
             raise _Malformed(f"names the tensor {name!r:.80}, which is missing")
         return self._tensors[name]
 
     def _raw(self, given: Any, depth: int) -> Tensor:
         """Return a tensor of a dtype that safetensors lacks, from its bytes."""
-        name, dtype, shape = _typed(given, list)
-        return from_bytes(self._named(name), _dtype(dtype), _shape(shape))
+        name, dtype, shape = _check_type(given, list)
+        return from_bytes(self._tensor_named(name), _dtype(dtype), _shape(shape))
 
     def _array(self, given: Any, depth: int) -> np.ndarray[Any, Any]:
         """Return a numpy array from its bytes."""
-        name, dtype, shape = _typed(given, list)
+        name, dtype, shape = _check_type(given, list)
         return _numpy(byte_view(self._alone(name)), dtype, _shape(shape))
 
     def _scalar(self, given: Any, depth: int) -> Any:
         """Return a numpy scalar from its bytes."""
-        dtype, text = _typed(given, list)
+        dtype, text = _check_type(given, list)
         return _numpy(memoryview(bytes.fromhex(text)), dtype, ())[()]
 
 
@@ -378,7 +378,7 @@ def _byte_tensor(data: bytes | memoryview) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _check_type(value: Any, kind: type) -> Any:
     """Return the value, checked to have exactly this type."""
     if type(value) is not kind:
         raise _Malformed(f"contains a {_type_name(value)}; expected a {kind.__name__}")
@@ -401,14 +401,14 @@ def _plain_keys(keys: list[Any]) -> list[Any]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     """Return a shape, checked to be a list of whole numbers from 0."""
-    if len(_typed(value, list)) > AXES_LIMIT or any(_typed(size, int) < 0 for size in value):
+    if len(_check_type(value, list)) > AXES_LIMIT or any(_check_type(size, int) < 0 for size in value):
         raise _Malformed(f"contains a shape with a negative size, or of more than {AXES_LIMIT} axes")
     return tuple(value)
 
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the torch dtype of this name."""
-    dtype = vars(torch).get(_typed(name, str))  # getattr could import a module
+    dtype = vars(torch).get(_check_type(name, str))  # getattr could import a module
     if not isinstance(dtype, torch.dtype):
         raise _Malformed(f"names the dtype {name!r:.80}, which torch {torch.__version__} lacks")
     return dtype
@@ -416,7 +416,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _numpy(data: memoryview, text: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return an array with its own memory from bytes; the dtype is checked as text before numpy sees it."""
-    if not _NUMPY_TEXT.fullmatch(_typed(text, str)):
+    if not _NUMPY_TEXT.fullmatch(_check_type(text, str)):
         raise _Malformed(f"names the numpy dtype {text!r:.80}")
     dtype = np.dtype(text)
     if dtype.itemsize * math.prod(shape) != len(data):

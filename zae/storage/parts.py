@@ -48,7 +48,7 @@ def read_parts(
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
         plan = strict_json(text, where)
-        made = _begun(plan, sum(each["size"] for each in files.values()), held)
+        made = _allocate(plan, sum(each["size"] for each in files.values()), held)
         missing = {name: each.whole.numel() for name, each in made.items()}
         for rank, (file, each) in enumerate(files.items()):
             found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
@@ -72,7 +72,7 @@ def read_parts(
     return model, rest
 
 
-def _begun(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Made]:
+def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Made]:
     """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
     kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
     if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):

@@ -56,7 +56,7 @@ class Group(NamedTuple):
             error = raised
             if isinstance(raised, OSError) and not isinstance(raised, CheckpointError):
                 error = not_saved(where, raised, 0)
-        outcomes = self.gather((result, None if error is None else _described(error)))
+        outcomes = self.gather((result, None if error is None else _describe(error)))
         if error is not None:
             raise error from None
         for rank, (_, failed) in enumerate(outcomes):
@@ -65,7 +65,7 @@ class Group(NamedTuple):
         return [each for each, _ in outcomes]
 
 
-def _described(error: BaseException) -> tuple[bool, str, int | None]:
+def _describe(error: BaseException) -> tuple[bool, str, int | None]:
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return isinstance(error, NonFiniteError), text, getattr(error, "errno", None)
 

@@ -88,10 +88,10 @@ def check_init(kit: Kit) -> Iterator[str]:
         done.append("starts a thread")
     for each in done:
         yield f"acts in __init__: it {each}; store the options there, and act in setup() or on_run_begin()"
-    yield from _held(kit, trainer, vars(bare).keys())
+    yield from _stored_objects(kit, trainer, vars(bare).keys())
 
 
-def _held(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
+def _stored_objects(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
     """Find objects that the constructor stores and ``setup`` may replace."""
     optimizer, scheduler, model = trainer.optimizer, trainer.scheduler, trainer.unwrap()
     wanted = {id(optimizer): "the optimizer", id(scheduler): "the scheduler", id(model): "the model"}
@@ -163,13 +163,13 @@ def check_super(kit: Kit) -> Iterator[str]:
             kit.run(kit.make())
         except Exception as error:  # Often because super() was not called, which is reported below.
             broken = error
-    faults = [fault for name in sorted(names) if (fault := _uncalled(kit, name, outer, calls, broken is not None))]
+    faults = [fault for name in sorted(names) if (fault := _compare_calls(kit, name, outer, calls, broken is not None))]
     if broken is not None and not faults:
         raise broken
     yield from faults
 
 
-def _uncalled(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, broken: bool) -> str | None:
+def _compare_calls(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, broken: bool) -> str | None:
     """Compare how often an override was called with how often it called ``super()``."""
     owners = [c for c in kit.add_on.__mro__ if name in c.__dict__]
     if any(is_marked(owner.__dict__[name], "__replaces__") for owner in owners):

@@ -30,15 +30,15 @@ def check_ranks(kit: Kit) -> Iterator[str]:
     """Find files that every rank writes, and collectives that only some ranks call."""
     if is_engine_slot(kit.add_on.slot):
         return
-    faults = list(_simulated(kit))
+    faults = list(_simulate(kit))
     yield from faults
     if not faults and _can_fork():
         yield from _in_two_processes(kit)
 
 
-def _simulated(kit: Kit) -> Iterator[str]:
+def _simulate(kit: Kit) -> Iterator[str]:
     """Train as rank 0 of 2 and then as rank 1, each with its own values for those of the other."""
-    task = kit.derive(_ranked(kit.probe))
+    task = kit.derive(_with_two_ranks(kit.probe))
     calls: list[list[str]] = []
     for rank in (0, 1):
         with in_new_folder(), watch.effects() as effects, watch.output() as text:
@@ -60,7 +60,7 @@ def _simulated(kit: Kit) -> Iterator[str]:
         )
 
 
-def _ranked(probe: Any) -> Any:
+def _with_two_ranks(probe: Any) -> Any:
     """Derive a task that is one of two ranks; the other is taken to have the same values."""
 
     class Ranked(probe):
@@ -154,14 +154,14 @@ def _outcome(kit: Kit, rank: int, store: str) -> str:
             "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT)
         )
         with in_new_folder(), watch.output():
-            kit.run(kit.make(kit.derive(_distributed(kit.probe))))
+            kit.run(kit.make(kit.derive(_with_process_group(kit.probe))))
         dist.destroy_process_group()
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
-def _distributed(probe: Any) -> Any:
+def _with_process_group(probe: Any) -> Any:
     """Derive a task with the ranks of the process group."""
 
     class Distributed(probe):

@@ -105,7 +105,7 @@ def _error_faults(
     kit: Kit, task: Any, place: str, error: type[BaseException], raised: BaseException | None
 ) -> Iterator[tuple[str, str]]:
     if raised is None:
-        name = "KeyboardInterrupt" if error is Stopped else _swallowed(kit, task, place)
+        name = "KeyboardInterrupt" if error is Stopped else _find_swallowed(kit, task, place)
         yield (
             f"swallows {name}",
             f"swallows an exception of {place} ({name}), so the user never learns of it; let it pass, or raise it "
@@ -125,7 +125,7 @@ def _error_faults(
         )
 
 
-def _swallowed(kit: Kit, task: Any, place: str) -> str:
+def _find_swallowed(kit: Kit, task: Any, place: str) -> str:
     """Name the kinds of exception that are swallowed."""
     found = []
     for kind in KINDS:
