@@ -122,15 +122,6 @@ def test_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture
     assert any(name.startswith(".staging-step-00000024") for name in report["left_behind"])
 
 
-def test_help_answers_without_torch() -> None:
-    """The command is listed, and --help does not wait for torch."""
-    script = "import sys; from zae.cli import main\ntry: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
-    script += "print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert "save_path" in done.stdout
-    assert done.stdout.strip().endswith("False")
-
-
 def test_whoever_reads_may_have_had_enough(tmp_path: Path) -> None:
     """As ``head`` has: no traceback, and nothing that is told at the exit."""
     script = "import sys; from zae.cli import main; sys.exit(main(['diff', *sys.argv[1:]]))"

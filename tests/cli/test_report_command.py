@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +97,3 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert names_of([tmp_path / "a.jsonl"]) == ["a"]
     assert names_of([Path("runs/v1.5")]) == ["v1.5"]
     assert [name[-3:] for name in names_of([Path("same"), Path("same")])] == ["(1)", "(2)"]
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    code = """
-import sys
-from zae.cli import main
-try:
-    main(["report", "--help"])
-finally:
-    assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "the folder of a run, or the file of its JSONLLoggerAddon" in " ".join(done.stdout.split())

@@ -1,8 +1,8 @@
 """The commands of `python -m zae`: one module for each, imported only when it is used.
 
-The module of a command has ``add_arguments(parser)`` and ``run(arguments) -> int``, which returns the exit status: 0
-for no findings, 1 for findings, 2 for wrong usage and unreadable files. These modules do not import torch at the top,
-so that ``--help`` answers at once.
+A command is a line of `COMMANDS` and a module ``zae.cli.NAME`` with ``add_arguments(parser)`` and ``run(arguments) ->
+int``. `main` adds ``--json``, and prints the errors of zae and of the system without a traceback. These modules do not
+import torch at the top, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "doctor": ("zae.cli.doctor", "list and verify the checkpoints of a run, and explain what to do about damaged ones"),
-    "plot": ("zae.cli.plot", "draw curves of one run or several in the terminal"),
-    "report": ("zae.cli.report", "write a page with curves, options and checkpoints of one run or several"),
-    "consolidate": ("zae.cli.consolidate", "write the weights of a checkpoint, sharded or not, as one file"),
-    "diff": ("zae.cli.diff", "name the first step and stage at which two runs differ"),
+    "doctor": "list and verify the checkpoints of a run, and explain what to do about damaged ones",
+    "plot": "draw curves of one run or several in the terminal",
+    "report": "write a page with curves, options and checkpoints of one run or several",
+    "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
+    "diff": "name the first step and stage at which two runs differ",
 }
-"""Each command with its module and its line in the help."""
+"""Each command with its line in the help."""
+
+_STATUS = """\
+exit status:
+  0  nothing wrong was found
+  1  something wrong was found in what was looked at
+  2  nothing could be looked at: wrong arguments, or a file that cannot be read
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,23 +44,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # Only the module of the given command is imported; the help of all commands needs no module.
     name = next((word for word in given if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(prog="python -m zae", description="Tools around runs of zae.")
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    for command, (module, line) in COMMANDS.items():
+    parser = _Parser(prog="python -m zae", description="Tools around runs of zae.")
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
+    for command, line in COMMANDS.items():
         sub = commands.add_parser(command, help=line, description=line[0].upper() + line[1:] + ".")
         if command == name:
-            importlib.import_module(module).add_arguments(sub)
+            _module(command).add_arguments(sub)
+            sub.add_argument("--json", action="store_true", help="print one JSON object")
+    if name is not None and name not in COMMANDS:
+        parser.error(f"there is no command {name!r}{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}")
     arguments = parser.parse_args(given)
     if arguments.command is None:
-        parser.print_usage(sys.stderr)
+        parser.print_help(sys.stderr)
         return 2
     status = 2
     try:
-        status = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        status = _module(arguments.command).run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # The reader, head for instance, has closed the pipe; drop the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # An unreadable file is an error, not a difference, which is status 1.
+    except KeyboardInterrupt:
+        status = 130
+    except (ZaeError, OSError) as error:
+        status = 1 if isinstance(error, CheckpointDamaged) else 2
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"{error}\n")
+            sys.stderr.write(f"{printable(str(error))}\n")
     return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help ends with what the exit status means."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(epilog=_STATUS, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"zae.cli.{command}")

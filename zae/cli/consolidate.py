@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-from zae.errors import CheckpointError, ConfigError, printable
+from zae.errors import ConfigError, printable
 
 __all__ = ["add_arguments", "run"]
 
@@ -20,22 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the checkpoint, and write its weights; return 0, 1 if it is damaged, or 2 for a wrong path."""
+    """Verify the checkpoint, and write its weights; return 0."""
     # It imports torch, which takes seconds: not for --help.
     from zae.storage.checkpoint import load_weights, newest_valid, save_weights
     from zae.storage.manifest import verify
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()
     if not path.is_dir():
-        sys.stderr.write(f"{printable(str(path), kept='')} is not a folder; give a checkpoint, or a save_path\n")
-        return 2
-    try:
-        newest = None if (path / "manifest.json").exists() else newest_valid(path, verify)
-        path = path if newest is None else newest[0]
-        weights = load_weights(path)
-        save_weights(out, weights)
-    except (CheckpointError, ConfigError) as error:
-        sys.stderr.write(f"{printable(str(error))}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    sys.stdout.write(f"{path}: {len(weights)} tensors in {out}\n")
+        raise ConfigError(f"{path} is not a folder; give a checkpoint, or a save_path")
+    newest = None if (path / "manifest.json").exists() else newest_valid(path, verify)
+    path = path if newest is None else newest[0]
+    weights = load_weights(path)
+    save_weights(out, weights)
+    found = {"checkpoint": str(path), "file": str(out), "tensors": len(weights)}
+    text = f"{printable(str(path), kept='')}: {len(weights)} tensors in {printable(str(out), kept='')}"
+    sys.stdout.write(f"{json.dumps(found) if arguments.json else text}\n")
     return 0

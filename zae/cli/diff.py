@@ -111,21 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("first", metavar="runA", type=Path, help="a ledger, or a folder with a ledger.jsonl")
     parser.add_argument("second", metavar="runB", type=Path, help="the same, of the other run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the first difference of two runs; return 1 if there is one."""
-    try:
-        first, second = read_ledger(arguments.first), read_ledger(arguments.second)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    first, second = read_ledger(arguments.first), read_ledger(arguments.second)
     common = sorted(first.keys() & second.keys())
     if not common:
-        sys.stderr.write(f"no step is in both ledgers ({len(first)} and {len(second)} steps); write them with the same "
-                         "ledger_every=\n")  # fmt: skip
-        return 2
+        raise ConfigError(
+            f"no step is in both ledgers ({len(first)} and {len(second)} steps); write them with the same ledger_every="
+        )
     difference = compare(first, second)
     ends = max(first), max(second)
     if arguments.json:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zae.errors import printable
+from zae.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,15 +20,13 @@ __all__ = ["add_arguments", "examine", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("path", help="the folder that a run saves to (save_path), or one checkpoint")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify a folder and print a report; return 0 if the newest checkpoint is intact, 2 without a folder, else 1."""
+    """Verify a folder and print a report; return 0 if the newest checkpoint is intact, else 1."""
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
-        sys.stderr.write(f"{_plain(path)} is not a folder; give the save_path of a run, or one checkpoint\n")
-        return 2
+        raise ConfigError(f"{path} is not a folder; give the save_path of a run, or one checkpoint")
     report = examine(path)
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else _table(report))
     return 0 if report["healthy"] else 1
@@ -58,7 +56,6 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
 
 def _examined(path: Path, reads_all: bool) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
-    from zae.errors import CheckpointError
     from zae.storage.manifest import read_manifest, verify
 
     found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
@@ -135,7 +132,6 @@ def _left_behind(folder: Path) -> list[str]:
 
 def _holder(folder: Path) -> str | None:
     """Return the process that saves into the folder."""
-    from zae.errors import ConfigError
     from zae.saving.locks import FolderLock
 
     try:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zae.errors import CheckpointError, ConfigError, did_you_mean, printable
+from zae.errors import ConfigError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from zae.report.records import Series
@@ -30,34 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", action="store_true", help="draw the values on a logarithmic scale")
     parser.add_argument("--width", type=int, help="columns (default: those of the terminal)")
     parser.add_argument("--height", type=int, default=16, help="lines of the plot (default: 16)")
-    parser.add_argument("--json", action="store_true", help="print the points as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw all metrics of all runs into one plot; return 2 where a run or a metric is unknown."""
+    """Draw all metrics of all runs into one plot; ConfigError where a run or a metric is unknown."""
     from zae.cli.report import load_run, names_of
     from zae.common.walk import json_safe
 
     paths = [path for path in map(Path, arguments.names) if path.expanduser().exists()]
     metrics = [name for name in arguments.names if not Path(name).expanduser().exists()]
-    try:
-        if not paths:
-            raise ConfigError(f"{arguments.names[0]} does not exist; give the folder of a run, or its log, first")
-        runs = [load_run(path.expanduser(), name) for path, name in zip(paths, names_of(paths))]
-        curves: dict[str, Series] = {}
-        for each in runs:
-            series = each.records.series
-            for metric in metrics or [name for name in series if name.endswith("loss")]:
-                if metric not in series:
-                    hint = did_you_mean(metric, series)
-                    known = f"{hint} A" if hint else "; a"
-                    raise ConfigError(
-                        f"{each.name} has no metric {metric!r}{known}vailable: {', '.join(series) or 'none'}"
-                    )
-                curves[f"{each.name} {metric}" if len(runs) > 1 else metric] = series[metric]
-    except (ConfigError, CheckpointError) as error:
-        sys.stderr.write(f"{printable(str(error))}\n")
-        return 2
+    if not paths:
+        raise ConfigError(f"{arguments.names[0]} does not exist; give the folder of a run, or its log, first")
+    runs = [load_run(path.expanduser(), name) for path, name in zip(paths, names_of(paths))]
+    curves: dict[str, Series] = {}
+    for each in runs:
+        series = each.records.series
+        for metric in metrics or [name for name in series if name.endswith("loss")]:
+            if metric not in series:
+                hint = did_you_mean(metric, series)
+                known = f"{hint} A" if hint else "; a"
+                raise ConfigError(f"{each.name} has no metric {metric!r}{known}vailable: {', '.join(series) or 'none'}")
+            curves[f"{each.name} {metric}" if len(runs) > 1 else metric] = series[metric]
     if arguments.json:
         points = {name: [*zip(each.steps, each.values)] for name, each in curves.items()}
         sys.stdout.write(json.dumps(json_safe(points)) + "\n")

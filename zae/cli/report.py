@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zae.errors import CheckpointError, ConfigError, printable
+from zae.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from zae.report.records import Records, Run
@@ -24,24 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object about what was written")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of all runs together; return 2 where one cannot be read."""
+    """Write the page of all runs together; ConfigError or CheckpointError where one cannot be read."""
     from zae.report.page import write
 
     out: Path = arguments.out.expanduser()
     if out.suffix not in (".html", ".htm"):
-        sys.stderr.write(f"-o {printable(str(out), kept='')} would not be opened as a page; end it with .html\n")
-        return 2
-    try:
-        paths = [path.expanduser() for path in arguments.runs]
-        runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
-        size = write(out, runs)
-    except (ConfigError, CheckpointError) as error:
-        sys.stderr.write(f"{printable(str(error))}\n")
-        return 2
+        raise ConfigError(f"-o {out} would not be opened as a page; end it with .html")
+    paths = [path.expanduser() for path in arguments.runs]
+    runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
+    size = write(out, runs)
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
     if arguments.json:
         sys.stdout.write(json.dumps({"file": str(out), "bytes": size, "points": counts}) + "\n")
