@@ -25,6 +25,9 @@ class EarlyStoppingAddon(AddOnBase):
         The run ends after so many consecutive validations without an improvement.
     delta : float
         The smallest change that counts as an improvement.
+    min_epochs : int
+        The run does not end before so many of its epochs, whatever the metric is; validations are counted from the
+        first one. Other ends, by ``max_steps``, ``max_time``, ``stop`` or a signal, do not wait for it.
     early_stopper : callable, optional
         ``early_stopper(step, score) -> bool`` decides instead: True stops.
 
@@ -62,12 +65,14 @@ class EarlyStoppingAddon(AddOnBase):
         *args: Any,
         patience: int = 3,
         delta: float = 0.0,
+        min_epochs: int = 0,
         early_stopper: Callable[[int, float], bool] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.patience = check_count("patience", patience)
         self.delta = check_number("delta", delta)
+        self.min_epochs = check_count("min_epochs", min_epochs, least=0)
         if early_stopper is not None and not callable(early_stopper):
             raise ConfigError(f"early_stopper={early_stopper!r}; it must be a function (step, score) -> bool")
         self.early_stopper = early_stopper
@@ -93,15 +98,21 @@ class EarlyStoppingAddon(AddOnBase):
             )
         if self.early_stopper is not None:
             if self.early_stopper(self.progress_checker.step, score):
-                self.stop(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
+                self._end(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
         elif self._improves(score):
             self._best, self._waited = score, 0
         else:
             self._waited += 1
             if self._waited >= self.patience:
                 best = "NaN" if self._best is None else f"{self._best:g}"
-                self.stop(f"{self.monitor} has not become better than {best} in {self.patience} validations")
+                self._end(f"{self.monitor} has not become better than {best} in {self._waited} validations")
         return better
+
+    def _end(self, reason: str) -> None:
+        """End the run, unless this call of ``run`` has fewer than ``min_epochs`` epochs yet."""
+        began = [0, *(epoch for epoch, _ in self.progress_checker.run_starts)][-1]
+        if self.progress_checker.epoch - began >= self.min_epochs:
+            self.stop(reason)
 
     def _improves(self, score: float) -> bool:
         if math.isnan(score):
@@ -114,6 +125,7 @@ class EarlyStoppingAddon(AddOnBase):
     def plan_lines(self, plan: Any) -> list[str]:
         """Note that the run may end earlier."""
         note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
+        note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
         return [*super().plan_lines(plan), note]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

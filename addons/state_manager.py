@@ -15,7 +15,7 @@ from zae.common.model_weights import named_parameters
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
-from zae.loop.progress import Every
+from zae.loop.progress import SIGNALED, Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
@@ -28,7 +28,6 @@ from zae.saving.stop_signals import StopSignals
 __all__ = ["StateManagerAddon"]
 
 _log = logging.getLogger("zae")
-_SIGNALED = "a signal asked for the end"
 
 
 class StateManagerAddon(AddOnBase):
@@ -207,7 +206,7 @@ class StateManagerAddon(AddOnBase):
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
         if self.current_run.signals and self.progress_checker.stop_reason is None:
-            self.stop(_SIGNALED)  # Before super(), where several ranks agree on it.
+            self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
         progress, retention = self.progress_checker, self.checkpointer.retention
         self._crash.rest(progress)
@@ -416,8 +415,6 @@ class StateManagerAddon(AddOnBase):
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        if state["progress"]["stop_reason"] == _SIGNALED:
-            state["progress"]["stop_reason"] = None  # The resumed run continues.
         kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
         kept |= self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
         return {**state, "StateManagerAddon": kept}

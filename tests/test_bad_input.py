@@ -282,7 +282,7 @@ def test_arguments_of_the_constructor(options, match):
         ((1.5,), "n_epoch=1.5"),
         (("3",), "n_epoch='3'"),
         ((True,), "n_epoch=True"),
-        ((None,), "n_epoch is None, so the run would not end; give a number of epochs, or max_steps=..."),
+        ((None,), "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."),
         ((1, {"max_steps": 0}), "max_steps=0"),
         ((1, {"steps_per_epoch": -3}), "steps_per_epoch=-3"),
         ((1, {"valid_every": "epoch"}), "valid_every='epoch'"),

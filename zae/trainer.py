@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -219,6 +220,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         max_steps: int | None = None,
         valid_every: Every | int | None = None,
         steps_per_epoch: int | None = None,
+        max_time: float | timedelta | None = None,
     ) -> MetricsDict:
         """Train for ``n_epoch`` epochs (or evaluate, in mode "test"), from where the last call of ``run`` ended.
 
@@ -228,7 +230,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Parameters
         ----------
         n_epoch : int or None
-            Epochs that this call trains; None with ``max_steps`` has no limit but that one.
+            Epochs that this call trains; None, with ``max_steps`` or ``max_time``, is no limit.
         loader : iterable
             Batches; anything that can be iterated over once an epoch, with or without a length.
         valid_loader : iterable, or dict of them, optional
@@ -239,6 +241,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             When to evaluate: steps, or ``Every(epochs=1)``, the default.
         steps_per_epoch : int, optional
             Ends an epoch after so many optimizer steps; for streams that do not end.
+        max_time : float or timedelta, optional
+            Seconds after which the run ends: all ranks finish their step, the state is saved, and
+            ``metrics["stop_reason"]`` is "max_time has passed". The time of this call in this process counts, so a
+            resumed run has all of it again.
 
         Returns
         -------
@@ -250,7 +256,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         ConfigError, LoaderError
             Before the first batch.
         """
-        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time)
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:

@@ -7,16 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zae.common.argument_checks import check_count
+from zae.common.argument_checks import check_count, check_number
 from zae.data.loaders import check_loader
 from zae.errors import CheckpointMismatch, ConfigError, LoaderError, printable
 
 __all__ = [
     "NO_LIMIT",
+    "SIGNALED",
+    "TIME_IS_UP",
     "Bar",
     "EvaluationAborted",
     "Every",
@@ -29,6 +32,10 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 NO_LIMIT = sys.maxsize
+SIGNALED, TIME_IS_UP = (
+    "a signal asked for the end",
+    "max_time has passed",
+)  # Reasons to stop after which a resumed run continues.
 _LARGEST = 2**63 - 1
 # The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
@@ -287,7 +294,8 @@ class ProgressChecker:
         """Return the counters and the beginnings of the calls of ``run`` as plain values."""
         starts = [list(start) for start in self.run_starts]
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        return {**counters, "run_starts": starts, "stop_reason": self.stop_reason}
+        reason = None if self.stop_reason in (SIGNALED, TIME_IS_UP) else self.stop_reason
+        return {**counters, "run_starts": starts, "stop_reason": reason}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; the next call of ``run`` is a new one.
@@ -323,15 +331,29 @@ class RunLimits(NamedTuple):
     max_steps: int | None = None
     valid_every: Every = Every(epochs=1)
     steps_per_epoch: int | None = None
+    max_time: float | None = None  # Seconds.
 
     @classmethod
     def parse(
-        cls, n_epoch: Any, loader: Any, valid_loader: Any, max_steps: Any, valid_every: Any, steps_per_epoch: Any
+        cls,
+        n_epoch: Any,
+        loader: Any,
+        valid_loader: Any,
+        max_steps: Any,
+        valid_every: Any,
+        steps_per_epoch: Any,
+        max_time: Any,
     ) -> RunLimits:
         """Return the limits of a call of ``run``; refuse invalid arguments."""
-        if n_epoch is None and max_steps is None:
-            raise ConfigError("n_epoch is None, so the run would not end; give a number of epochs, or max_steps=...")
-        check_count("n_epoch", n_epoch, optional=max_steps is not None)
+        if n_epoch is None and max_steps is None and max_time is None:
+            raise ConfigError(
+                "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."
+            )
+        if isinstance(max_time, timedelta):
+            max_time = max_time.total_seconds()
+        if max_time is not None:
+            check_number("max_time", max_time)
+        check_count("n_epoch", n_epoch, optional=True)
         check_count("max_steps", max_steps, optional=True)
         check_count("steps_per_epoch", steps_per_epoch, optional=True)
         check_loader(loader)
@@ -340,7 +362,9 @@ class RunLimits(NamedTuple):
         for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
             if each is not None:
                 check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
-        return cls(n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch)
+        return cls(
+            n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch, max_time
+        )
 
     def total_steps(self, in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
@@ -358,7 +382,8 @@ def remaining(
         return epochs, steps
     if epochs is not None:
         steps = min(max(0, in_epoch * epochs - progress.epoch_step), NO_LIMIT if steps is None else steps)
-    assert steps is not None  # `RunLimits.parse` refuses a run without an end.
+    if steps is None:  # Only ``max_time`` ends the run.
+        return None, None
     return (steps + progress.epoch_step) // in_epoch, steps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from zae.data.workers import dead_workers, ignore_dead_workers
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
-from zae.loop.progress import NO_LIMIT, Bar, EvaluationAborted, RunLimits, remaining
+from zae.loop.progress import NO_LIMIT, TIME_IS_UP, Bar, EvaluationAborted, RunLimits, remaining
 from zae.schedulers import is_plateau
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Run:
         self.is_ready, self.is_new = False, self.is_call
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
+        self.began = time.monotonic()
         self.signals: list[int] = []
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
@@ -236,11 +238,19 @@ class Run:
         every = self.limits.valid_every
         if every.steps and self.valid_loader is not None and every.due_at_step(step):
             self._validate("step")
+        if self.limits.max_time is not None:
+            self._check_time()
         trainer.checkpoint()
         if self.bar.shown and self.bar.due():
             self.bar.update(progress.epoch_batch, self.shown)
         self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
+
+    def _check_time(self) -> None:
+        """Ask for the end where ``max_time`` has passed; several ranks agree on it in ``checkpoint``."""
+        trainer, limit = self.trainer, self.limits.max_time
+        if limit is not None and time.monotonic() - self.began >= limit and not trainer.should_stop:
+            trainer.stop(TIME_IS_UP)
 
     def ends_epoch(self, wrapped: Any, batches: Iterator[Any]) -> bool:
         """Return whether the step that ends the loop over the batches is the last of the epoch."""
@@ -290,6 +300,7 @@ class Run:
         finally:
             if not progress.pending_validation:  # Else its repetition may read it.
                 trainer.log_train.free()
+        self._check_time()
         trainer.checkpoint()
 
     def _judge_epoch(self) -> None:

@@ -10,6 +10,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,13 @@ class Preview:
         found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_in(wrapped)
         found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
         found.first_step = progress.step + 1
+        if run.limits.max_time is not None:
+            found.notes.append(
+                f"may end earlier: after the step in which max_time={run.limits.max_time:g} s have passed"
+            )
+            if last_epoch == last_step == NO_LIMIT:
+                found.last_step = None
+                return
         if in_epoch is None:
             found.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
             found.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
@@ -295,6 +303,7 @@ def plan(
     max_steps: int | None = None,
     valid_every: Every | int | None = None,
     steps_per_epoch: int | None = None,
+    max_time: float | timedelta | None = None,
 ) -> RunPreview:
     """Preview what ``run`` would do with the same arguments, without changing anything.
 
@@ -303,7 +312,7 @@ def plan(
 
     Parameters
     ----------
-    n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch
+    n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time
         As for ``run``.
 
     Returns
@@ -340,5 +349,5 @@ def plan(
       memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
       monitor    loss; there are loss, accuracy
     """
-    limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch)
+    limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time)
     return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()
