@@ -1,4 +1,8 @@
-"""What every engine promises, each against one process on the same global batch; kit/engines.py is the table."""
+"""What every engine promises, each against one process on the same global batch; kit/engines.py is the table.
+
+The default run has the engines on two ranks, and the weights of those on four; the whole table has the marker
+`exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import inspect
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,17 @@ from zae import ConfigError
 from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 LIMIT = 1e-12
-EVERY = pytest.mark.parametrize("name", ENGINES)
+SMALL = [name for name, engine in ENGINES.items() if engine.world == 2]
+LARGE = [name for name in ENGINES if name not in SMALL]
 
 
-def on_engine(test: Any) -> Any:
+def engines(names: Iterable[str] = ENGINES, default: Iterable[str] = SMALL) -> Any:
+    """Parametrize a test with engines, of which some run by default."""
+    marks = {name: () if name in default else pytest.mark.exhaustive for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+def on_engine(test: Any, names: Iterable[str] = ENGINES, default: Iterable[str] = SMALL) -> Any:
     """Run a test function on the ranks of every engine."""
 
     @functools.wraps(test)
@@ -30,7 +42,7 @@ def on_engine(test: Any) -> Any:
 
     del run.__wrapped__
     run.on_rank = test  # type: ignore[attr-defined]
-    return EVERY(run)
+    return engines(names, default)(run)
 
 
 def on_rank(module: str, test: str, name: str, tmp_path: Path) -> None:
@@ -59,7 +71,17 @@ def assert_same_history(here: Any, there: Any) -> None:
 @on_engine
 def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
     """20 steps of AdamW, with a clip that bites and two batches in a window."""
-    for task, steps in ((Task, 20), (Counted, 2)):
+    train_beside_one_process(engine, 20)
+
+
+@functools.partial(on_engine, names=LARGE, default=LARGE)
+def test_the_first_weights_are_those_of_one_process(engine: Engine) -> None:
+    """The same with fewer steps on four ranks, for the default run."""
+    train_beside_one_process(engine, 4)
+
+
+def train_beside_one_process(engine: Engine, many: int) -> None:
+    for task, steps in ((Task, many), (Counted, 2)):
         options = {"task": task, "gradient_clip": 0.05, "gradient_accumulation_steps": 2}
         trainer, single = (build(each, GradientAccumulationAddon, **options) for each in (engine, None))
         rows = 4 * engine.shares * steps
@@ -73,7 +95,7 @@ def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
         check(trainer, engine)
 
 
-@on_engine
+@functools.partial(on_engine, default=["ddp", "fsdp"])  # Ranks that divide layers alone all have samples.
 def test_ranks_without_samples(engine: Engine) -> None:
     """A last window in which some ranks have no sample."""
     for task in (Task, Counted):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_engines import on_engine
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.engines import ENGINES, PLAN, VOCABULARY, Engine, Net, Task, build, data, distance, net, weights
-from kit.ranks import each_rank
+from kit.rank_tasks import forks
 from zae import AddOnConflict, ConfigError, DistributedError
 from zae.addons import AMPAddon, CompileAddon, EMAAddon, FSDPAddon, MultiGPUAddon, TensorParallelAddon
 
 TENSOR = ENGINES["tensor"]
+on_tensor = functools.partial(on_engine, names=["tensor"])
+in_parts = functools.partial(on_engine, names=["tensor", "2-D"])
+"""Layers in parts, and for `exhaustive` these in shards."""
 
 
 class Dropping(nn.Module):
@@ -79,34 +84,31 @@ def test_one_process_trains_as_without_it() -> None:
     assert distance(trainer, single, without="none") == 0
 
 
-def test_what_ranks_refuse_in_a_run() -> None:
+@on_tensor
+def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
     """Each refusal takes place on all ranks, and names the remedy."""
+    assert dist.get_world_size() == engine.world == 2
 
-    def ranks() -> None:
-        assert dist.get_world_size() == 2
+    def refused(message: str, kind: type[Exception] = ConfigError, loader: Any = None, **options: Any) -> None:
+        composed = Engine((TensorParallelAddon, *options.pop("add_ons", ())))
+        given = {"model": Dropping("none"), "tensor_plan": HALVES, "task": Mean, **options}
+        with pytest.raises(kind, match=message):
+            build(composed, **given).run(1, loader or rows())
 
-        def refused(message: str, kind: type[Exception] = ConfigError, loader: Any = None, **options: Any) -> None:
-            engine = Engine((TensorParallelAddon, *options.pop("add_ons", ())))
-            given = {"model": Dropping("none"), "tensor_plan": HALVES, "task": Mean, **options}
-            with pytest.raises(kind, match=message):
-                build(engine, **given).run(1, loader or rows())
-
-        for place, name in (("module", "dropout in drop"), ("function", "dropout in the model")):
-            refused(f"{name} draws random numbers.*Move it behind", model=Dropping(place))
-        build(TENSOR, task=Mean, model=Dropping("behind"), tensor_plan=HALVES).run(1, rows())
-        refused("has another batch than the ranks", DistributedError, rows(add=float(dist.get_rank())))
-        refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
-        refused("tensor_plan divides no parameter", tensor_plan={})
-        refused("foreach=True of SGD", optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(p_of())], foreach=True))
-        hooked = Dropping("none")
-        hooked.up.bias.register_hook(lambda gradient: gradient)
-        refused(r"up\.bias has a hook of its gradient", model=hooked)
-        refused("precision='fp16' needs a loss scale", add_ons=(AMPAddon,), precision="fp16")
-        tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-        tied[1].weight = tied[0].weight
-        refused("0.weight and 1.weight are one parameter", model=tied, tensor_plan={"1": ColwiseParallel()})
-
-    each_rank(2, ranks)
+    for place, name in (("module", "dropout in drop"), ("function", "dropout in the model")):
+        refused(f"{name} draws random numbers.*Move it behind", model=Dropping(place))
+    build(engine, task=Mean, model=Dropping("behind"), tensor_plan=HALVES).run(1, rows())
+    refused("has another batch than the ranks", DistributedError, rows(add=float(dist.get_rank())))
+    refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
+    refused("tensor_plan divides no parameter", tensor_plan={})
+    refused("foreach=True of SGD", optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(p_of())], foreach=True))
+    hooked = Dropping("none")
+    hooked.up.bias.register_hook(lambda gradient: gradient)
+    refused(r"up\.bias has a hook of its gradient", model=hooked)
+    refused("precision='fp16' needs a loss scale", add_ons=(AMPAddon,), precision="fp16")
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    refused("0.weight and 1.weight are one parameter", model=tied, tensor_plan={"1": ColwiseParallel()})
 
 
 class Bare(Net):
@@ -123,46 +125,40 @@ class Bare(Net):
         return self.head(self.norm(x))
 
 
-def test_a_loss_of_logits_in_parts() -> None:
+@in_parts
+def test_a_loss_of_logits_in_parts(engine: Engine) -> None:
     """Where the plan leaves them so, the cross entropy is computed in parts, in training and in evaluation."""
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-
-    def ranks(engine: Engine) -> None:
-        options = {**engine.options, "tensor_plan": {**PLAN, "head": head}}
-        trainer = build(engine, model=Bare, gradient_clip=0.05, **options)
-        single = build(None, model=Bare, gradient_clip=0.05)
-        here = trainer.run(1, data(8 * engine.shares), data(5, 2, False))
-        there = single.run(1, data(8 * engine.shares, 4 * engine.shares), data(5, 2, False))
-        assert dist.get_world_size() == engine.world
-        assert distance(trainer, single) < 1e-12
-        assert here["valid_metrics_history"][0] == pytest.approx(there["valid_metrics_history"][0], rel=1e-9)
-
-    for name in ("tensor", "2-D"):
-        each_rank(ENGINES[name].world, ranks, ENGINES[name])
+    options = {**engine.options, "tensor_plan": {**PLAN, "head": head}}
+    trainer = build(engine, model=Bare, gradient_clip=0.05, **options)
+    single = build(None, model=Bare, gradient_clip=0.05)
+    here = trainer.run(1, data(8 * engine.shares), data(5, 2, False))
+    there = single.run(1, data(8 * engine.shares, 4 * engine.shares), data(5, 2, False))
+    assert dist.get_world_size() == engine.world
+    assert distance(trainer, single) < 1e-12
+    assert here["valid_metrics_history"][0] == pytest.approx(there["valid_metrics_history"][0], rel=1e-9)
 
 
-def test_blocks_that_the_user_has_compiled() -> None:
+@on_tensor
+def test_blocks_that_the_user_has_compiled(engine: Engine) -> None:
     """Compiled code that takes what a divided layer is still sending has wrong gradients of it, by torch alone."""
-
-    def ranks() -> None:
-        assert dist.get_world_size() == 2
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
-        model = net()
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        trainer, single = build(TENSOR, model=model), build(None)
-        trainer.run(1, data(8))
-        single.run(1, data(8))
-        assert distance(trainer, single) < 1e-12
-
-    each_rank(2, ranks)
+    assert dist.get_world_size() == 2
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
+    model = net()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    trainer, single = build(engine, model=model), build(None)
+    trainer.run(1, data(8))
+    single.run(1, data(8))
+    assert distance(trainer, single) < 1e-12
 
 
 def p_of() -> torch.Tensor:
     return torch.zeros(2, dtype=torch.float64)
 
 
-def test_sequence_parallel_layers() -> None:
+@in_parts
+def test_sequence_parallel_layers(engine: Engine) -> None:
     """Norms on parts of the sequence leave gradients in parts, which are added up."""
     whole, parts = Replicate(), Shard(1)
     enter, leave = ColwiseParallel(input_layouts=parts), RowwiseParallel(output_layouts=parts)
@@ -173,47 +169,38 @@ def test_sequence_parallel_layers() -> None:
         **dict.fromkeys(["blocks.*.out", "blocks.*.down"], leave),
         "head": ColwiseParallel(input_layouts=parts, output_layouts=whole),
     }
-    tokens = torch.randint(VOCABULARY, (32, 7), generator=torch.Generator().manual_seed(1))
-
-    def ranks(engine: Engine) -> None:
-        size = 4 // engine.shares
-        trainer = build(engine, gradient_clip=0.05, **{**engine.options, "tensor_plan": plan})
-        single = build(None, gradient_clip=0.05)
-        trainer.run(3, DataLoader(TensorDataset(tokens), size))
-        single.run(3, DataLoader(TensorDataset(tokens), 4))
-        assert dist.get_world_size() == engine.world
-        assert trainer.progress_checker.step == 24
-        assert distance(trainer, single) < 1e-12
-
-    for name in ("tensor", "2-D"):
-        each_rank(ENGINES[name].world, ranks, ENGINES[name])
+    tokens = torch.randint(VOCABULARY, (16, 7), generator=torch.Generator().manual_seed(1))
+    trainer = build(engine, gradient_clip=0.05, **{**engine.options, "tensor_plan": plan})
+    single = build(None, gradient_clip=0.05)
+    trainer.run(2, DataLoader(TensorDataset(tokens), 4 // engine.shares))
+    single.run(2, DataLoader(TensorDataset(tokens), 4))
+    assert dist.get_world_size() == engine.world
+    assert trainer.progress_checker.step == 8
+    assert distance(trainer, single) < 1e-12
 
 
-def test_composed_with_averages_and_autocast() -> None:
+@in_parts
+def test_composed_with_averages_and_autocast(engine: Engine) -> None:
     """Averages are those of one process; bfloat16 rounds, so that two runs of the same engine are compared."""
-
-    def ranks(engine: Engine) -> None:
-        trainer, single = (build(each, EMAAddon, decay=0.5, gradient_clip=0.05) for each in (engine, None))
-        trainer.run(2, data(), data(9, 2, False))
-        single.run(2, data(batch_size=4 * engine.shares), data(9, 2, False))
-        assert distance(trainer, single) < 1e-12
-        average = {name: trainer.whole(value) for name, value in trainer.average.items()}
-        for name, value in single.average.items():
-            assert name.endswith("key.bias") or float((average[name] - value).abs().max()) < 1e-12
-        assert trainer.evaluate(data(9, 2, False)) == pytest.approx(single.evaluate(data(9, 2, False)), rel=1e-9)
-        ends = []
-        for _ in range(2):
-            model = net(torch.float32)
-            trainer = build(engine, AMPAddon, precision="bf16", model=model)
-            trainer.run(1, data())
-            ends.append(weights(trainer))
-        assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-        single = build(None, AMPAddon, precision="bf16", model=net(torch.float32))
-        single.run(1, data(batch_size=4 * engine.shares))
-        assert 0 < distance(trainer, single) < 0.1
-
-    for name in ("tensor", "2-D"):
-        each_rank(ENGINES[name].world, ranks, ENGINES[name])
+    trainer, single = (build(each, EMAAddon, decay=0.5, gradient_clip=0.05) for each in (engine, None))
+    rows = 16 * engine.shares
+    trainer.run(2, data(rows), data(9, 2, False))
+    single.run(2, data(rows, 4 * engine.shares), data(9, 2, False))
+    assert distance(trainer, single) < 1e-12
+    average = {name: trainer.whole(value) for name, value in trainer.average.items()}
+    for name, value in single.average.items():
+        assert name.endswith("key.bias") or float((average[name] - value).abs().max()) < 1e-12
+    assert trainer.evaluate(data(9, 2, False)) == pytest.approx(single.evaluate(data(9, 2, False)), rel=1e-9)
+    ends = []
+    for _ in range(2):
+        model = net(torch.float32)
+        trainer = build(engine, AMPAddon, precision="bf16", model=model)
+        trainer.run(1, data(rows))
+        ends.append(weights(trainer))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    single = build(None, AMPAddon, precision="bf16", model=net(torch.float32))
+    single.run(1, data(rows, 4 * engine.shares))
+    assert 0 < distance(trainer, single) < 0.1
 
 
 def test_processes_that_run_starts() -> None:
@@ -223,7 +210,8 @@ def test_processes_that_run_starts() -> None:
     cls = Task.add_on(*engine.add_ons)
     trainer = cls(net(), ["cpu", "cpu"], optimizer=torch.optim.SGD, log_bar=False, seed=0, tensor_plan=PLAN)
     reference = Task(net(), "cpu", optimizer=torch.optim.SGD, log_bar=False, seed=0)
-    trainer.run(1, data())
+    with forks():
+        trainer.run(1, data())
     reference.run(1, data())
     assert distance(trainer, reference) < 1e-12
     assert distance(trainer, single) > 1e-5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_engines import LIMIT, check, on_engine
+from test_engines import LIMIT, check, engines, on_engine
 from torch import nn
 
 from kit.engines import ENGINES, Block, Engine, Net, Task, build, data, distance, net, sgd, weights
@@ -162,7 +162,7 @@ def test_what_is_refused(engine: Engine) -> None:
         build(engine, meta_init=True)
 
 
-@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.add_ons == (FSDPAddon,)])
+@engines([name for name, engine in ENGINES.items() if engine.add_ons == (FSDPAddon,)])
 def test_blocks_are_found_named_and_shown(name: str) -> None:
     """By default the repeated ones; else classes, names, patterns, or a function."""
     engine = ENGINES[name]
@@ -186,7 +186,7 @@ class Fails(Task):
         return super().train_step(batch)
 
 
-@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if sharded(engine)])
+@engines([name for name, engine in ENGINES.items() if sharded(engine)])
 def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) -> None:
     """Gathering needs the others: the error names the newest checkpoint, and no rank waits until its time is over."""
     engine = ENGINES[name]
@@ -199,7 +199,7 @@ def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "save").iterdir() if "step" in path.name) == ["step-00000002"]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@engines()
 def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
     """run starts the ranks; afterwards one process evaluates, and runs again."""
     engine = ENGINES[name]
