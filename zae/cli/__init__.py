@@ -21,6 +21,8 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "doctor": "list and verify the checkpoints of a run, and explain what to do about damaged ones",
+    "plan": "show what the run of a script would do, or refuse, without training",
+    "explain": "show the loop of a script's trainer, with the add-ons that override each line",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",

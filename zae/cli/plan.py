@@ -1,0 +1,69 @@
+"""`python -m zae plan script.py:make_trainer`: what the run of a script would do, without training."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import sys
+from typing import Any
+
+from zae.cli import script
+from zae.errors import ConfigError, ZaeError, did_you_mean, printable
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    script.add_arguments(parser)
+    parser.description = (
+        f"{parser.description}\n\nNothing is trained, and zae writes nothing: one batch is tried with a copy of the\n"
+        "model for the names of the metrics. What the run would refuse is status 1."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan of the run, or what it would refuse; return 1 in the second case."""
+    with script.made_by(arguments) as (trainer, options):
+        if options is None:
+            raise ConfigError(
+                f"{arguments.script} returned a trainer without the arguments of its run; write: return trainer, "
+                '{"n_epoch": 3, "loader": loader}'
+            )
+        _check(trainer, options)
+        status, found = 0, {}
+        try:
+            plan = trainer.plan(**options)
+            text, found = str(plan), fields_of(plan)
+        except Exception as error:
+            words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
+            status, found["refused"] = 1, f"{type(error).__name__}: {error}"
+            text = f"the run would fail:\n{words}"
+    sys.stdout.write(f"{json.dumps(found) if arguments.json else printable(text)}\n")
+    return status
+
+
+def fields_of(plan: Any) -> dict[str, Any]:
+    """Return the fields of a plan as JSON takes them; the memory is that of a step, by what takes it."""
+    from zae.common.walk import json_safe
+
+    names = [each.name for each in dataclasses.fields(plan) if not each.name.startswith("_")]
+    fields = {name: getattr(plan, name) for name in [*names, "steps", "effective_batch_size"]}
+    memory = plan.memory and {**plan.memory.entries(), "total": plan.memory.total}
+    found: dict[str, Any] = json_safe({**fields, "memory": memory})
+    return found
+
+
+def _check(trainer: Any, options: dict[str, Any]) -> None:
+    """Refuse arguments that ``run`` does not have, or lacks."""
+    signature = inspect.signature(trainer.plan)
+    for name in options:
+        if name not in signature.parameters:
+            hint = did_you_mean(str(name), signature.parameters)
+            raise ConfigError(f"run() has no argument {name!r}{hint or '; it has ' + ', '.join(signature.parameters)}")
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"run(): {error}; the script returned {', '.join(map(str, options)) or 'none'}") from None

@@ -1,0 +1,154 @@
+"""Take the trainer out of a user's script: `script.py:make_trainer`, for the commands that look at one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zae.errors import ConfigError, did_you_mean, kind_of
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["EXECUTED", "Made", "add_arguments", "explain_failure", "made_by"]
+
+EXECUTED = """\
+The script is imported, as `import script` would do: its top level runs, but
+not what is under `if __name__ == "__main__":`. Then the function is called:
+
+    def make_trainer():
+        ...
+        return trainer, {"n_epoch": 3, "loader": loader, "valid_loader": valid_loader}
+
+It returns the trainer and the arguments of its `run`."""
+"""For the help of a command: what is executed, and what is to be written."""
+
+_MOST = 12  # Frames of a traceback.
+_RETURN = 'return trainer, {"n_epoch": 3, "loader": loader}'
+
+
+class Made(NamedTuple):
+    """What a script has made: a trainer, and the arguments of its run; None where the script returned none."""
+
+    trainer: Trainer
+    arguments: dict[str, Any] | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the script, and its own arguments."""
+    parser.description = f"{parser.description}\n\n{EXECUTED}"
+    parser.add_argument("script", metavar="script.py:FUNCTION", help="a script, and the function in it that makes the "
+                        "trainer (default: make_trainer)")  # fmt: skip
+    parser.add_argument("given", metavar="ARGUMENT", nargs="*", help="arguments for the script's sys.argv, after --")
+
+
+@contextlib.contextmanager
+def made_by(arguments: argparse.Namespace) -> Iterator[Made]:
+    """Import the script and call its function, with its folder on the path as where it is started; undone at the end.
+
+    ConfigError says what is wrong, with the user's frames where the script raises. With ``--json``, what the script
+    prints goes to standard error, until the end.
+    """
+    path, function = _parsed(arguments.script)
+    if not path.is_file():
+        near = did_you_mean(path.name, (each.name for each in path.absolute().parent.glob("*.py")))
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {what}{near or '; give the file of a Python script: script.py:make_trainer'}")
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "zae_script"
+    kept = sys.argv, sys.path[:], sys.dont_write_bytecode
+    sys.argv, sys.path[:0], sys.dont_write_bytecode = [str(path), *arguments.given], [str(path.parent.absolute())], True
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+            with _in_words(f"{path} failed as it was imported"):
+                module = _imported(path, name)
+            maker = _maker(module, function, path)
+            with _in_words(f"{function}() of {path} failed"):
+                made = maker()
+            yield _checked(made, function, path)
+    finally:
+        sys.argv, sys.path[:], sys.dont_write_bytecode = kept
+        sys.modules.pop(name, None)
+
+
+def _parsed(text: str) -> tuple[Path, str]:
+    """Split script.py:function."""
+    path, _, name = text.rpartition(":")
+    if not path or not name.isidentifier():
+        path, name = text, "make_trainer"
+    return Path(path).expanduser(), name
+
+
+def _imported(path: Path, name: str) -> ModuleType:
+    loader = SourceFileLoader(name, str(path))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _maker(module: ModuleType, name: str, path: Path) -> Any:
+    """Return the function; ConfigError where there is none, or where it needs arguments."""
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value)
+               and value.__module__ == module.__name__]  # fmt: skip
+        has = f" (it has {', '.join(own)})" if own else ""
+        cure = did_you_mean(name, own) or f"; write one that ends with: {_RETURN}"
+        raise ConfigError(f"{path} has no function {name!r}{has}{cure}")
+    needed = [p.name for p in inspect.signature(maker).parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    if needed:
+        raise ConfigError(f"{name}() of {path} needs {', '.join(needed)}; give each a default: it is called without")
+    return maker
+
+
+def _checked(made: Any, function: str, path: Path) -> Made:
+    """Return what the function returned as a trainer and arguments."""
+    from zae.trainer import Trainer
+
+    trainer, arguments = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(trainer, Trainer) and (arguments is None or isinstance(arguments, Mapping)):
+        return Made(trainer, None if arguments is None else dict(arguments))
+    shown = kind_of(made)
+    if isinstance(made, tuple):
+        shown = f"a tuple of {', '.join(kind_of(each) for each in made) or 'nothing'}"
+    elif isinstance(made, type):
+        shown = f"the class {made.__name__}, and not a trainer made of it"
+    raise ConfigError(f"{function}() of {path} returned {shown}; write: {_RETURN}")
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Turn what a script raises into a ConfigError with the user's frames."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ConfigError(
+            f"{what}: it ended itself with status {error.code}. Arguments for the script go after --, and what only "
+            'the script itself does goes under if __name__ == "__main__":'
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{what}:\n{explain_failure(error)}") from None
+
+
+def explain_failure(error: BaseException) -> str:
+    """Return the user's frames of a traceback, the last ones if there are many, and the error with its notes."""
+    folders = [str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    others = ("<", *(os.path.join(each, "") for each in folders))
+    entries = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(others)
+               and not {"site-packages", "dist-packages"} & set(Path(each.filename).parts)]  # fmt: skip
+    left_out = [f"  ({len(entries) - _MOST} more above)\n"] if len(entries) > _MOST else []
+    frames = traceback.format_list(entries[-_MOST:])
+    return "".join([*left_out, *frames, *traceback.format_exception_only(error)]).rstrip()
