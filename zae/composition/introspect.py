@@ -141,18 +141,20 @@ def function_of(value: Any) -> Any:
 
 def _wrappers(value: Any) -> Iterator[Any]:
     """Yield a value of a class body and what it wraps, outermost first."""
-    yield value
-    inner = None
-    if isinstance(value, property):
-        inner = value.fget
-    elif isinstance(value, (classmethod, staticmethod)):
-        inner = value.__func__
-    elif isinstance(value, (partial, partialmethod, cached_property)):
-        inner = value.func
-    elif isinstance(value, FunctionType):
-        inner = value.__dict__.get("__wrapped__")
-    if inner is not None:
-        yield from _wrappers(inner)
+    while True:
+        yield value
+        inner = None
+        if isinstance(value, FunctionType):
+            inner = value.__dict__.get("__wrapped__")
+        elif isinstance(value, property):
+            inner = value.fget
+        elif isinstance(value, (classmethod, staticmethod)):
+            inner = value.__func__
+        elif isinstance(value, (partial, partialmethod, cached_property)):
+            inner = value.func
+        if inner is None:
+            return
+        value = inner
 
 
 def calls_super(value: Any, name: str) -> bool:

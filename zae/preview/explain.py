@@ -142,9 +142,9 @@ explain: Any = _ExplainMethod()
 
 def owners_of(cls: Any, name: str) -> list[Any]:
     """List the classes that override a seam, or write a step, outermost first."""
-    introduced = seams_of(cls).get(name)
-    found = [klass for klass in cls.__mro__ if name in klass.__dict__ and klass is not introduced]
-    return [klass for klass in found if klass.__name__ != "Trainer"]
+    found = [klass for klass in cls.__mro__ if name in klass.__dict__]
+    introduced = next((klass for klass in reversed(found) if is_marked(klass.__dict__[name], "__seam__")), None)
+    return [klass for klass in found if klass is not introduced and klass.__name__ != "Trainer"]
 
 
 def lines_of(cls: Any, instance: Any = None) -> list[Line]:
