@@ -81,11 +81,11 @@ def bitwise(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved(tmp_path_factory: pytest.TempPathFactory, crews: Any) -> Any:
     """Two ranks stop at step 4 of 7 of the first epoch; they, and one process, also go to the end."""
     folder = tmp_path_factory.mktemp("sharded")
-    each_rank(2, train, 2, folder / "half", None, 4)
-    whole = each_rank(2, train, 2, folder / "end")
+    crews(2).call(train, 2, folder / "half", None, 4)
+    whole = crews(2).call(train, 2, folder / "end")
     return folder / "half" / "step-00000004", whole, train(1, folder / "single")
 
 
@@ -106,10 +106,10 @@ def test_each_rank_writes_its_parts(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_two_ranks_are_resumed_by_any_number(saved: Any, world: int, tmp_path: Path) -> None:
+def test_two_ranks_are_resumed_by_any_number(saved: Any, world: int, tmp_path: Path, crews: Any) -> None:
     """In the middle of an epoch: bitwise with as many, and to 1e-12 with others; one needs no process group."""
     path, two, single = saved
-    ends = [train(1, tmp_path, path)] if world == 1 else each_rank(world, train, world, tmp_path, path)
+    ends = [train(1, tmp_path, path)] if world == 1 else crews(world).call(train, world, tmp_path, path)
     for end, history, step in ends:
         assert step == STEPS == single[2]
         for row, expected in zip(history, single[1], strict=True):
@@ -119,11 +119,11 @@ def test_two_ranks_are_resumed_by_any_number(saved: Any, world: int, tmp_path: P
         assert far(end, single[0]) < LIMIT
 
 
-def test_one_process_is_resumed_by_two(saved: Any, tmp_path: Path) -> None:
+def test_one_process_is_resumed_by_two(saved: Any, tmp_path: Path, crews: Any) -> None:
     """And these by three, from what they have saved in shards."""
     train(1, tmp_path / "one", None, 3)
-    each_rank(2, train, 2, tmp_path / "two", tmp_path / "one" / "step-00000003", 9)
-    for end, _, step in each_rank(3, train, 3, tmp_path / "three", tmp_path / "two" / "step-00000009"):
+    crews(2).call(train, 2, tmp_path / "two", tmp_path / "one" / "step-00000003", 9)
+    for end, _, step in crews(3).call(train, 3, tmp_path / "three", tmp_path / "two" / "step-00000009"):
         assert step == STEPS
         assert far(end, saved[2][0]) < LIMIT
 
@@ -151,21 +151,21 @@ def test_a_rank_reads_what_it_holds_and_one_tensor_at_a_time(tmp_path: Path) -> 
         assert grown < held + (24 << 20)  # A tensor has 4 MB, and what is read of one is held once or twice.
 
 
-def test_a_whole_checkpoint_is_in_the_memory_of_rank_0_alone(tmp_path: Path) -> None:
+def save_whole(path: Path) -> None:
+    made, _ = begun(path, save_format="safetensors")
+    with made.ready():
+        state = RankStates.read_state(made, in_parts=False)
+    tensors = [*tensors_in((state["model"], state["optimizer"]))]
+    large = [each for each in tensors if each.dim() == 2]
+    assert len(large) > 20
+    assert not any(isinstance(each, DTensor) for each in tensors)
+    assert {each.is_meta for each in large} == {dist.get_rank() > 0}
+    assert not any(each.is_meta for each in tensors_in(made.state_dict()))
+
+
+def test_a_whole_checkpoint_is_in_the_memory_of_rank_0_alone(tmp_path: Path, crews: Any) -> None:
     """Weights and slots; the others take part in gathering each, and drop it."""
-
-    def save() -> None:
-        made, _ = begun(tmp_path, save_format="safetensors")
-        with made.ready():
-            state = RankStates.read_state(made, in_parts=False)
-        tensors = [*tensors_in((state["model"], state["optimizer"]))]
-        large = [each for each in tensors if each.dim() == 2]
-        assert len(large) > 20
-        assert not any(isinstance(each, DTensor) for each in tensors)
-        assert {each.is_meta for each in large} == {dist.get_rank() > 0}
-        assert not any(each.is_meta for each in tensors_in(made.state_dict()))
-
-    each_rank(2, save)
+    crews(2).call(save_whole, tmp_path)
     verify(tmp_path / "step-00000004")
 
 
@@ -175,54 +175,61 @@ def peak() -> int:
     return int(found[1]) << 10
 
 
-def test_parts_of_layers_are_resumed_by_any_number(saved: Any, tmp_path: Path) -> None:
-    """Layers in parts, and these in shards: from 4 ranks to 2, to one process, and back."""
-    wide, narrow = {"engine": "2-D"}, {"engine": "tensor", "mesh": {"tensor": 2}}
+WIDE, NARROW = {"engine": "2-D"}, {"engine": "tensor", "mesh": {"tensor": 2}}
+STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+    "4-2-1": [(4, 2, WIDE), (2, 4, NARROW), (1, STEPS, WIDE | {"mesh": {}})],
+    "4-2-1-2-4": [(4, 2, WIDE), (2, 3, NARROW), (1, 11, WIDE | {"mesh": {}}), (2, 12, NARROW), (4, STEPS, WIDE)],
+}
+
+
+@pytest.mark.parametrize("name", ["4-2-1", pytest.param("4-2-1-2-4", marks=pytest.mark.exhaustive)])
+def test_parts_of_layers_are_resumed_by_any_number(saved: Any, name: str, tmp_path: Path, crews: Any) -> None:
+    """Layers in parts, and these in shards, and one process: each goes on from what the one before has saved."""
     path = None
-    for world, until, options in ((4, 2, wide), (2, 3, narrow), (1, 11, wide | {"mesh": {}}), (2, 12, narrow)):
+    for world, until, options in STAGES[name]:
         ranks = partial(train, world, tmp_path / str(until), path, until, **options)
-        ranks() if world == 1 else each_rank(world, ranks)
+        ends = [ranks()] if world == 1 else crews(world).call(ranks)
         path = tmp_path / str(until) / f"step-{until:08d}"
         assert (read_manifest(path)["model_format"] == "sharded") == (world > 1)
-    for end, _, step in each_rank(4, partial(train, 4, tmp_path / "end", path, **wide)):
+    for end, _, step in ends:
         assert step == STEPS
         assert far(end, saved[2][0]) < LIMIT
 
 
-def test_whole_checkpoints_and_shards_load_into_each_other(saved: Any, tmp_path: Path) -> None:
+def cross(folder: Path) -> None:
+    def run(engine: str, kind: str, start: Path | None = None, max_steps: int | None = None) -> Any:
+        name = str(next(count))
+        options = {"gradient_clip": 0.05, "save_format": kind, "resume": False if start is None else str(start)}
+        made = build(ENGINES[engine], StateManagerAddon, save_path=folder / name, **options)
+        limits = {"max_steps": max_steps} if max_steps else {}
+        made.run(1, data(ROWS, BATCH // 2), **limits)
+        return made, folder / name / f"step-{made.progress_checker.step:08d}"
+
+    count = itertools.count()
+    end = run("fsdp", "safetensors")[0]
+    for source, kind, target in (
+        ("ddp", "sharded", "fsdp"),
+        ("fsdp", "safetensors", "ddp"),
+        ("fsdp", "sharded", "ddp"),
+    ):
+        path = run(source, kind, max_steps=4)[1]
+        is_sharded = source == "fsdp" and kind == "sharded"
+        assert (read_manifest(path)["model_format"] == "sharded") == is_sharded
+        assert distance(run(target, "sharded", path)[0], end) < LIMIT
+
+
+def test_whole_checkpoints_and_shards_load_into_each_other(tmp_path: Path, crews: Any) -> None:
     """Of FSDP and DDP, with as many ranks."""
-
-    def cross() -> None:
-        def run(engine: str, kind: str, start: Path | None = None, max_steps: int | None = None) -> Any:
-            name = str(next(count))
-            options = {"gradient_clip": 0.05, "save_format": kind, "resume": False if start is None else str(start)}
-            made = build(ENGINES[engine], StateManagerAddon, save_path=tmp_path / name, **options)
-            limits = {"max_steps": max_steps} if max_steps else {}
-            made.run(1, data(ROWS, BATCH // 2), **limits)
-            return made, tmp_path / name / f"step-{made.progress_checker.step:08d}"
-
-        count = itertools.count()
-        end = run("fsdp", "safetensors")[0]
-        for source, kind, target in (
-            ("ddp", "sharded", "fsdp"),
-            ("fsdp", "safetensors", "ddp"),
-            ("fsdp", "sharded", "ddp"),
-        ):
-            path = run(source, kind, max_steps=4)[1]
-            is_sharded = source == "fsdp" and kind == "sharded"
-            assert (read_manifest(path)["model_format"] == "sharded") == is_sharded
-            assert distance(run(target, "sharded", path)[0], end) < LIMIT
-
-    each_rank(2, cross)
+    crews(2).call(cross, tmp_path)
 
 
-def test_another_number_of_shares_is_what_needs_reshard(tmp_path: Path) -> None:
+def test_another_number_of_shares_is_what_needs_reshard(tmp_path: Path, crews: Any) -> None:
     """Ranks that divide layers get the same batches: their number may change, and the error names both."""
-    each_rank(2, partial(train, 2, tmp_path / "tensor", None, 4, engine="tensor", mesh={"tensor": 2}))
+    crews(2).call(partial(train, 2, tmp_path / "tensor", None, 4, engine="tensor", mesh={"tensor": 2}))
     path = tmp_path / "tensor" / "step-00000004"
     assert train(1, tmp_path / "one", path, 5, engine="tensor", mesh={}, reshard=False)[2] == 5
     with pytest.raises(AssertionError, match=r"by 2 processes with 1 shares of the data; this run has 2 with 2.*resha"):
-        each_rank(2, partial(train, 2, tmp_path / "two", path, 5, reshard=False))
+        crews(2).call(partial(train, 2, tmp_path / "two", path, 5, reshard=False))
 
 
 def test_another_number_of_ranks_is_refused_without_reshard(saved: Any, tmp_path: Path) -> None:
@@ -327,28 +334,29 @@ class Held(RefusingDisk):
         super().before(name, args)
 
 
-def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path) -> None:
+def save_late(path: Path) -> Any:
+    made = trainer(path, save_every=4, keep_best=0, keep_last=9, save_async=True)
+    disk = Held()
+    made.on_step_end = release(made.on_step_end, disk, made, path)
+    with installed(disk):
+        made.run(2, data(ROWS, BATCH // 2))
+    assert disk.threads == {"zae-save"}
+    return weights(made)
+
+
+def release(method: Any, disk: Held, made: Any, path: Path) -> Any:
+    def on_step_end(outputs: Any) -> None:
+        method(outputs)
+        if made.progress_checker.step == 5:
+            assert not (path / "step-00000004").exists()
+            disk.may_go_on.set()
+
+    return on_step_end
+
+
+def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path, crews: Any) -> None:
     """The state of the moment is written, over connections of their own; the run ends bitwise as without."""
-
-    def run(name: str, **options: Any) -> Any:
-        made = trainer(tmp_path / name, save_every=4, keep_best=0, keep_last=9, **options)
-        disk = Held()
-        made.on_step_end = release(made.on_step_end, disk, made)
-        with installed(disk):
-            made.run(2, data(ROWS, BATCH // 2))
-        assert disk.threads == {"zae-save"}
-        return weights(made)
-
-    def release(method: Any, disk: Held, made: Any) -> Any:
-        def on_step_end(outputs: Any) -> None:
-            method(outputs)
-            if made.progress_checker.step == 5:
-                assert not (tmp_path / "run" / "step-00000004").exists()
-                disk.may_go_on.set()
-
-        return on_step_end
-
-    for end in each_rank(2, partial(run, "run", save_async=True)):
+    for end in crews(2).call(save_late, tmp_path / "run"):
         assert bitwise(end, {name: saved[1][0][0][name] for name in end})
     for step in (4, 8, 12, 14):
         verify(tmp_path / "run" / f"step-{step:08d}")
@@ -367,82 +375,82 @@ def begun(path: Path, **options: Any) -> tuple[Any, Any]:
     return made, loader
 
 
-def test_a_disk_that_refuses_is_reported_by_all_ranks(tmp_path: Path) -> None:
+def refuse_each(folder: Path) -> int:
+    made, _ = begun(folder / "run")
+    rank, target, failed = dist.get_rank(), folder / "step-00000004", 0
+    with made.ready():
+        made.save_state(target)
+        for victim in (0, 1):
+            for at in itertools.count(step=1 if victim else 3):
+                disk = RefusingDisk(at if rank == victim else 1 << 20, errno.ENOSPC, at + 1)
+                error = None
+                try:
+                    with installed(disk):
+                        made.save_state(target)
+                except CheckpointError as raised:
+                    error = raised
+                if error is not None:
+                    failed += 1
+                    assert error.errno == errno.ENOSPC
+                    assert "No space left on device" in str(error)
+                    assert str(error).startswith(f"rank {victim}: ") == (rank != victim)
+                    made.barrier()
+                    verify(target)
+                    assert {each.name for each in folder.iterdir()} == {"run", target.name}
+                    made.barrier()
+                if made.gather(len(disk.log))[victim] <= at:  # It was not reached.
+                    break
+    return failed
+
+
+def test_a_disk_that_refuses_is_reported_by_all_ranks(tmp_path: Path, crews: Any) -> None:
     """Whichever operation of whichever rank it is: the old checkpoint stands, nothing is left, the next save works."""
-
-    def refuse() -> int:
-        made, _ = begun(tmp_path / "run")
-        rank, target, failed = dist.get_rank(), tmp_path / "step-00000004", 0
-        with made.ready():
-            made.save_state(target)
-            for victim in (0, 1):
-                for at in itertools.count(step=1 if victim else 3):
-                    disk = RefusingDisk(at if rank == victim else 1 << 20, errno.ENOSPC, at + 1)
-                    error = None
-                    try:
-                        with installed(disk):
-                            made.save_state(target)
-                    except CheckpointError as raised:
-                        error = raised
-                    if error is not None:
-                        failed += 1
-                        assert error.errno == errno.ENOSPC
-                        assert "No space left on device" in str(error)
-                        assert str(error).startswith(f"rank {victim}: ") == (rank != victim)
-                        made.barrier()
-                        verify(target)
-                        assert {each.name for each in tmp_path.iterdir()} == {"run", target.name}
-                        made.barrier()
-                    if made.gather(len(disk.log))[victim] <= at:  # It was not reached.
-                        break
-        return failed
-
-    failed = each_rank(2, refuse)
+    failed = crews(2).call(refuse_each, tmp_path)
     assert failed[0] == failed[1] > 9
 
 
-def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path) -> None:
+def refuse_late(folder: Path, kind: str) -> tuple[int, str]:
+    made = trainer(folder / kind, save_async=True, save_every=2, keep_best=0, on_save_error=kind)
+    disk = RefusingDisk(0 if dist.get_rank() else 1 << 30, errno.ENOSPC, 1)
+    error = ""
+    try:
+        with installed(disk):
+            made.run(2, data(ROWS, BATCH // 2))
+    except CheckpointError as raised:
+        error = str(raised)
+    made.barrier()
+    assert not [each.name for each in folder.rglob(".staging*")]
+    return made.progress_checker.step, error
+
+
+def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path, crews: Any) -> None:
     """At the same step, although one disk alone has refused; with on_save_error="warn" the run goes on to its end."""
-
-    def refuse(kind: str) -> tuple[int, str]:
-        made = trainer(tmp_path / kind, save_async=True, save_every=2, keep_best=0, on_save_error=kind)
-        disk = RefusingDisk(0 if dist.get_rank() else 1 << 30, errno.ENOSPC, 1)
-        error = ""
-        try:
-            with installed(disk):
-                made.run(2, data(ROWS, BATCH // 2))
-        except CheckpointError as raised:
-            error = str(raised)
-        made.barrier()
-        assert not [each.name for each in tmp_path.rglob(".staging*")]
-        return made.progress_checker.step, error
-
-    (one, first), (two, second) = each_rank(2, refuse, "raise")
+    (one, first), (two, second) = crews(2).call(refuse_late, tmp_path, "raise")
     assert one == two < STEPS
     assert "No space left on device" in second
     assert first == f"rank 1: {second}"
-    assert each_rank(2, refuse, "warn") == [(STEPS, "")] * 2
+    assert crews(2).call(refuse_late, tmp_path, "warn") == [(STEPS, "")] * 2
     verify(tmp_path / "warn" / f"step-{STEPS:08d}")
 
 
-def test_a_rank_that_raises_anything_ends_the_save_of_all(tmp_path: Path) -> None:
+def save_nan(folder: Path) -> None:
+    made, _ = begun(folder)
+    with made.ready():
+        _, _, state = made.checkpointer.read(folder / "step-00000004", held=made.held_parts())
+        slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
+        assert all(isinstance(each, DTensor) for each in slots)
+        with torch.no_grad():
+            if dist.get_rank():
+                made.unwrap().head.weight.to_local().fill_(math.nan)
+        with pytest.raises(NonFiniteError, match=r"head\.weight contains NaN"):
+            made.save_state(folder / "other")
+        assert not (folder / "other").exists()
+        made.barrier()
+
+
+def test_a_rank_that_raises_anything_ends_the_save_of_all(tmp_path: Path, crews: Any) -> None:
     """Weights that are not finite on one rank alone too."""
-
-    def fail() -> None:
-        made, _ = begun(tmp_path)
-        with made.ready():
-            _, _, state = made.checkpointer.read(tmp_path / "step-00000004", held=made.held_parts())
-            slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
-            assert all(isinstance(each, DTensor) for each in slots)
-            with torch.no_grad():
-                if dist.get_rank():
-                    made.unwrap().head.weight.to_local().fill_(math.nan)
-            with pytest.raises(NonFiniteError, match=r"head\.weight contains NaN"):
-                made.save_state(tmp_path / "other")
-            assert not (tmp_path / "other").exists()
-            made.barrier()
-
-    each_rank(2, fail)
+    crews(2).call(save_nan, tmp_path)
 
 
 def shares(path: Path) -> Share:
@@ -488,9 +496,9 @@ def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list
     return [each.wait(10) for each in ranks]
 
 
-def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path, crews: Any) -> None:
     """Each of two ranks, before each file operation: the previous checkpoint stands, or the new one is whole."""
-    planned = each_rank(2, shares, tmp_path)
+    planned = crews(2).call(shares, tmp_path)
     save_checkpoint(tmp_path / "old" / "step-00000004", {"weight": torch.ones(1)}, {}, manifest_info=ABOUT)
     logs = [each.result for each in write_on_two(planned, copied(tmp_path, "alive"), 0, 1 << 20)]
     assert len(logs[0]) > 30
@@ -545,7 +553,7 @@ def hang() -> None:
     time.sleep(3)
 
 
-def test_a_rank_that_ends_while_it_saves(saved: Any, tmp_path: Path) -> None:
+def test_a_rank_that_ends_while_it_saves(saved: Any, tmp_path: Path, crews: Any) -> None:
     """Killed, hanging, or asked to end: no rank waits for ever, nothing is half there, "auto" goes on to the end."""
     ways = {
         "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
@@ -560,7 +568,7 @@ def test_a_rank_that_ends_while_it_saves(saved: Any, tmp_path: Path) -> None:
         assert newest is not None
         assert newest[0].name == f"step-{step:08d}", name
         assert not newest[2]
-    for own, _, steps in each_rank(2, partial(train, 2, tmp_path / "killed", resume="auto")):
+    for own, _, steps in crews(2).call(partial(train, 2, tmp_path / "killed", resume="auto")):
         assert steps == STEPS
         assert bitwise(own, saved[1][0][0])
     assert not [each for each in (tmp_path / "killed").iterdir() if each.name.startswith(".staging")]
@@ -591,14 +599,14 @@ def test_doctor_and_consolidate(saved: Any, tmp_path: Path, capsys: pytest.Captu
     assert main(["doctor", str(damaged.parent)]) == 1
 
 
-def test_old_checkpoints_are_removed_with_their_shards(tmp_path: Path) -> None:
+def save_often(folder: Path) -> None:
+    made = trainer(folder, save_every=3, keep_best=0)
+    made.run(1, data(ROWS, BATCH // 2))
+    made.barrier()
+    assert [each.name for each in folder.iterdir() if each.is_dir()] == ["step-00000007"]
+    verify(folder / "step-00000007")
+
+
+def test_old_checkpoints_are_removed_with_their_shards(tmp_path: Path, crews: Any) -> None:
     """keep_last=1 leaves one folder, and nothing of the others."""
-
-    def run() -> None:
-        made = trainer(tmp_path, save_every=3, keep_best=0)
-        made.run(1, data(ROWS, BATCH // 2))
-        made.barrier()
-        assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["step-00000007"]
-        verify(tmp_path / "step-00000007")
-
-    each_rank(2, run)
+    crews(2).call(save_often, tmp_path)

@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -149,17 +150,17 @@ class Crew:
     def alive(self) -> bool:
         return bool(self._ranks)
 
-    def call(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function of a module, which is pickled by its name, on every rank."""
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a module, which is pickled by its name, on every rank; return what each one returned."""
         for pipe in self._pipes:
             pipe.send(functools.partial(function, *args))
-        pending, failed = dict(zip(self._pipes, range(len(self._pipes)))), []
+        pending, failed, results = dict(zip(self._pipes, range(len(self._pipes)))), [], [None] * len(self._pipes)
         deadline = time.monotonic() + 2 * self.timeout + 1
         while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = pending.pop(pipe)
                 try:
-                    error = pipe.recv()
+                    results[rank], error = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     error = "it ended"
                 if error:
@@ -169,6 +170,7 @@ class Crew:
             late = [f"rank {rank} did not end:\n{_stack(self._path, rank)}" for rank in pending.values()]
             self.end()
             raise AssertionError("\n".join(failed or late))
+        return results
 
     def end(self) -> None:
         """Kill the ranks."""
@@ -184,11 +186,11 @@ def _serve(pipe: Connection, folder: Path, timeout: float) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
         function = pipe.recv()
-        world, error = dist.get_world_size(), ""
+        world, error, result = dist.get_world_size(), "", None
         try:
-            _call(folder, timeout, function)
+            result = _call(folder, timeout, function)
             assert dist.get_world_size() == world
         except BaseException:
             error = traceback.format_exc()
         gc.collect()
-        pipe.send(error)
+        pipe.send_bytes(pickle.dumps((result, error)))  # Tensors that are sent as such stay in shared memory.
