@@ -62,6 +62,7 @@ PUBLIC = [
     "__version__",
     "repeats",
     "replaces",
+    "schedulers",
     "seam",
 ]
 

@@ -5,6 +5,7 @@ from zae.common.lazy import load as _load
 
 TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
 if TYPE_CHECKING:
+    from zae import schedulers as schedulers
     from zae.addon import AddOnBase, repeats, replaces, seam
     from zae.errors import (
         AddOnConflict,
@@ -61,6 +62,7 @@ __all__ = [
     "__version__",
     "repeats",
     "replaces",
+    "schedulers",
     "seam",
 ]
 
@@ -78,6 +80,10 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for: `python -m zae --help` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'zae' has no attribute {name!r}")
+    if name == "schedulers":
+        from importlib import import_module
+
+        return import_module("zae.schedulers")
     home = next((module for module, names in _HOMES.items() if name in names), "zae.errors")
     value = globals()[name] = _load(home, name)
     return value

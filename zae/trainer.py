@@ -70,7 +70,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     scheduler_step_on_batch : bool, optional
         Step the schedulers after each optimizer step, as warm-up and OneCycleLR need, instead of after each epoch. None
         is False, except that a schedule as long as the run has optimizer steps is then refused before the first batch.
-        ``ReduceLROnPlateau`` is stepped after each validation, whatever this says.
+        Schedules of ``zae.schedulers.cosine`` and the like are stepped after each optimizer step, and
+        ``ReduceLROnPlateau`` after each validation, whatever this says.
     gradient_clip : float
         The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own.
     monitor : str

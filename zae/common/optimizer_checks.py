@@ -16,7 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from zae.common.optim import as_dict, label, optimizer_for, parameters_of
 from zae.errors import CheckpointMismatch, ConfigError, kind_of, printable
-from zae.schedulers import is_plateau, milestones_of, own_length, parts_of, planned_length, steps_taken
+from zae.schedulers.lengths import (
+    is_per_step,
+    is_plateau,
+    milestones_of,
+    own_length,
+    parts_of,
+    planned_length,
+    steps_taken,
+)
 
 __all__ = ["REMEDY", "ScriptSettings", "Span", "check_optimizers", "check_schedules"]
 
@@ -151,14 +159,19 @@ class Span(NamedTuple):
 
 
 def check_schedules(
-    schedulers: Mapping[str, Any], on_batch: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
+    schedulers: Mapping[str, Any], default: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
 ) -> list[str]:
     """Refuse an invalid schedule before the first batch, and return texts of warnings."""
     found: list[str] = []
     if 0 in (epochs.left, steps.left):
         return found  # A finished script that is started again steps nothing.
     for name, scheduler in schedulers.items():
-        where = f"scheduler {name} ({type(scheduler).__name__})"
+        where, on_batch = f"scheduler {name} ({type(scheduler).__name__})", is_per_step(scheduler, default)
+        if on_batch and is_set and not default:
+            raise ConfigError(
+                f"{where} counts optimizer steps, and scheduler_step_on_batch=False is for schedulers that count "
+                "epochs; leave that option out"
+            )
         if is_plateau(scheduler):
             if not has_metric:
                 raise ConfigError(
@@ -214,7 +227,9 @@ def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: 
     raise ConfigError(
         f"{where} ends after {longest} steps, but this run has {planned} {unit}"
         + (f" after {taken}" if taken else "")
-        + f"; create it with a length of {total} steps{cure}"
+        + f"; create it with a length of {total} steps"
+        + (f", zae.schedulers.{scheduler.shape}(..., total_steps={total})" if hasattr(scheduler, "shape") else "")
+        + cure
     )
 
 

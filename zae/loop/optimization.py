@@ -23,7 +23,8 @@ from zae.common.optimizer_checks import REMEDY, ScriptSettings, Span, check_sche
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.schedulers import is_plateau, steps_taken
+from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
+from zae.schedulers.warmup import Factory
 
 __all__ = ["Optimization"]
 
@@ -180,10 +181,15 @@ class Optimization:
 
     def scheduler_step(self, when: str) -> None:
         """Step the schedulers that are stepped after a "batch" or an "epoch", but those that wait for a metric."""
-        if (when == "batch") == self.scheduler_step_on_batch:
-            for scheduler in self.schedulers.values():
-                if not is_plateau(scheduler):
-                    scheduler.step()
+        on_batch, default = when == "batch", self.scheduler_step_on_batch
+        for scheduler in self.schedulers.values():
+            if getattr(scheduler, "steps_on_batch", default) == on_batch and not is_plateau(scheduler):
+                scheduler.step()
+
+    def steps_schedulers(self, when: str) -> bool:
+        """Return whether some scheduler is stepped after a "batch", or an "epoch"."""
+        default = self.scheduler_step_on_batch
+        return any(is_per_step(each, default) == (when == "batch") for each in optim.as_dict(self.scheduler).values())
 
     def zero_grad(self) -> None:
         """Set every gradient to None, and call each ``zero_grad`` that a class of optimizers overrides."""
@@ -207,7 +213,10 @@ class Optimization:
         low = {
             name: each
             for name, each in self.schedulers.items()
-            if not is_plateau(each) and steps_taken(each) == 0 and _highest(each) < _LOW
+            # A schedule that states its unit is as long as it is meant to be.
+            if not (is_plateau(each) or hasattr(each, "steps_on_batch"))
+            and steps_taken(each) == 0
+            and _highest(each) < _LOW
         }
         if not low or (on_batch and not self._stay_low(low, in_epoch)):
             return []
@@ -412,6 +421,8 @@ def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int 
 
 def _takes_total(factory: Callable[..., Any]) -> bool:
     """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
+    if isinstance(factory, Factory):
+        return factory.needs_total
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # A builtin may not say.

@@ -22,7 +22,7 @@ from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, TIME_IS_UP, Bar, EvaluationAborted, RunLimits, remaining
-from zae.schedulers import is_plateau
+from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

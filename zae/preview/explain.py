@@ -204,7 +204,7 @@ def _is_off(text: str, calls: tuple[str, ...], owned: list[Any], instance: Any) 
     if instance is None or owned:
         return False
     if "scheduler_step" in calls:
-        return instance.scheduler is None or bool(instance.scheduler_step_on_batch) != ("batch" in text)
+        return not instance.optimization.steps_schedulers("batch" if "batch" in text else "epoch")
     return "clip" in calls and not instance.gradient_clip
 
 
@@ -214,7 +214,9 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
         if "clip()" in text:
             comment = f"gradient_clip={instance.gradient_clip:g}"
         elif "scheduler_step" in text:
-            comment = f"scheduler_step_on_batch={bool(instance.scheduler_step_on_batch)}"
+            is_set = bool(instance.scheduler_step_on_batch)
+            states = is_set != ("batch" in text)
+            comment = "its schedule counts optimizer steps" if states else f"scheduler_step_on_batch={is_set}"
         elif text.startswith("when log_every"):
             comment = f"log_every={_shown_every(instance.log_every)}"
     return [comment] if comment else []

@@ -31,7 +31,7 @@ from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.preview.dry_run import NotTried, Trial, state_after_a_step
 from zae.preview.memory import Memory
 from zae.preview.plan import RunPreview
-from zae.schedulers import is_plateau
+from zae.schedulers.lengths import is_per_step, is_plateau
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
@@ -196,8 +196,8 @@ class Preview:
             for step in range(found.first_step, last + 1):
                 for name, rate in optim.learning_rates(optimizers).items():
                     found.learning_rates.setdefault(name, []).append(rate)
-                if on_batch or step in ends:
-                    for scheduler in stepped:
+                for scheduler in stepped:
+                    if step in ends or is_per_step(scheduler, on_batch):
                         scheduler.step()
         if found.steps is not None and found.steps > _LONGEST:
             found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")

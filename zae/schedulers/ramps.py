@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are functions of the step, and what a trainer needs to know about any scheduler.
+"""Schedules to be stepped in any loop: a ramp up, half a cosine, and a chain of them.
 
 Each of them computes the rate from the number of steps alone, never from the previous rate. So a resumed schedule is
 bitwise the same as an uninterrupted one, and a chain is only its parts, each with its own steps.
@@ -14,28 +14,21 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from zae.errors import CheckpointMismatch, ConfigError
 
-__all__ = [
-    "CosineAnnealingScheduler",
-    "SchedulerChain",
-    "WarmUpScheduler",
-    "is_plateau",
-    "own_length",
-    "planned_length",
-    "steps_taken",
-]
+__all__ = ["CosineAnnealingScheduler", "SchedulerChain", "StepSchedule", "WarmUpScheduler"]
 
 _COUNTERS = ("last_epoch", "_step_count")
 _RATES = ("base_lrs", "_last_lr")
 
 
-class _StepSchedule(LRScheduler):
+class StepSchedule(LRScheduler):
     """A schedule whose rates are a function of the step; subclasses define ``total_iters`` and ``lr_at``."""
 
-    total_iters: int
+    total_iters: int | None
+    ends = False  # Whether a run beyond ``total_iters`` steps is refused.
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -116,8 +109,10 @@ class _StepSchedule(LRScheduler):
         self._last_lr = [_like(group["lr"], lr) for group, lr in zip(groups, state["_last_lr"], strict=True)]
 
 
-class _Ramp(_StepSchedule):
+class _Ramp(StepSchedule):
     """A schedule between ``eta_min`` and the base rate over ``total_iters`` steps."""
+
+    total_iters: int
 
     def __init__(self, optimizer: Optimizer, total_iters: int, eta_min: float = 0.0) -> None:
         name = type(self).__name__
@@ -207,6 +202,8 @@ class CosineAnnealingScheduler(_Ramp):
     [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5]
     """
 
+    ends = True
+
     def lr_at(self, step: int) -> list[float]:
         """Return the rate of every param group after ``step`` scheduler steps."""
         if step <= 0:  # The formula may differ from the base rate by a rounding.
@@ -218,7 +215,7 @@ class CosineAnnealingScheduler(_Ramp):
         return [low + (base - low) * wave / 2 for base in map(float, self.base_lrs)]
 
 
-class SchedulerChain(_StepSchedule):
+class SchedulerChain(StepSchedule):
     """Run schedules one after another, each over its own ``total_iters`` steps.
 
     The first has the steps from 0, the next begins with its own step 0 where that one ends, and so on; after the
@@ -256,11 +253,12 @@ class SchedulerChain(_StepSchedule):
     0.0
     """
 
+    ends = True
+
     def __init__(self, *schedulers: LRScheduler) -> None:
         # Not called "_schedulers": SequentialLR of torch would then rewind the parts, and not the chain.
         self.schedulers = _chainable(schedulers)
-        self.total_iters = sum(part.total_iters for part in self.schedulers)
-        self._starts = [0, *accumulate(part.total_iters for part in self.schedulers)][:-1]
+        *self._starts, self.total_iters = 0, *accumulate(part.total_iters or 0 for part in self.schedulers)
         super().__init__(self.schedulers[0].optimizer)
 
     def lr_at(self, step: int) -> list[float]:
@@ -304,170 +302,6 @@ class SchedulerChain(_StepSchedule):
             part._apply_state(saved)
 
 
-def planned_length(scheduler: object) -> int | None:
-    """Return the number of ``step()`` calls after which a scheduler must not be stepped, or None.
-
-    ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler` and :class:`SchedulerChain`
-    do not, but should not be trained further at their last rate. Among torch's combinations,
-    ``ChainedScheduler`` ends with the first of its parts, ``SequentialLR`` with its last part, or with a
-    ``OneCycleLR`` that ends before its milestone.
-
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
-
-    Returns
-    -------
-    int or None
-        Number of calls, counted from the scheduler's creation.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    >>> planned_length(CosineAnnealingScheduler(optimizer, total_iters=30))
-    30
-    >>> planned_length(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=20))
-    20
-    >>> planned_length(torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)) is None
-    True
-    """
-    if isinstance(scheduler, OneCycleLR):
-        return int(scheduler.total_steps)
-    if isinstance(scheduler, (CosineAnnealingScheduler, SchedulerChain)):
-        return scheduler.total_iters
-    if isinstance(scheduler, ChainedScheduler):
-        lengths = map(planned_length, parts_of(scheduler))
-        return min((length for length in lengths if length is not None), default=None)
-    if isinstance(scheduler, SequentialLR):
-        return _sequential_length(scheduler)
-    return None
-
-
-def own_length(scheduler: object) -> int | None:
-    """Return the length of a schedule in ``step()`` calls, whether or not it may be stepped further.
-
-    It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
-    ``ChainedScheduler`` with the longest of its parts.
-
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
-
-    Returns
-    -------
-    int or None
-        None for one without an end, such as ``StepLR`` or ``LambdaLR``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    >>> own_length(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30))
-    30
-    >>> own_length(torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)) is None
-    True
-    """
-    if isinstance(scheduler, ChainedScheduler):
-        return max((length for length in map(own_length, parts_of(scheduler)) if length is not None), default=None)
-    if isinstance(scheduler, SequentialLR):
-        milestones, last = milestones_of(scheduler), own_length(parts_of(scheduler)[-1])
-        return None if last is None or not milestones else milestones[-1] + last
-    found = [getattr(scheduler, name, None) for name in ("total_steps", "total_iters", "T_max")]
-    return next((int(value) for value in found if isinstance(value, (int, float)) and 1 <= value < math.inf), None)
-
-
-def steps_taken(scheduler: object) -> int:
-    """Return the number of ``step()`` calls of a scheduler since its creation, including those before a resume.
-
-    Parameters
-    ----------
-    scheduler : object
-        A scheduler with ``last_epoch``, as torch's have, or torch's ``ChainedScheduler``, which has none itself.
-
-    Returns
-    -------
-    int
-        Number of calls.
-
-    Raises
-    ------
-    ConfigError
-        If the scheduler has no such counter.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    >>> scheduler = CosineAnnealingScheduler(optimizer, total_iters=30)
-    >>> optimizer.step()
-    >>> scheduler.step()
-    >>> steps_taken(scheduler)
-    1
-    """
-    if isinstance(scheduler, ChainedScheduler):
-        return steps_taken(parts_of(scheduler)[0])
-    taken = getattr(scheduler, "last_epoch", None)
-    if not isinstance(taken, int):
-        raise ConfigError(
-            f"{type(scheduler).__name__} has no integer attribute last_epoch, found {taken!r}; "
-            f"derive it from torch.optim.lr_scheduler.LRScheduler"
-        )
-    return taken
-
-
-def is_plateau(scheduler: object) -> bool:
-    """Return whether a scheduler's ``step`` needs a metric, as that of ``ReduceLROnPlateau`` does.
-
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
-
-    Returns
-    -------
-    bool
-        True for ``ReduceLROnPlateau`` and what is derived from it.
-
-    Examples
-    --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    >>> is_plateau(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    True
-    >>> is_plateau(WarmUpScheduler(optimizer, total_iters=3))
-    False
-    """
-    return isinstance(scheduler, ReduceLROnPlateau)
-
-
-def parts_of(scheduler: object) -> list[Any]:
-    """Return the schedulers that a scheduler consists of."""
-    held = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
-    kinds = (LRScheduler, ReduceLROnPlateau)
-    return [each for several in held for each in several if isinstance(each, kinds) and each is not scheduler]
-
-
-def milestones_of(scheduler: object) -> list[int] | None:
-    """Return the milestones of a SequentialLR, or None if torch has no such attribute."""
-    return getattr(scheduler, "_milestones", None)
-
-
-def _sequential_length(scheduler: SequentialLR) -> int | None:
-    """Return where a SequentialLR ends; a part's step 0 is at its milestone."""
-    milestones, limits = milestones_of(scheduler), []
-    if not milestones:
-        return None
-    for part, start, stop in zip(parts_of(scheduler), [0, *milestones], [*milestones, None], strict=True):
-        length = planned_length(part)
-        # Before the last milestone only OneCycleLR ends: the others keep their last rate until the next part.
-        if length is not None and (stop is None or (isinstance(part, OneCycleLR) and stop - 1 - start > length)):
-            limits.append(start + length)
-    return min(limits, default=None)
-
-
 def _like(present: object, lr: float) -> float | torch.Tensor:
     """Return a rate as a float or a tensor, as the param group has it."""
     if isinstance(present, torch.Tensor):
@@ -503,21 +337,21 @@ def _floor(value: object, optimizer: Optimizer, name: str) -> float:
     return low
 
 
-def _chainable(schedulers: tuple[object, ...]) -> tuple[_StepSchedule, ...]:
+def _chainable(schedulers: tuple[object, ...]) -> tuple[StepSchedule, ...]:
     """Return the parts of a chain, all of them schedules of one optimizer."""
     if not schedulers:
         raise ConfigError(
             "SchedulerChain() has no schedulers; "
             "write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90))"
         )
-    parts: list[_StepSchedule] = []
+    parts: list[StepSchedule] = []
     for index, part in enumerate(schedulers):
         if isinstance(part, (list, tuple)):
             raise ConfigError(
                 f"SchedulerChain takes the schedulers one by one, found a {type(part).__name__} at position {index}; "
                 f"write SchedulerChain(*schedulers)"
             )
-        if not isinstance(part, _StepSchedule):
+        if not isinstance(part, StepSchedule) or not part.total_iters:
             raise ConfigError(
                 f"SchedulerChain cannot hold {type(part).__name__} (position {index}), only WarmUpScheduler, "
                 f"CosineAnnealingScheduler and SchedulerChain; "
