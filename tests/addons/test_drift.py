@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from kit import engines
 from kit.engines import ENGINES
 from kit.rank_tasks import Task, agree, build, loader, network, same, weights
-from kit.ranks import on_ranks
+from kit.ranks import each_rank, on_ranks
 from zae import DistributedError
 from zae.addon import AddOnBase
 from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
@@ -75,21 +74,18 @@ def drift(engine):
     return re.search("apart: (.*) is one thing", str(caught.value)).group(1), command, others
 
 
-@on_ranks(2, 4)
-def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(world):
+NAME = "blocks.0.first.weight"
+HOLDERS = {"tensor": (NAME, (0, 1), ""), "hsdp": (f"{NAME} (part shard 1)", (1, 3), "shard 1"),
+           "2-D": (f"{NAME} (part shard 1)", (2, 3), "shard 1")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tensor", "hsdp", pytest.param("2-D", marks=pytest.mark.exhaustive)])
+def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(name):
     """P-36: between tensor ranks the whole tensors are compared, with HSDP and 2-D the parts that both hold."""
-    name = "blocks.0.first.weight"
-    if world == 2:
-        assert drift(ENGINES["tensor"]) == (name, ("run/ledger-0.jsonl", "run/ledger-1.jsonl"), {""})
-    else:
-        ranks = ("run/ledger-1.jsonl", "run/ledger-3.jsonl")
-        assert drift(ENGINES["hsdp"]) == (f"{name} (part shard 1)", ranks, {"shard 1"})
-        dist.barrier()
-        if dist.get_rank() == 0:
-            Path("run").rename("hsdp")
-        dist.barrier()
-        ranks = ("run/ledger-2.jsonl", "run/ledger-3.jsonl")
-        assert drift(ENGINES["2-D"]) == (f"{name} (part shard 1)", ranks, {"shard 1"})
+    what, ranks, part = HOLDERS[name]
+    expected = (what, tuple(f"run/ledger-{rank}.jsonl" for rank in ranks), {part})
+    world = ENGINES[name].world
+    assert each_rank(world, drift, ENGINES[name]) == [expected] * world
 
 
 @on_ranks(2)
