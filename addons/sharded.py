@@ -200,7 +200,7 @@ class ShardingAddon(AddOnPart):
                 spare = batch
             else:
                 with self._undrawn(), self.forward_context():
-                    self.test_step(self.to_device(spare))
+                    getattr(self, self.current_run.test_step)(self.to_device(spare))
             if not sharding.is_empty(batch):
                 yield batch
 

@@ -94,7 +94,7 @@ def test_an_absent_name_is_explained():
     from kit.mistakes import Task, trainer_of
 
     class Own(Task):
-        def predict(self):
+        def predict_batch(self):
             return "predicted"
 
     trainer = trainer_of(Own)
@@ -104,8 +104,8 @@ def test_an_absent_name_is_explained():
     assert "fit" not in dir(trainer) + dir(Own)
     with pytest.raises(zae.MissingError, match=r"^Own has no attribute 'load_from_checkpoint'; it is Lightning's name"):
         Own.load_from_checkpoint("last.ckpt")
-    assert trainer.predict() == "predicted"
-    assert {"predict", "run"} <= set(dir(trainer))
+    assert trainer.predict_batch() == "predicted"
+    assert {"predict_batch", "run"} <= set(dir(trainer))
     trainer.epoch = 3
     assert copy.deepcopy(trainer).epoch == 3
     assert type(trainer_of()).__getattribute__ is object.__getattribute__
@@ -164,7 +164,7 @@ def test_the_foreign_names_lead_to_names_that_exist():
                 w for w in words if w not in known | {"steps", "epochs", "save_pretrained", "step", "epoch"}
             ] == [], name
             assert (
-                name not in known - {"train", "epoch", "step", "test", "n_epoch", "max_steps", "optimizers"}
+                name not in known - {"train", "epoch", "step", "test", "n_epoch", "max_steps", "max_time", "optimizers"}
                 or here == name
             )
 

@@ -144,6 +144,7 @@ METHODS = [
     "run_batch",
     "evaluate",
     "inference",
+    "predict",
     "ready",
     "toggle",
     "unwrap",
@@ -158,6 +159,7 @@ METHODS = [
     "explain",
     "train_step",
     "test_step",
+    "predict_step",
     "is_main",
 ]
 

@@ -37,6 +37,7 @@ from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
 from zae.preview import explain, preview
+from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
@@ -193,6 +194,21 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Numbers are averaged by sample. Anything else is kept for ``metric_on_epoch_end`` where that is overridden,
             and freed when the evaluation ends. A number alone is ``{"loss": number}``.
         """
+
+    def predict_step(self, batch: Any) -> Any:
+        """Compute what `predict` and `inference` return for one batch, as ``test_step`` is called; by default it is.
+
+        Parameters
+        ----------
+        batch : object
+            What the loader gave, on the trainer's device.
+
+        Returns
+        -------
+        mapping or Tensor
+            Tensors with one row for each sample, by name. A tensor alone is ``{"output": tensor}``.
+        """
+        return self.test_step(batch)
 
     @seam
     def metric_on_epoch_end(self) -> Mapping[str, float]:
@@ -728,7 +744,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             return Evaluation(self).metrics(loader)
 
     def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
-        """Return what ``test_step`` gives for each batch, detached and on the host; no log is touched.
+        """Return what ``predict_step`` gives for each batch, detached and on the host; no log is touched.
 
         Parameters
         ----------
@@ -740,8 +756,54 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
+        outputs: list[dict[str, Any]] = []
         with self.ready():
-            return Evaluation(self).outputs(loader)
+            Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
+        return outputs
+
+    def predict(self, loader: Iterable[Any], path: str | Path | None = None) -> dict[str, Tensor] | Path:
+        """Return what ``predict_step`` gives for all samples, in the order of the loader, or write it to a file.
+
+        The result is the same on any number of ranks; rank 0 writes the file, while it holds a few batches in memory.
+
+        Parameters
+        ----------
+        loader : iterable
+            Batches.
+        path : str or Path, optional
+            A file, ``.npy`` for one array, ``.safetensors`` or ``.pt``. It appears when it is whole, and replaces an
+            existing one.
+
+        Returns
+        -------
+        dict of str to Tensor, or Path
+            Tensors on the host with one row for each sample; numbers of a batch, its loss for instance, are left out.
+            With ``path``, the file.
+
+        Raises
+        ------
+        StepError
+            An entry has not one row for each sample, or differs between batches in shape or type.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> class Task(Trainer):
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     test_step = train_step
+        ...     def predict_step(self, batch):
+        ...         return self.model(batch)
+        >>> trainer = Task(torch.nn.Linear(2, 3), "cpu", mode="test")
+        >>> trainer.predict([torch.ones(4, 2), torch.ones(1, 2)])["output"].shape
+        torch.Size([5, 3])
+        """
+        with self.ready(), Predictions(path, self.is_main) as predictions:
+            Evaluation(self).outputs(loader, predictions.add)
+            found = predictions.finish()
+            self.gather(None)  # The file is there on each rank when this returns.
+        return found
 
     @seam
     def validate(self) -> dict[str, float]:

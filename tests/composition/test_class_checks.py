@@ -326,7 +326,7 @@ def test_a_seam_that_an_add_on_brings_is_a_seam():
                 return ""
 
 
-@pytest.mark.parametrize("name", ["run", "run_epoch", "run_batch", "add_on", "evaluate", "inference"])
+@pytest.mark.parametrize("name", ["run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict"])
 def test_the_loop_is_not_for_add_ons(name):
     with pytest.raises(
         AddOnError, match=f"LoopAddon overrides {name}, which is the loop itself; override a seam insid"

@@ -196,6 +196,7 @@ def test_evaluation_of_unequal_shares(engine: Engine) -> None:
             assert trainer.evaluate(valid) == pytest.approx(single.evaluate(valid), rel=1e-12)
             here, there = (each.inference(valid) for each in (trainer, single))
             assert [out["rows"].tolist() for out in here] == [out["rows"].tolist() for out in there]
+            assert trainer.predict(valid)["rows"].tolist() == single.predict(valid)["rows"].tolist()
         if not step:
             trainer.run(1, data(8 * engine.shares))
             single.run(1, data(8 * engine.shares, 4 * engine.shares))

@@ -17,6 +17,26 @@ from zae.addons import (
 
 
 @mistake
+def time_as_text():
+    trainer_of().run(1, loader(), max_time="2 hours")
+
+
+@mistake
+def time_limit_by_a_common_name():
+    trainer_of().run(1, loader(), time_limit=60)
+
+
+@mistake
+def predictions_to_a_table():
+    trainer_of().predict(loader(), "out.csv")
+
+
+@mistake
+def predictions_of_a_test_step_without_rows():
+    trainer_of().predict(loader())
+
+
+@mistake
 def no_epochs():
     trainer_of().run(0, loader())
 

@@ -13,8 +13,8 @@ from zae.errors import OptionError, did_you_mean, shorten_traceback
 
 __all__ = ["USER_CALLS", "run_call", "user_call"]
 
-USER_CALLS = {"apply_weights", "evaluate", "inference", "load_state", "plan", "restore_best", "run_epoch", "save_model",
-              "save_state"}  # fmt: skip
+USER_CALLS = {"apply_weights", "evaluate", "inference", "load_state", "plan", "predict", "restore_best", "run_epoch",
+              "save_model", "save_state"}  # fmt: skip
 """The methods of zae's classes that the metaclass wraps in `user_call`; ``run`` is wrapped where it is defined."""
 
 P = ParamSpec("P")

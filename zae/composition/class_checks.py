@@ -29,10 +29,10 @@ from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
 
 __all__ = ["check_class", "check_complete", "check_instance"]
 
-FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference")
+FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
 
-_STEPS = ("train_step", "test_step")
+_STEPS = ("train_step", "test_step", "predict_step")
 _OF_BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zae.common import random_state
+from zae.common.device import leading_dimension
 from zae.common.optimizer_modes import NOTHING
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "switch_mode"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
+_TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
 
 
 class DistributedStopFlag:
@@ -135,14 +137,39 @@ class Evaluation:
         with NOTHING if self.trainer.current_run.is_evaluating else self._testing(None):
             self._walk(None, iter([batch]), self.trainer.logging)
 
-    def outputs(self, loader: Any) -> list[dict[str, Any]]:
-        """List what ``test_step`` returns for each batch, on the host; the outputs of all ranks in turn."""
+    def outputs(self, loader: Any, take: Callable[[int | None, Any], None]) -> None:
+        """Call ``take`` with the samples of each batch and what ``predict_step`` returns for it, on the host.
+
+        It is called on every rank, with the batches of all ranks in their order, soon after they were computed.
+        """
         check_loader(loader)
-        trainer, outputs = self.trainer, []
-        with self._testing(loader):
-            batches = trainer.evaluation_batches(trainer.wrap_loader(loader, False))
-            self._walk(loader, batches, lambda values, weight: outputs.append(to_host(values)))
-            return in_turn(trainer.gather_data(outputs))
+        trainer, run, held = self.trainer, self.trainer.current_run, list[Any]()
+
+        def hold(values: Any, weight: Any) -> None:
+            held[-1] = (leading_dimension(run.batch), to_host(values))
+
+        def pass_on(is_last: bool) -> bool:
+            run.is_loading, parts = False, trainer.gather_data((is_last, held))
+            for each in in_turn([part for _, part in parts]):
+                if each is not None:  # A batch that was None.
+                    take(*each)
+            held.clear()
+            run.is_loading = not is_last
+            return all(ends for ends, _ in parts)
+
+        def walked(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in batches:
+                held.append(None)
+                yield batch
+                # Before the next batch is asked for, in which ranks without one may take part in a forward.
+                if len(held) == (1 if trainer.world_size == 1 else _TOGETHER):
+                    pass_on(False)
+
+        is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
+        with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
+            self._walk(loader, walked(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
+            while not pass_on(True):
+                continue
 
     def _walk(
         self,
@@ -153,8 +180,8 @@ class Evaluation:
     ) -> int | None:
         """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it."""
         trainer, run, count = self.trainer, self.trainer.current_run, 0
-        to_device, test_step, forward_context = trainer.to_device, trainer.test_step, trainer.forward_context
-        sample_weight = trainer.sample_weight
+        to_device, step, forward_context = trainer.to_device, getattr(trainer, run.test_step), trainer.forward_context
+        sample_weight, mode = trainer.sample_weight, run.test_step.removesuffix("_step")
         with run.walking(loader):
             for batch in batches:
                 if signals:
@@ -164,21 +191,23 @@ class Evaluation:
                 run.batch = batch
                 batch = to_device(batch)
                 with forward_context():
-                    out = test_step(batch)
-                take(*read_output(out, batch, sample_weight, type(trainer), "test"))
+                    out = step(batch)
+                take(*read_output(out, batch, sample_weight, type(trainer), mode))
                 run.batch = None
                 count += 1
         return count
 
     @contextmanager
-    def _testing(self, loader: Any) -> Iterator[None]:
-        """Enclose an evaluation, and put back what it changes."""
+    def _testing(self, loader: Any, step: str = "test_step") -> Iterator[None]:
+        """Enclose an evaluation by this step, and put back what it changes."""
         trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
-        training, before = _modules_in_training(root), (trainer.mode, position.pinned, run.is_evaluating)
+        training = _modules_in_training(root)
+        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
             trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
+            run.test_step = step
             run.binding.update()
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
@@ -187,7 +216,7 @@ class Evaluation:
         finally:
             for module in training:
                 module.training = True
-            trainer.mode, position.pinned, run.is_evaluating = before
+            trainer.mode, position.pinned, run.is_evaluating, run.test_step = before
             run.binding.update()
 
     @contextmanager

@@ -52,6 +52,8 @@ class Run:
         The seams that are bound past idle add-ons.
     is_evaluating : bool
         Whether weights, modes and random streams are those of an evaluation.
+    test_step : {"test_step", "predict_step"}
+        The step that an evaluation makes of each batch.
     batch, walked : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
     is_loading : bool
@@ -76,7 +78,7 @@ class Run:
         self.batch: Any = None
         self.walked: Any = None
         self.is_loading = self.is_evaluating = False
-        self.walked_for = "epoch"
+        self.walked_for, self.test_step = "epoch", "test_step"
 
     @property
     def trainer(self) -> Any:

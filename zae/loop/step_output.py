@@ -55,7 +55,9 @@ def read_output(
 ) -> tuple[Mapping[str, Any], Any]:
     """Return what the step of a class for this mode returned as a pair of values and weight, or raise StepError."""
     if type(out) is not dict and not isinstance(out, Mapping):
-        is_number = isinstance(out, (int, float, np.number)) and mode == "test"
+        is_number = isinstance(out, (int, float, np.number)) and mode != "train"
+        if mode == "predict" and isinstance(out, (Tensor, np.ndarray)) and out.ndim:
+            return {"output": out}, 1.0
         if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
             value = "None" if out is None else f"{type(out).__name__} {describe_value(out)}"
             raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{'loss': loss}}")

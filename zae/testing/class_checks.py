@@ -26,7 +26,7 @@ __all__ = [
     "check_super",
 ]
 
-FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "_run")
+FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "predict", "_run")
 
 
 def check_class(kit: Kit) -> Iterator[str]:
