@@ -6,12 +6,16 @@ import gc
 import os
 import shutil
 import signal
+import tempfile
 from multiprocessing import forkserver
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # In memory, where there is room: thousands of checkpoints are synced to the disk, and no test asks how fast that is.
 if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+    # What inductor has compiled stays on the disk, for the next run.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    tempfile.tempdir = "/dev/shm"
 
 import pytest
 import torch
