@@ -8,9 +8,9 @@ import pytest
 
 import zae
 import zae.addons
+from kit import options_page
 from kit.blocks import FIRST, ROOT, Blocks, read_setup, table_rows
-from zae import AddOnBase, Trainer
-from zae.composition.metaclass import options_of
+from zae import Trainer
 
 
 def page(name):
@@ -69,30 +69,9 @@ def test_every_page_is_listed_in_the_readme():
     assert [path.name for path in PAGES if f"docs/{path.name}" not in text] == []
 
 
-def test_table_of_add_ons_agrees_with_the_classes():
-    """Every add-on has a row; its options, layer, slot, state and extra are what the class and setup.cfg say."""
-    plain = set(options_of(Trainer))
-    of_loggers = {"logger_required", "logger_fallback", "logger_timeout"}
-    setup = read_setup()
-    rows = table_rows(page("options"), "| add-on | what it does |")
-    all_add_ons = {name: getattr(zae.addons, name) for name in zae.addons.__all__}
-    bases = {base for add_on in all_add_ons.values() for base in add_on.__mro__[1:]}  # Not to be mixed in.
-    assert [row[0].strip("`") for row in rows] == sorted(
-        name for name, each in all_add_ons.items() if each not in bases
-    )
-    for name, does, options, layer, slot, saves, extra in rows:
-        add_on = getattr(zae.addons, name.strip("`"))
-        own = set(options_of(Trainer.add_on(add_on))) - plain
-        assert set(re.findall(r"`(\w+)`", options)) == own - of_loggers, name
-        assert (own & of_loggers == of_loggers) == ("Logger" in name), name
-        assert layer == add_on.layer, name
-        assert slot == (add_on.slot or "-"), name
-        saving = [c for c in add_on.__mro__ if c is not AddOnBase and getattr(c, "_is_addon", False)
-                  and ("state_dict" in c.__dict__ or c.__dict__.get("state_attributes"))]  # fmt: skip
-        assert saves == ("yes" if saving else "no"), name
-        assert extra == "-" or extra.strip("`") in setup["options.extras_require"], name
-        assert len(does.split()) <= 6, name
-        assert not add_on.requires, name
+def test_the_options_are_those_of_the_classes():
+    """docs/options.md: every add-on, and every option with its default and what its docstring says."""
+    assert options_page.page() == page("options"), "run python tests/kit/options_page.py"
 
 
 def test_sentences_that_quote_the_code():

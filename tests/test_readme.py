@@ -55,7 +55,8 @@ def test_the_numbers_that_the_readme_says(blocks):
     killed, noticed = (re.search(rf"[Aa]ll (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
     assert f"| {killed} of {killed} | {noticed} of {noticed} |" in row
     errors = (ROOT / "tests" / "golden" / "errors.txt").read_text(encoding="utf-8")
-    assert f"tests for the text of {len(re.findall('^== ', errors, re.M))} errors" in README
+    assert "more than a hundred errors" in README
+    assert len(re.findall("^== ", errors, re.M)) > 100
     required = [re.match(r"\w+", line)[0] for line in read_setup()["options"]["install_requires"].split()]
     sentence = re.search(r"zae itself needs (.*?)\.\s", README, re.S)[1]
     assert [name for name in required if name not in sentence] == []
