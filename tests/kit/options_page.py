@@ -85,8 +85,9 @@ def page() -> str:
     parts = [INTRODUCTION, "| add-on | what it does | layer | slot | saves | extra |\n|---|---|---|---|---|---|"]
     for name, cls in add_ons().items():
         extra = name.removesuffix("LoggerAddon").lower()
-        cells = (f"[`{name}`](#{name.lower()})", markdown(parse(cls)[0].splitlines()[0]), cls.layer, cls.slot or "-",
-                 "yes" if saves(cls) else "no", f"`{extra}`" if extra in setup["options.extras_require"] else "-")  # fmt: skip
+        extra = f"`{extra}`" if extra in setup["options.extras_require"] else "-"
+        does = markdown(parse(cls)[0].splitlines()[0])
+        cells = (f"[`{name}`](#{name.lower()})", does, cls.layer, cls.slot or "-", "yes" if saves(cls) else "no", extra)
         parts.append("| " + " | ".join(cells) + " |")
     parts += ["\n## Every trainer\n", *table(Trainer, plain)]
     for name, cls in add_ons().items():
