@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_engines import engines
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -141,7 +142,7 @@ def check(world: int, cases: list[Case]) -> None:
     assert [row for row in rows if not 0.9 < row[1] / row[2] < 1.1] == []
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor", "2-D"])
+@engines(["ddp", "fsdp", "tensor", "2-D"])
 def test_the_steps_are_those_of_the_ranks(name: str) -> None:
     """The plan is made before the ranks are there: steps of each rank, and samples of all shares of the data."""
     engine = ENGINES[name]
@@ -190,7 +191,7 @@ def run(case: Case, many: tuple[int, ...]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_memory_of_a_rank_is_that_of_the_plan(world: int) -> None:
     """ENGINES.md section 3.10: at most a tenth apart from what the ranks take."""
     check(world, CASES[world])

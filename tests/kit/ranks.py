@@ -1,6 +1,6 @@
 """Run a test on several ranks: forks of this process that form one gloo group, which takes 0.05 s for two ranks.
 
-    @on_ranks(2, 4)                            # runs on 2 ranks, then on 4; `world` is one of its parameters
+    @on_ranks(2, 4)                            # runs on 2 ranks, on 4 with -m exhaustive; `world` is a parameter
     def test_sums_are_equal(world, tmp_path):  # fixtures are made before the fork: the ranks share tmp_path
         assert dist.get_world_size() == world
     each_rank(2, function, *arguments)         # the same inside of a test: a list of what each rank returned
@@ -48,14 +48,16 @@ GRACE = 1.0
 
 
 def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Any]:
-    """Run a test function on each of these numbers of ranks."""
+    """Run a test function on each of these numbers of ranks: on the first by default, on the others with exhaustive."""
+    first, *others = worlds
+    params = [first, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in others)]
 
     def decorate(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
             each_rank(kwargs["world"], functools.partial(test, *args, **kwargs), timeout=timeout)
 
-        return pytest.mark.parametrize("world", worlds)(run)
+        return pytest.mark.parametrize("world", params)(run)
 
     return decorate
 

@@ -197,17 +197,20 @@ def test_a_port_in_use_is_said_before_anything_starts():
             spawn(add_up, {"number": 1}, CPUS, init_method=bad)
 
 
+HEAD = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
+HEAD += "from kit.rank_tasks import *\nfrom zae.addons import MultiGPUAddon\n"
+
+
 @pytest.mark.covers("P-38")
 def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
     """P-38: what is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
-    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     # A factory: the first optimizer of a process imports as much as torch itself.
     make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
-    Path("bare.py").write_text(head + body)
+    Path("bare.py").write_text(HEAD + body)
     made = make.replace("Mine.", "Task.").replace("network()", "torch.nn.Linear(3, 1)")
     first = f"print('step', {made}.run(1, loader(4, 2))['step'], flush=True)\n"
-    typed = subprocess.run([sys.executable, "-"], input=head + first + body, capture_output=True, text=True, timeout=60)
+    typed = subprocess.run([sys.executable, "-"], input=HEAD + first + body, capture_output=True, text=True, timeout=60)
     status, _, bare = Script(Path("bare.py")).end(60)
     assert typed.returncode == status == 1
     assert typed.stdout == "step 1\n", typed.stderr
@@ -220,9 +223,8 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
 @pytest.mark.covers("P-38")
 def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     """P-38: whatever else the script asks, the last line has the line to write."""
-    head = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom kit.rank_tasks import *\nfrom zae.addons import *\n"
     make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
-    Path("asking.py").write_text(f"{head}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
+    Path("asking.py").write_text(f"{HEAD}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
     status, _, said = Script(Path("asking.py").absolute()).end(60)
     assert status == 1
     assert 'call run() under: if __name__ == "__main__":' in said
