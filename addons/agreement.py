@@ -1,9 +1,10 @@
-"""What ranks agree on between two steps: whether to stop, and that they hold the same weights."""
+"""What ranks agree on between two steps: which call they make, whether to stop, and that their weights are alike."""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +14,9 @@ from zae.common.model_weights import named_parameters
 from zae.composition.introspect import AddOnPart, replaces
 from zae.errors import DistributedError
 from zae.launch import shards
-from zae.launch.drift import DriftCheck
+from zae.launch.drift import DriftCheck, Meetings
 from zae.launch.stop_flag import StopFlag
-from zae.loop import addon_state
+from zae.loop.addon_state import ALONE, ENTRIES, is_loading
 from zae.sinks.fingerprint import fingerprints
 
 __all__ = ["AgreementAddon"]
@@ -40,6 +41,28 @@ class AgreementAddon(AddOnPart):
         """Note the exception that is being handled already, which the other ranks have too."""
         self._outer_error = sys.exc_info()[1]
         super().setup()
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks make this call; the error names it where one does not."""
+        super().meet(call)
+        if self._world > 1:
+            Meetings.meet(call, self.timeout)
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Evaluate on all ranks, each with its share."""
+        self.meet("evaluate")
+        return super().evaluate(loader)
+
+    def inference(self, loader: Any) -> list[dict[str, Any]]:
+        """Return the outputs of the share of this rank."""
+        self.meet("inference")
+        return super().inference(loader)
+
+    def save_model(self, path: str | Path) -> Path:
+        """Save the weights; all ranks call it where they lie in parts."""
+        if not self.can_save_alone:
+            self.meet("save_model")
+        return super().save_model(path)
 
     @replaces
     def gather_beside(self, value: Any) -> list[Any]:
@@ -105,7 +128,7 @@ class AgreementAddon(AddOnPart):
 
     def state_dict(self) -> dict[str, Any]:
         """Compare the weights of the ranks before they are saved."""
-        if self._world > 1 and not self._is_failing() and not addon_state.is_loading(self, addon_state.ENTRIES):
+        if self._world > 1 and not self._is_failing() and not is_loading(self, ENTRIES, ALONE):
             self._check_drift()
         return super().state_dict()
 

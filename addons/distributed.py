@@ -24,7 +24,7 @@ from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, tell_failures_early
-from zae.loop import addon_state
+from zae.loop.addon_state import ALONE, ENTRIES, is_loading
 from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
@@ -169,6 +169,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size
             self.device = self._own_device()
             self._rng_of_rank()
+            self.meet("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             if self._data_size < self._world:  # Ranks with the same batches draw alike.
                 leader = mesh.data_leaders()[self._data_rank]
                 random_state.restore(self.gather(random_state.capture())[leader])
@@ -324,8 +325,9 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the position, random streams and log of each rank; all ranks call it."""
-        is_part = addon_state.is_loading(self, addon_state.ENTRIES)
-        if asks := self._world > 1 and not self._is_failing() and not is_part:
+        asks = self._world > 1 and not self._is_failing() and not is_loading(self, ENTRIES, ALONE)
+        if asks:
+            self.meet("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
         state, world, ranks = super().state_dict(), self._mesh().data_size, self._rank_states.ranks
@@ -339,7 +341,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
         name = engine_of(type(self), state)
         own, rest = self.take(state, name, strict=False)
-        if addon_state.is_loading(self, addon_state.ENTRIES):
+        if is_loading(self, ENTRIES):
             return super().load_state_dict(rest, strict)
         saved, world, is_known = RankStates.parse(name, own), self._mesh().data_size, self._world > 1
         super().load_state_dict(saved.state_for(rest, self._data_rank, world, is_known=is_known), strict)

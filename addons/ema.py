@@ -174,6 +174,8 @@ class EMAAddon(AddOnBase):
         Path
             The file.
         """
+        if not self.can_save_alone:
+            self.meet("save_average")
         average = map_tensors(self.whole, self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
         return save_weights(Path(path), average, written, self.is_main or self.can_save_alone)

@@ -19,7 +19,7 @@ from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.loop.addon_state import MAIN, PARTS, is_loading
+from zae.loop.addon_state import ALONE, MAIN, PARTS, is_loading
 from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
@@ -289,7 +289,7 @@ class ShardingAddon(AddOnPart):
         def gathered(tensor: Tensor) -> Tensor:
             return self.whole(tensor).to("meta") if is_spare and is_sharded(tensor) else self.whole(tensor)
 
-        made: dict[str, Any] = state if is_loading(self, PARTS) else map_tensors(gathered, state)
+        made: dict[str, Any] = state if is_loading(self, PARTS, ALONE) else map_tensors(gathered, state)
         return made
 
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:

@@ -298,6 +298,7 @@ class StateManagerAddon(AddOnBase):
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
         target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
+        self.meet("save_state")
         checkpointer.saver.begin(self.world_size)
         score = self._present_score()
         kept = (target.name, score) if path is None else None

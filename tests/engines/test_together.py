@@ -16,7 +16,7 @@ from torch import nn
 
 from kit.engines import ENGINES, Block, Engine, Net, Task, build, data, distance, net, sgd, weights
 from kit.rank_tasks import forks
-from zae import ConfigError
+from zae import ConfigError, DistributedError
 from zae.addons import (
     AMPAddon,
     EarlyStoppingAddon,
@@ -217,3 +217,43 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
         assert trainer.world_size == 1
         assert distance(trainer, single) < LIMIT
         assert trainer.evaluate(data(5, 1, False)) == pytest.approx(single.evaluate(data(5, 1, False)), rel=1e-9)
+
+
+CALLS: dict[str, Any] = {
+    "evaluate": lambda trainer, folder: trainer.evaluate(data(4, 2, False)),
+    "inference": lambda trainer, folder: trainer.inference(data(4, 2, False)),
+    "state_dict": lambda trainer, folder: trainer.state_dict(),
+    "save_state": lambda trainer, folder: trainer.save_state(),
+    "save_model": lambda trainer, folder: trainer.save_model(folder / "model.safetensors"),
+    "save_average": lambda trainer, folder: trainer.save_average(folder / "average.safetensors"),
+    "plan": lambda trainer, folder: trainer.plan(1, data(16)),
+    "explain": lambda trainer, folder: trainer.explain(),
+}
+
+
+@on_engine
+def test_what_one_rank_calls_alone_works_or_ends_in_words(engine: Engine, tmp_path: Path) -> None:
+    """A rank is told at once of another call, and within its timeout of none; afterwards the ranks train on."""
+    options = {"optimizer": sgd, "decay": 0.5, "timeout": 30}
+    trainer = build(engine, EMAAddon, StateManagerAddon, save_path=tmp_path / "save", **options)
+    expected = build(engine, EMAAddon, StateManagerAddon, save_path=tmp_path / "expected", **options)
+    works = {"plan", "explain"}
+    for each in (trainer, expected):
+        each.run(1, data(8 * engine.shares))
+    works |= {"save_model", "save_average"} if trainer.can_save_alone else set()
+    trainer.timeout = 0.1
+    for index, (name, call) in enumerate(CALLS.items()):
+        if trainer.rank == index % 2 and name in works:
+            call(trainer, tmp_path)
+        elif trainer.rank == index % 2:
+            with pytest.raises(DistributedError, match=rf"called {name}, .* did not within 0.1 s.*every rank"):
+                call(trainer, tmp_path)
+        dist.barrier()
+    trainer.timeout = 30
+    for each in (trainer, expected):
+        each.run(1, data(8 * engine.shares))
+    ends = [weights(each) for each in (trainer, expected)]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    check(trainer, engine)
+    with pytest.raises(DistributedError, match=r"called (evaluate|run), and another rank called (evaluate|run)"):
+        trainer.evaluate(data(4)) if trainer.is_main else trainer.run(1, data(16))

@@ -28,6 +28,7 @@ __all__ = [
     "compiled_graphs",
     "compiler",
     "count_devices",
+    "default_store",
     "dispatch_modes",
     "find",
     "found_overflow",
@@ -234,7 +235,13 @@ def compiled_graphs() -> int:
     return next(_calls) if counters is None else int(counters["stats"]["unique_graphs"])
 
 
-# ------------------------------------------------------------------------------------------------ gradients of ranks
+# ------------------------------------------------------------------------------------- ranks and their gradients
+
+
+def default_store() -> Any:
+    """Return the store of the process group, over which all ranks can write and read keys, or None."""
+    read = find("torch.distributed.distributed_c10d", "_get_default_store")
+    return None if read is None else read()
 
 
 def can_arrange_buckets() -> bool:

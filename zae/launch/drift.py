@@ -1,13 +1,51 @@
-"""Whether ranks that must hold the same weights hold the same weights."""
+"""What ranks compare: the calls that they make together, and the weights that they must hold alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
+from zae.common.torch_private import default_store
 from zae.errors import DistributedError
 
-__all__ = ["DriftCheck"]
+__all__ = ["DriftCheck", "Meetings"]
+
+
+class Meetings:
+    """The calls that all ranks must make together, which they compare before the first exchange of tensors.
+
+    Without it the exchanges of two different calls meet: gloo ends the process, or a rank takes one for the other.
+    They compare names over the store of the process group, which can be used as before after an error.
+    """
+
+    count = 0
+
+    @classmethod
+    def meet(cls, call: str, timeout: float) -> None:
+        """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
+        if (whole := default_store()) is None:
+            return
+        store, rank, world = dist.PrefixStore(f"zae/calls/{cls.count}", whole), dist.get_rank(), dist.get_world_size()
+        who = f"rank {rank} of {world} called {call}"
+        remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
+        if (other := store.compare_set("call", "", call).decode()) != call:
+            store.set("go", call)  # The others end with this error too, and meet again at their next call.
+        elif store.add("ranks", 1) == world:
+            store.set("go", call)
+        else:
+            try:
+                store.wait(["go"], timedelta(seconds=timeout))
+                other = store.get("go").decode()
+            except RuntimeError as error:
+                if store.add("ranks", -1) <= 0:  # It was alone, and the others may go on.
+                    store.delete_key("call")
+                raise DistributedError(f"{who}, and other ranks did not within {timeout:g} s. {remedy}") from error
+        cls.count += 1
+        if other != call:
+            raise DistributedError(f"{who}, and another rank called {other}. {remedy}")
 
 
 class DriftCheck:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = [
+    "ALONE",
     "ENTRIES",
     "FROM_FILE",
     "GENERATORS",
@@ -48,16 +49,18 @@ _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in
 
 
 FROM_FILE, ENTRIES, PARTS, MAIN = "from a file", "entries alone", "in parts", "whole on the main rank"
+ALONE = "in parts, by one rank alone"
 _loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""))
 
 
-def is_loading(trainer: Trainer, how: str) -> bool:
-    """Return whether a trainer loads or reads its state in this way.
+def is_loading(trainer: Trainer, *ways: str) -> bool:
+    """Return whether a trainer loads or reads its state in one of these ways.
 
     It loads it from a file, whose tensors nobody else holds; or the entries of add-ons alone; or it reads it in parts:
-    each rank what it holds of a tensor; or rank 0 alone whole weights and slots, which it writes.
+    each rank what it holds of a tensor, or one rank, while the others do not; or rank 0 alone whole weights and slots,
+    which it writes.
     """
-    return _loading.get()[0] is trainer and _loading.get()[1] == how
+    return _loading.get()[0] is trainer and _loading.get()[1] in ways
 
 
 @contextmanager
@@ -103,7 +106,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"self.{missing[0]} in __init__"
             )
         entry = {key: getattr(trainer, name) for key, name in names.items()}
-        if not (is_loading(trainer, ENTRIES) or is_loading(trainer, PARTS)):  # In the first, one rank alone reads.
+        if not is_loading(trainer, ENTRIES, PARTS, ALONE):  # In the first and the last, one rank alone reads.
             entry = {key: map_tensors(trainer.whole, value) for key, value in entry.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]

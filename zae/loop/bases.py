@@ -146,6 +146,10 @@ class Processes:
     def barrier(self) -> None:
         """Wait for every rank."""
 
+    @seam
+    def meet(self, call: str) -> None:
+        """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
+
     @property
     @seam
     def rank(self) -> int:

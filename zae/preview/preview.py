@@ -25,6 +25,7 @@ from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.errors import MonitorError
+from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
 from zae.preview.checkpoint_size import checkpoint_bytes
@@ -257,7 +258,9 @@ class Preview:
         """Find the size of a checkpoint with these states of the optimizers."""
         trainer, found = self.trainer, self.found
         try:
-            state, add_ons = trainer.state_dict(), [each.__name__ for each in add_ons_of(type(trainer))]
+            with addon_state.loading_as(trainer, addon_state.ALONE):
+                state = trainer.state_dict()
+            add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
             archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"
             sizes = checkpoint_bytes(state, stepped, found, add_ons, bool(trainer.gradient_clip), archived)
         except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
