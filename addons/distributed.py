@@ -330,11 +330,10 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             self.meet("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
-        state, world, ranks = super().state_dict(), self._mesh().data_size, self._rank_states.ranks
+        state, world = super().state_dict(), self._mesh().data_size
         if world == 1:
             return state
-        if asks:
-            ranks = self.gather_data(RankStates.own_part(state))
+        ranks = self.gather_data(RankStates.own_part(state)) if asks else self._rank_states.ranks
         return {**state, engine_of(type(self)): RankStates(world, ranks, self._data_rank).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

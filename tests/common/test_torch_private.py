@@ -20,7 +20,7 @@ from zae.common import torch_private
 # Names in C that torch itself reads, of the compiler, or of a wrapper: without one of them, a run is the same.
 ELSEWHERE = {
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_foreach_add_", "_dynamo"),
-    *("_rebuild_buckets", "_push_all_rebuilt_params", "_check_reducer_finalized"),
+    *("_rebuild_buckets", "_push_all_rebuilt_params", "_check_reducer_finalized", "_get_default_store"),
     *("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
 }
 
