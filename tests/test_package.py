@@ -60,6 +60,7 @@ PUBLIC = [
     "Trainer",
     "ZaeError",
     "__version__",
+    "find_lr",
     "repeats",
     "replaces",
     "schedulers",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zae.loop.history import MetricsDict
     from zae.loop.progress import Every, ProgressChecker
     from zae.trainer import Trainer
+    from zae.tuning.learning_rate import find_lr
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "Trainer",
     "ZaeError",
     "__version__",
+    "find_lr",
     "repeats",
     "replaces",
     "schedulers",
@@ -71,6 +73,7 @@ _HOMES = {
     "zae.loop.progress": ("Every", "ProgressChecker"),
     "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),
+    "zae.tuning.learning_rate": ("find_lr",),
 }  # All others are errors.
 
 _keep_old_names()

@@ -38,10 +38,11 @@ RULES: dict[str, frozenset[str] | None] = {
     "addons": None,
     "interop": None,
     "search": None,
+    "tuning": None,
 }
 """What each package, or module beside them, may import: these, EVERYBODY and itself; None is anything."""
 
-LAST = frozenset({"addons", "cli", "interop", "search", "testing"})
+LAST = frozenset({"addons", "cli", "interop", "search", "testing", "tuning"})
 """What no other package may import."""
 
 KNOWN: dict[tuple[str, str], str] = {

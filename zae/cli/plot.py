@@ -62,12 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def draw(
-    curves: dict[str, Series], width: int = 80, height: int = 16, *, is_ascii: bool = False, is_log: bool = False
+    curves: dict[str, Series],
+    width: int = 80,
+    height: int = 16,
+    *,
+    is_ascii: bool = False,
+    is_log: bool = False,
+    ends: tuple[str, str] | None = None,
 ) -> str:
     """Return a plot of curves, at most ``width`` columns wide; points that are not finite are left out.
 
     With braille characters each curve has two by four dots in a character, and all look alike: the legend tells the
-    values at their ends. In ASCII each curve has its own mark.
+    values at their ends. In ASCII each curve has its own mark. ``ends`` are the labels below, by default the steps.
     """
     points = {name: _scaled(each, is_log) for name, each in curves.items()}
     steps, values = ([pair[at] for each in points.values() for pair in each] for at in (0, 1))
@@ -88,7 +94,7 @@ def draw(
     beside = {0: labels[0], rows // 2: labels[1], rows - 1: labels[2]}
     bar = "|" if is_ascii else "│"
     lines = [f"{beside.get(at, ''):>{margin}} {bar}{''.join(row)}" for at, row in enumerate(grid)]
-    ends = f"{first:,}", f"step {last:,}"
+    ends = ends or (f"{first:,}", f"step {last:,}")
     lines.append(f"{'':{margin + 2}}{ends[0]}{ends[1]:>{max(1, columns - len(ends[0]))}}")
     for number, (name, series) in enumerate(curves.items()):
         mark = f"{_MARKS[number % 8]} " if is_ascii else ""

@@ -23,6 +23,7 @@ from zae.composition.introspect import (
     is_trainer,
     names_in,
     reaches_super,
+    recipe_of,
     seams_of,
 )
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
@@ -370,7 +371,7 @@ def check_complete(cls: Any) -> None:
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
-    root, ordered = cls.__dict__.get("_recipe", (cls, ()))
+    root, ordered = recipe_of(cls)
     name = "MyTask" if root.__name__ == "Trainer" else root.__name__
     made = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
     bodies = {

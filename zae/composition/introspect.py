@@ -233,6 +233,12 @@ def add_ons_of(cls: Any) -> list[Any]:
     return leaves + [a for a in applied if a not in leaves]
 
 
+def recipe_of(cls: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the class that add-ons were put on, and those add-ons, outermost first."""
+    recipe: tuple[Any, tuple[Any, ...]] = cls.__dict__.get("_recipe", (cls, ()))
+    return recipe
+
+
 def slots_of(cls: Any) -> dict[str, Any]:
     """Map each filled slot to the add-on that fills it; "parallel" to the outermost one of its dimensions."""
     filled = {add_on.slot: add_on for add_on in add_ons_of(cls) if add_on.slot}

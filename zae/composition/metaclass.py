@@ -25,6 +25,7 @@ from zae.composition.introspect import (
     is_add_on,
     is_base,
     is_trainer,
+    recipe_of,
     replaces,
     seam,
     seams_of,
@@ -45,7 +46,7 @@ class _OfClass(classmethod):
 
 
 def _refuse_instance(cls: TrainerMeta, *add_ons: Any) -> Any:
-    root, names = cls.__dict__.get("_recipe", (cls, ()))[0].__name__, [getattr(a, "__name__", repr(a)) for a in add_ons]
+    root, names = recipe_of(cls)[0].__name__, [getattr(a, "__name__", repr(a)) for a in add_ons]
     raise AddOnError(
         f"add_on() makes a class, and this {cls.__name__} exists already; write "
         f"{root}.add_on({', '.join(names)})(model, ...)"
@@ -125,7 +126,7 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
     if base._is_addon:
         raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
     named = [_resolve(base, add_on) for add_on in add_ons]
-    root, present = base.__dict__.get("_recipe", (base, ()))
+    root, present = recipe_of(base)
     held = add_ons_of(root)
     wanted = _outermost_kinds([*present, *(a for a in named if not any(a in h.__mro__ for h in held))])
     if not wanted:

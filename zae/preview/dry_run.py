@@ -10,7 +10,7 @@ import functools
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,12 +36,13 @@ from zae.loop.step_output import read_output
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["NotTried", "Trial", "Tried", "first_batch", "state_after_a_step"]
+__all__ = ["NotTried", "Trial", "Tried", "borrowed", "first_batch", "independent_copy", "state_after_a_step"]
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
 _DEPTH = 4
-_SHARED = (ModuleType, DataLoader, Dataset, Sampler, Optimizer, LRScheduler, logging.Logger)
+_SHARED_BY_COPIES = (ModuleType, DataLoader, Dataset, Sampler, logging.Logger)
+_SHARED = (*_SHARED_BY_COPIES, Optimizer, LRScheduler)
 
 
 class NotTried(Exception):
@@ -108,10 +109,7 @@ class Trial:
             raise NotTried("its parameters lie in parts on several ranks")
         twin = object.__new__(type(trainer))
         memo, held = {id(trainer): twin}, trainer.current_run.binding.unbound()
-        own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
-        bytes_held = _prepare(list(own.values()), memo, set(map(id, module.modules())))
-        if bytes_held > _LARGE:
-            raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
+        own = _share(trainer, held, memo, _SHARED)
         try:
             twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
             copies = copy.deepcopy(own, memo)
@@ -130,32 +128,64 @@ class Trial:
         return twin
 
 
+def independent_copy(trainer: Trainer, cls: Any) -> Any:
+    """Return a copy of a trainer, of another class, with its own model and optimizers; `NotTried` says why it cannot.
+
+    Datasets, loaders and loggers among the attributes of the task are shared.
+    """
+    memo: dict[int, Any] = {}
+    _share(trainer, trainer.current_run.binding.unbound(), memo, _SHARED_BY_COPIES)
+    try:
+        twin = copy.deepcopy(trainer, memo)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise NotTried(f"the trainer cannot be copied ({type(error).__name__}: {error})") from error
+    twin.__class__ = cls
+    return twin
+
+
 # ------------------------------------------------------------------------------------------------ the batch
 
 
 def first_batch(loader: Any) -> Any:
     """Take a batch, with the loader, its parts and every random stream as they were; else raise `NotTried`."""
-    if isinstance(loader, (list, tuple)):
-        batch = copy.deepcopy(next((batch for batch in loader if batch is not None), None))
-    elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        raise NotTried(f"a batch of {describe(loader)} cannot be tried and put back")
-    else:
-        batch = _first_of(loader)
+    with borrowed(loader) as twin:
+        try:
+            batch = next((batch for batch in twin if batch is not None), None)
+        except Exception as error:
+            if getattr(loader, "num_workers", 0):  # It may need what a worker prepares.
+                raise NotTried(f"a batch could not be loaded without workers ({error})") from error
+            raise
     if batch is None:
         raise NotTried(f"{describe(loader)} has no batch")
     return batch
 
 
-def _first_of(loader: DataLoader[Any]) -> Any:
-    """Take the first batch of a DataLoader in this process."""
+@contextmanager
+def borrowed(loader: Any) -> Iterator[Any]:
+    """Yield a loader with the same batches, loaded in this process, and put back what it reads; or raise `NotTried`."""
+    if isinstance(loader, (list, tuple)):
+        yield _Copies(loader)
+        return
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        raise NotTried(f"a batch of {describe(loader)} cannot be tried and put back")
     twin = copy_with(loader, num_workers=0, persistent_workers=False, timeout=0, prefetch_factor=None)
     with random_state.isolated(*random_state.generators_of(loader)), preserve_streams(loader), _put_back(loader):
-        try:
-            return next(iter(twin), None)
-        except Exception as error:
-            if loader.num_workers:  # It may need what a worker prepares.
-                raise NotTried(f"a batch could not be loaded without workers ({error})") from error
-            raise
+        yield twin
+
+
+class _Copies:
+    """The batches of a list, each copied when it is taken: a step may change it in place."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(copy.deepcopy, self.batches)
 
 
 @contextmanager
@@ -212,7 +242,16 @@ def _names_of_zae(cls: type) -> frozenset[str]:
     return frozenset().union(*(_names_of(c) for c in cls.__mro__ if c.__module__.partition(".")[0] == "zae"))
 
 
-def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
+def _share(trainer: Any, held: Mapping[str, Any], memo: dict[int, Any], shared: tuple[type, ...]) -> dict[str, Any]:
+    """Return the attributes of the task, with what a copy shares marked in the memo; refuse large ones."""
+    own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
+    bytes_held = _prepare(list(own.values()), memo, set(map(id, trainer.unwrap().modules())), shared)
+    if bytes_held > _LARGE:
+        raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
+    return own
+
+
+def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int], shared: tuple[type, ...]) -> int:
     """Mark what is shared instead of copied, and return the bytes of the tensors in the rest."""
     total, seen, waiting = 0, set(inside), [(value, _DEPTH) for value in values]
     while waiting:
@@ -220,7 +259,7 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int]) -> int:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _SHARED):
+        if isinstance(value, shared):
             memo[id(value)] = value
         elif isinstance(value, (Tensor, np.ndarray)):
             total += 0 if isinstance(value, Tensor) and optim.has_lazy([value]) else value.nbytes

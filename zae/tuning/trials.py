@@ -1,0 +1,105 @@
+"""Train a copy of a trainer for some steps; the trainer, its loaders, files and random streams stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from zae.addon import AddOnBase, replaces
+from zae.common import random_state
+from zae.composition.introspect import is_engine_slot, recipe_of, slots_of
+from zae.composition.metaclass import compose
+from zae.data.position import LoaderPosition
+from zae.errors import ConfigError
+from zae.loop.progress import ProgressChecker
+from zae.loop.step_output import StepOutput
+from zae.preview.dry_run import NotTried, borrowed, independent_copy
+
+__all__ = ["trial", "trial_loader"]
+
+_LEFT_OUT = ("state", "observe")  # The layers of add-ons that save and log.
+
+
+class TrialAddon(AddOnBase):
+    """Call the functions of a trial around each step; only the trial ends the run."""
+
+    layer = "observe"
+    before_step: Callable[[Any], None] | None = None
+    after_step: Callable[[Any, Sequence[StepOutput]], bool] | None = None
+
+    def on_step_begin(self, batch: Any) -> None:
+        """Let the trial prepare the step."""
+        super().on_step_begin(batch)
+        if self.before_step is not None:
+            self.before_step(self)
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Let the trial look at the step, and end the run if it has seen enough."""
+        super().on_step_end(outputs)
+        if self.after_step is not None and self.after_step(self, outputs):
+            super().stop("the trial has seen enough")
+
+    @replaces
+    def stop(self, reason: str) -> None:
+        """Ignore what other add-ons say, early stopping for instance."""
+
+
+def trial(trainer: Any, what: str) -> Any:
+    """Return a copy of a trainer at the beginning of a run, without schedules and without add-ons that write.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        It is not changed.
+    what : str
+        The name of the function, for errors.
+
+    Returns
+    -------
+    Trainer
+        The copy, with `TrialAddon`.
+
+    Raises
+    ------
+    ConfigError
+        The trainer is for evaluation, or for several processes, or cannot be copied.
+    """
+    if trainer.mode != "train":
+        raise ConfigError(
+            f"{what} trains a copy, and this trainer has mode='test'; write trainer.toggle('train') first"
+        )
+    trainer.optimization.check_given()
+    if trainer.world_size > 1 or any(map(is_engine_slot, slots_of(type(trainer)))):
+        raise ConfigError(
+            f"{what} works in one process, and {type(trainer).__name__} is for several; call it with the trainer "
+            "without its parallel add-on, and give the result to each process"
+        )
+    root, add_ons = recipe_of(type(trainer))
+    try:
+        # What root itself derives from cannot be left out.
+        if writing := [a.__name__ for a in root.__mro__ if getattr(a, "_is_addon", False) and a.layer in _LEFT_OUT]:
+            raise NotTried(f"it derives from {writing[0]}, which writes files; add it last, Task.add_on({writing[0]})")
+        twin = independent_copy(trainer, compose(root, [*_steps_only(add_ons), TrialAddon]))
+    except NotTried as reason:
+        raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
+    twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
+    twin.optimization.hold()
+    twin.nonfinite.policy = "skip"
+    twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
+    return twin
+
+
+def _steps_only(add_ons: Sequence[Any]) -> list[Any]:
+    return [each for each in add_ons if each.layer not in _LEFT_OUT]
+
+
+@contextmanager
+def trial_loader(loader: Any, what: str) -> Iterator[Any]:
+    """Yield a loader with the batches of another one; put that one and all random streams back when the block ends."""
+    with random_state.isolated():
+        try:
+            with borrowed(loader) as own:
+                yield own
+        except NotTried as reason:
+            raise ConfigError(f"{what}: {reason}; give a DataLoader, or a list of batches") from reason
