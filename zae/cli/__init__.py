@@ -20,7 +20,7 @@ from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "doctor": "list and verify the checkpoints of a run, and explain what to do about damaged ones",
+    "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "plan": "show what the run of a script would do, or refuse, without training",
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
     "plot": "draw curves of one run or several in the terminal",

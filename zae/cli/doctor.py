@@ -1,4 +1,4 @@
-"""`python -m zae doctor PATH`: list and verify the checkpoints of a run, and explain what to do about damaged ones."""
+"""`python -m zae doctor [PATH]`: examine this machine, or the checkpoints of a run, and say what to do."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ __all__ = ["add_arguments", "examine", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("path", help="the folder that a run saves to (save_path), or one checkpoint")
+    parser.add_argument("path", nargs="?", help="the folder that a run saves to (save_path), or one checkpoint: each "
+                        "is verified; without it, packages, devices, network, disk, limits and variables "
+                        "are examined, for runs in the present folder")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify a folder and print a report; return 0 if the newest checkpoint is intact, else 1."""
+    """Print a report of a folder, or of the machine; return 0 if the newest checkpoint, or the machine, is healthy."""
+    if arguments.path is None:
+        from zae.cli import environment
+
+        found = environment.examine(Path.cwd())
+        sys.stdout.write(json.dumps(found, indent=1) + "\n" if arguments.json else environment.table_of(found))
+        return 0 if found["healthy"] else 1
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give the save_path of a run, or one checkpoint")
