@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
     "diff": "name the first step and stage at which two runs differ",
+    "addons": "list the installed add-ons, or describe one",
 }
 """Each command with its line in the help."""
 
