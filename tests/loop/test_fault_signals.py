@@ -50,22 +50,27 @@ def long_run(folder: Path, cls: Any = Signalled, **options: Any) -> Any:
     return everything(made)
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the end of the run that gets no signal."""
+    return answer(long_run, tmp_path_factory.mktemp("straight"), faults.Task)
+
+
 @pytest.mark.covers("F-D2", "F-D3", "P-26")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [1, 5, 6, 11, 18])
-def test_finish_the_step_and_save(folder: Path, number: int, status: int, at: int) -> None:
+def test_finish_the_step_and_save(folder: Path, number: int, status: int, at: int, straight: Any) -> None:
     """F-D2, F-D3, P-26: the step is finished and saved, the status is 143 or 130, and the resumed end is the same."""
-    whole = answer(long_run, folder / "whole", faults.Task)
     outcome = forked(lambda: long_run(folder, number=number, at=at) and None)
     assert outcome.status == status, outcome.error
     newest = newest_valid(folder / "run")
     assert newest is not None
     assert newest[1]["step"] == at
     assert not (folder / "run" / ".lock").exists()
-    assert answer(long_run, folder, faults.Task) == whole
+    assert answer(long_run, folder, faults.Task) == straight
 
 
 @pytest.mark.covers("F-D2")
@@ -118,9 +123,8 @@ def test_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: 
 
 
 @pytest.mark.covers("F-D2")
-def test_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> None:
+def test_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path, straight: Any) -> None:
     """P-26: wherever it comes, at most one more update is made before the save."""
-    whole = answer(long_run, folder / "whole", faults.Task)
 
     class InValidation(faults.Task):
         def test_step(self, batch: Any) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def test_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path) -> 
         newest = newest_valid(place / "run")
         assert newest is not None
         assert newest[1]["step"] == step
-        assert answer(long_run, place, faults.Task) == whole
+        assert answer(long_run, place, faults.Task) == straight
 
 
 def two_ranks(folder: Path, seed: int, **options: Any) -> Any:

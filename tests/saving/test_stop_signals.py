@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,13 @@ CASES = {
 }
 
 
+@functools.cache
+def straight(case: Case) -> Any:
+    """Return the end of a case that nothing has disturbed."""
+    with tempfile.TemporaryDirectory(prefix="zae-") as folder:
+        return answer(case.run, Path(folder), 1)
+
+
 def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) -> None:
     """Live until a signal comes in a validation, which must see no more batches."""
     outcome = forked(lambda: case.run(folder, 100 + step + at, at=(step, at), number=number) and None)
@@ -135,7 +144,7 @@ def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) 
 def test_a_validation_is_given_up_and_made_first(folder: Path, name: str) -> None:
     """P-26, F-D2, P-12, P-17, P-18: signalled in validations, and killed in one that was resumed: bitwise the same."""
     case = CASES[name]
-    whole = answer(case.run, made(folder / "whole"), 1)
+    whole = straight(case)
     for index, step in enumerate(case.at):
         cut_short(case, folder, step, 5)
         if index == 0:
@@ -160,7 +169,7 @@ class InStep(Watched):
 def test_a_signal_in_the_step_before_a_validation(folder: Path, name: str, step: int) -> None:
     """P-26, P-12: no batch of that validation is tested, and the end is the same."""
     case = CASES[name]
-    whole = answer(case.run, made(folder / "whole"), 1)
+    whole = straight(case)
     outcome = forked(lambda: case.run(folder, 5, InStep, at=step) and None)
     assert outcome.status == 143, outcome.error
     noted = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
@@ -185,7 +194,7 @@ def test_what_a_failed_validation_leaves(folder: Path, name: str, signalled: boo
     """F-D4, F-D2: an error leaves a crash slot that resumes the validation; with a signal, as when the system has
     hit the loader's workers too, a regular checkpoint."""
     case = CASES[name]
-    whole = answer(case.run, made(folder / "whole"), 1)
+    whole = straight(case)
     outcome = forked(lambda: case.run(folder, 5, Fails, at=(12, 3) if signalled else None) and None)
     assert outcome.status == (143 if signalled else 1), outcome.error
     assert signalled or "RuntimeError: in a validation" in outcome.error
@@ -205,7 +214,7 @@ def test_a_signal_to_the_workers_of_a_validation_too(folder: Path) -> None:
                 os.killpg(os.getpid(), TERM)
             return super().test_step(batch)
 
-    whole = answer(CASES["plain"].run, made(folder / "whole"), 1)
+    whole = straight(CASES["plain"])
     case = Case(at=(6,))
     case.valid = lambda: hand.loader(20, 2, seed=8, shuffle=False, num_workers=2)  # type: ignore[method-assign]
     outcome = forked(lambda: case.run(folder, 5, Group, at=2) and None)
