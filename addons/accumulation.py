@@ -95,10 +95,10 @@ class GradientAccumulationAddon(AddOnBase):
         length = super().steps_in(loader)
         return None if length is None else -(-length // self.gradient_accumulation_steps)
 
-    def plan_lines(self, plan: Any) -> list[str]:
+    def plan_ranks(self, plan: Any) -> None:
         """Note how many batches make a step."""
+        super().plan_ranks(plan)
         plan.batches_per_step = self.gradient_accumulation_steps
-        return super().plan_lines(plan)
 
 
 class _List(list[Any]):

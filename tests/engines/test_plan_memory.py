@@ -197,6 +197,16 @@ def test_the_memory_of_a_rank_is_that_of_the_plan(world: int) -> None:
     check(world, CASES[world])
 
 
+def test_the_plan_of_windows_has_whole_gradients() -> None:
+    """Where several batches make a step, the gradients of a block are not divided until the last of them."""
+    plain, windows = (
+        make(("fsdp", add_ons, options, {}), ["cpu"] * 2).plan(1, data())
+        for add_ons, options in (((), {}), ((GradientAccumulationAddon,), WINDOW))
+    )
+    assert windows.batches_per_step == 2
+    assert windows.memory.peaks["gathered blocks"] > 1.2 * plain.memory.peaks["gathered blocks"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", MORE)
 def test_what_changes_the_memory_is_in_the_plan(world: int) -> None:
