@@ -55,7 +55,7 @@ _OLD = 24 * 3600.0
 def checkpoint_name(step: int) -> str:
     """Return the directory name for the checkpoint of a step; names sort as their steps do."""
     if step < 0:
-        raise ConfigError(f"step is {step}; a checkpoint belongs to a step from 0 on")
+        raise ConfigError(f"step is {step}; the step of a checkpoint must be 0 or more")
     return f"step-{step:08d}"
 
 

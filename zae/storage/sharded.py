@@ -61,7 +61,7 @@ class Group(NamedTuple):
             raise error from None
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
-                raise _rebuilt(rank, *failed)
+                raise _rebuild(rank, *failed)
         return [each for each, _ in outcomes]
 
 
@@ -70,7 +70,7 @@ def _describe(error: BaseException) -> tuple[bool, str, int | None]:
     return isinstance(error, NonFiniteError), text, getattr(error, "errno", None)
 
 
-def _rebuilt(rank: int, is_nonfinite: bool, text: str, errno: int | None) -> Exception:
+def _rebuild(rank: int, is_nonfinite: bool, text: str, errno: int | None) -> Exception:
     if is_nonfinite:
         return NonFiniteError(text.partition(": ")[2])
     error = CheckpointError(f"rank {rank}: {text}")
@@ -102,7 +102,7 @@ def plan_shards(
     group: Group,
     manifest_info: Mapping[str, Any],
 ) -> Share:
-    """Return what this rank writes of a checkpoint with DTensors; all ranks call it, and the disk is not touched."""
+    """Return what this rank writes of a checkpoint with DTensors, without writing it; all ranks call it."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     planner, is_main = DefaultSavePlanner(flatten_state_dict=False), group.rank == 0
@@ -123,7 +123,7 @@ def plan_shards(
         planner.set_up_planner(cast("dict[str, Any]", parts), None, is_main)
         return planner.create_local_plan()
 
-    plans, _ = planner.create_global_plan(group.together(propose, directory))  # Each rank makes the same one of all.
+    plans, _ = planner.create_global_plan(group.together(propose, directory))  # Every rank makes the same global plan.
     chunks, described = dict[str, Tensor](), dict[str, Any]()
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -175,7 +175,7 @@ def _nothing() -> None: ...
 
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[Path]:
-    """Stand for the folder that another rank makes, and removes if the save fails."""
+    """Take the place of `staged` on a rank that does not make the folder."""
     yield Path()
 
 
