@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zae.addons.jsonl_logger import JSONLLoggerAddon
     from zae.addons.ledger import LedgerAddon
     from zae.addons.logger import LoggerAddon, WebLoggerAddon
+    from zae.addons.mlflow_logger import MLflowLoggerAddon
     from zae.addons.mpu import MultiGPUAddon
     from zae.addons.neptune_logger import NeptuneLoggerAddon
     from zae.addons.prefetch import PrefetchAddon
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+    from zae.addons.trackio_logger import TrackioLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
 
 if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second copy of each class would come from here.
@@ -36,6 +38,7 @@ __all__ = [
     "JSONLLoggerAddon",
     "LedgerAddon",
     "LoggerAddon",
+    "MLflowLoggerAddon",
     "MultiGPUAddon",
     "NeptuneLoggerAddon",
     "PrefetchAddon",
@@ -43,6 +46,7 @@ __all__ = [
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
+    "TrackioLoggerAddon",
     "WandBLoggerAddon",
     "WebLoggerAddon",
 ]
@@ -57,6 +61,7 @@ _HOMES = {
     "JSONLLoggerAddon": "jsonl_logger",
     "LedgerAddon": "ledger",
     "LoggerAddon": "logger",
+    "MLflowLoggerAddon": "mlflow_logger",
     "MultiGPUAddon": "mpu",
     "NeptuneLoggerAddon": "neptune_logger",
     "PrefetchAddon": "prefetch",
@@ -64,6 +69,7 @@ _HOMES = {
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",
+    "TrackioLoggerAddon": "trackio_logger",
     "WandBLoggerAddon": "wandb_logger",
     "WebLoggerAddon": "logger",
 }

@@ -19,6 +19,7 @@ from zae.common.argument_checks import check_flags, check_number
 from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 from zae.preview.describe import describe
 from zae.sinks.base import RunInfo, Sink
+from zae.sinks.media import figure_pixels, histogram_of, image_pixels
 from zae.sinks.redact import redact, secrets_in
 from zae.sinks.worker import SinkWorker
 
@@ -44,6 +45,8 @@ class LoggerAddon(AddOnBase):
     logger_timeout : float
         Seconds that training waits for all sinks together: when they are opened, when a state is saved and when they
         are closed. A sink that takes longer has failed.
+    hyperparameters : dict, optional
+        Values of your script to show beside the options of the trainer, which every logger writes by itself.
 
     Raises
     ------
@@ -87,9 +90,15 @@ class LoggerAddon(AddOnBase):
         logger_required: bool = False,
         logger_fallback: str | Path = "zae-offline",
         logger_timeout: float = 5.0,
+        hyperparameters: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
+            raise ConfigError(
+                f"hyperparameters is a {type(hyperparameters).__name__}; give a dict: {{'width': 512, 'depth': 4}}"
+            )
+        self.hyperparameters = dict(hyperparameters or {})
         if not isinstance(logger_fallback, (str, os.PathLike)) or not str(logger_fallback):
             raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
         (self.logger_required,) = check_flags(logger_required=logger_required)
@@ -124,6 +133,77 @@ class LoggerAddon(AddOnBase):
             record = {**at, **{str(key): _plain(value) for key, value in metrics.items()}}
             for worker in self._workers:
                 worker.write(record, step)
+
+    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
+        """Pass an image to every sink that has images; `JSONLLoggerAddon` writes a PNG file beside its own.
+
+        Parameters
+        ----------
+        name : str
+            As a metric has one: ``"valid/samples"``.
+        image : Tensor, ndarray or Pillow image
+            A tensor has the shape (channels, height, width), an array (height, width, channels); both may have two
+            axes only. uint8, or floats between 0 and 1.
+        step : int, optional
+            An optimizer step; by default the present one.
+
+        Raises
+        ------
+        ConfigError
+            It is not an image.
+        AddOnRequirement
+            Pillow is not installed.
+        """
+        if self.is_main:
+            self._pass("write_image", name, image_pixels(name, image), step=step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        """Draw a matplotlib figure, and pass it on as an image; close it yourself.
+
+        Parameters
+        ----------
+        name : str
+            As a metric has one.
+        figure : matplotlib.figure.Figure
+            It is not changed.
+        step : int, optional
+            An optimizer step; by default the present one.
+        """
+        if self.is_main:
+            self._pass("write_image", name, figure_pixels(name, figure), step=step)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None, bins: int = 64) -> None:
+        """Pass a histogram of values to every sink that has histograms; infinite ones and NaN are left out.
+
+        Parameters
+        ----------
+        name : str
+            As a metric has one: ``"weights/head"``.
+        values : Tensor or array
+            Of any shape.
+        step : int, optional
+            An optimizer step; by default the present one.
+        bins : int
+            Of equal width, between the least and the largest value.
+        """
+        if self.is_main:
+            self._pass("write_histogram", name, *histogram_of(name, values, bins), step=step)
+
+    @property
+    def clients(self) -> dict[str, Any]:
+        """What the libraries of the loggers have opened for this run, by the names of their sinks; on the main rank.
+
+        ``trainer.clients["wandb"]`` is the run of wandb, ``["tensorboard"]`` the SummaryWriter, ``["neptune"]`` and
+        ``["trackio"]`` their runs, ``["mlflow"]`` a pair of the MlflowClient and the id of the run. Records are written
+        by another thread, which the client must allow. There are none before a run and after it.
+        """
+        clients = {worker.sink.name: worker.sink.client for worker in self._workers}
+        return {name: client for name, client in clients.items() if client is not None}
+
+    def _pass(self, call: str, *args: Any, step: int | None) -> None:
+        self._open_sinks()
+        for worker in self._workers:
+            worker.call(call, *args, self.progress_checker.step if step is None else step)
 
     def on_exception(self, error: BaseException) -> None:
         """Note that the run has failed, for sinks that show it."""
@@ -238,6 +318,7 @@ class WebLoggerAddon(LoggerAddon):
     """
 
     web_key: ClassVar[str] = ""
+    web_example: ClassVar[str] = '{"project": "my-project"}'
 
     def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -261,7 +342,8 @@ class WebLoggerAddon(LoggerAddon):
     @classmethod
     def _option_example(cls, name: str) -> str:
         """Return a value to write for an option that is missing."""
-        entries = ", ".join(f'"{key}": {{"project": "my-project"}}' for key in cls._web_keys())
+        owners = (c for c in cls.__mro__ if issubclass(c, WebLoggerAddon) and c.__dict__.get("web_key"))
+        entries = ", ".join(sorted(f'"{owner.web_key}": {owner.web_example}' for owner in owners))
         return f"{{{entries}}}" if name == "web_logger" else "..."
 
     def _check_key(self, key: Any) -> None:

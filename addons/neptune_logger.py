@@ -108,7 +108,6 @@ class NeptuneSink(Sink):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
-        self._client: Any = None
         self._timeout = 5.0
 
     def load(self) -> None:
@@ -131,29 +130,35 @@ class NeptuneSink(Sink):
             entries.setdefault("custom_run_id", info.id)
         self._timeout = info.timeout
         shown = redact({key: entries[key] for key in ("name", "description", "tags") if key in entries})
-        self._client = neptune.init_run(**{**entries, **shown})
-        self._client["config"] = stringify_unsupported(dict(info.config))
+        self.client = neptune.init_run(**{**entries, **shown})
+        self.client["config"] = stringify_unsupported(dict(info.config))
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Append to each series; values that are not finite, which Neptune would skip, go to a series of texts."""
         for key, value in metrics.items():
             if isinstance(value, str) or not math.isfinite(value):
-                self._client[f"texts/{key}"].append(str(value), step=step)
+                self.client[f"texts/{key}"].append(str(value), step=step)
             else:
-                self._client[key].append(value, step=step)
+                self.client[key].append(value, step=step)
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Append to a series of files; Neptune has no histograms."""
+        from neptune.types import File
+
+        self.client[name].append(File.as_image(pixels / 255), step=step)
 
     def flush(self) -> None:
         """Wait until the client has written its calls to the disk, from where it sends them."""
-        if self._client is not None:
-            self._client.wait(disk_only=True)
+        if self.client is not None:
+            self.client.wait(disk_only=True)
 
     def close(self, failed: bool) -> None:
         """Stop the run."""
-        if self._client is not None:
+        if self.client is not None:
             if failed:
-                self._client["sys/failed"] = True
-            self._client.stop(seconds=self._timeout * 0.9)
-        self._client = None
+                self.client["sys/failed"] = True
+            self.client.stop(seconds=self._timeout * 0.9)
+        self.client = None
 
 
 def _mode(entries: Mapping[str, Any]) -> str:

@@ -90,7 +90,6 @@ class TensorBoardSink(Sink):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writer: Any = None
 
     def load(self) -> None:
         """Import tensorboard."""
@@ -99,31 +98,46 @@ class TensorBoardSink(Sink):
     def open(self, info: RunInfo) -> None:
         """Begin an event file; in older files, mark steps after the loaded one as deleted."""
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         if info.continued:
             _wait_for_a_later_second(self._folder)
         purge_step = None if info.resumed_at is None else info.resumed_at + 1
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        self.client = SummaryWriter(str(self._folder), purge_step=purge_step)
         if not info.continued:
-            self._writer.add_text("config", f"```json\n{json.dumps(info.config, indent=2, default=str)}\n```")
+            self.client.add_text("config", f"```json\n{json.dumps(info.config, indent=2, default=str)}\n```")
+            for summary in hparams(info.flat_config, {}):  # The method of the writer for it would begin a second file.
+                self.client.file_writer.add_summary(summary)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Add a scalar for each number, and text for anything else."""
         for key, value in metrics.items():
             if isinstance(value, str):
-                self._writer.add_text(key, value, step)
+                self.client.add_text(key, value, step)
             else:
-                self._writer.add_scalar(key, value, step)
+                self.client.add_scalar(key, value, step)
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Add an image."""
+        self.client.add_image(name, pixels, step, dataformats="HWC")
+
+    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        """Add a histogram; its moments are those of the middles of the bins."""
+        middles = (edges[:-1] + edges[1:]) / 2
+        sums = {"num": counts.sum(), "sum": (counts * middles).sum(), "sum_squares": (counts * middles**2).sum()}
+        self.client.add_histogram_raw(
+            name, edges[0], edges[-1], **sums, bucket_limits=edges[1:], bucket_counts=counts, global_step=step
+        )
 
     def flush(self) -> None:
         """Flush the writer."""
-        self._writer.flush()
+        self.client.flush()
 
     def close(self, failed: bool) -> None:
         """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        if self.client is not None:
+            self.client.close()
+        self.client = None
 
 
 def _wait_for_a_later_second(folder: Path) -> None:

@@ -108,7 +108,6 @@ class WandBSink(Sink):
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = dict(entries)
-        self._client: Any = None
         self._is_own = True
         self._written = False
         self._size = 0
@@ -150,23 +149,35 @@ class WandBSink(Sink):
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
         shown = redact({key: entries[key] for key in _SHOWN if key in entries}, secrets_in(self._entries))
-        self._client = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
-        self._client.define_metric("step")
-        self._client.define_metric("*", step_metric="step")
+        self.client = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
+        self.client.define_metric("step")
+        self.client.define_metric("*", step_metric="step")
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log one row, without wandb's own step, which drops rows of a step that is repeated."""
-        self._client.log({**metrics, "step": step})
+        self.client.log({**metrics, "step": step})
         self._written = True
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Log an image, in a row of its own."""
+        import wandb
+
+        self.write({name: wandb.Image(pixels[..., 0] if pixels.shape[2] == 1 else pixels)}, step)
+
+    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        """Log a histogram, in a row of its own."""
+        import wandb
+
+        self.write({name: wandb.Histogram(np_histogram=(counts, edges))}, step)
 
     def flush(self) -> None:
         """Wait until the file of the client has grown; there is no call for that."""
-        interval = getattr(self._client.settings, _INTERVAL, 0.0)
+        interval = getattr(self.client.settings, _INTERVAL, 0.0)
         if not self._written or not 0 < interval < 1:
             return
         self._written = False
-        self._client.summary.get("step")  # Answered after all earlier records.
-        file, size, end = Path(self._client.settings.sync_file), -1, time.monotonic() + 1
+        self.client.summary.get("step")  # Answered after all earlier records.
+        file, size, end = Path(self.client.settings.sync_file), -1, time.monotonic() + 1
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
                 time.sleep(2 * interval)
@@ -177,9 +188,9 @@ class WandBSink(Sink):
 
     def close(self, failed: bool) -> None:
         """Finish the run, unless the user started it."""
-        if self._client is not None and self._is_own:
-            self._client.finish(exit_code=int(failed))
-        self._client = None
+        if self.client is not None and self._is_own:
+            self.client.finish(exit_code=int(failed))
+        self.client = None
 
 
 def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,15 @@ import tempfile
 from multiprocessing import forkserver
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # A database takes seconds to create.
 # In memory, where there is room: thousands of checkpoints are synced to the disk, and no test asks how fast that is.
 if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
     # What inductor has compiled stays on the disk, for the next run.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     tempfile.tempdir = "/dev/shm"
+
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
 
 import pytest
 import torch
@@ -41,6 +44,11 @@ LONGEST = ("engines", "together", "table", "sharded", "distributed", "resume", "
            "package", "compile", "loading", "fault_signals", "torch_private", "addon_examples", "mpu_spawned",
            "mpu_data", "resume_scripts", "readme", "stop_signals", "start_from", "performance")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
+
+
+def pytest_unconfigure():
+    """Remove the folder of Trackio, which is read as it is imported."""
+    shutil.rmtree(os.environ["TRACKIO_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

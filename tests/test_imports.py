@@ -14,7 +14,17 @@ import pytest
 from kit import imports
 
 OPTIONAL = (
-    *("lightning", "wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
+    *(
+        "lightning",
+        "wandb",
+        "neptune",
+        "mlflow",
+        "trackio",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "torchmetrics",
+        "optuna",
+    ),
     *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
 )
 REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}

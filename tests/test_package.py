@@ -29,7 +29,17 @@ ADDONS = sorted((ROOT / "addons").glob("*.py"))
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (
-    *("lightning", "wandb", "neptune", "tensorboard", "torch.utils.tensorboard", "torchmetrics", "optuna"),
+    *(
+        "lightning",
+        "wandb",
+        "neptune",
+        "mlflow",
+        "trackio",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "torchmetrics",
+        "optuna",
+    ),
     *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
 )
 

@@ -75,6 +75,8 @@ ELSEWHERE = {
     "WebLoggerAddon": "the base of the loggers that send",
     "WandBLoggerAddon": "its client takes half a second to start",
     "NeptuneLoggerAddon": "its client takes seconds to start",
+    "MLflowLoggerAddon": "its client takes seconds to start",
+    "TrackioLoggerAddon": "its client takes seconds to start",
 }
 """Add-ons whose own tests hold them against the loop, and why that is not done here."""
 

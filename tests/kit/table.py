@@ -24,6 +24,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
+    MLflowLoggerAddon,
     MultiGPUAddon,
     NeptuneLoggerAddon,
     PrefetchAddon,
@@ -31,6 +32,7 @@ from zae.addons import (
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
+    TrackioLoggerAddon,
     WandBLoggerAddon,
 )
 from zae.storage.encoding import encode
@@ -153,6 +155,12 @@ TABLE = [
     logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),
     logger(WandBLoggerAddon, fixed(web_logger={"wandb": {"project": "p", "mode": "disabled"}}), "wandb"),
     logger(NeptuneLoggerAddon, fixed(web_logger={"neptune": {"project": "w/p", "mode": "debug", **_QUIET}}), "neptune"),
+    logger(
+        MLflowLoggerAddon,
+        lambda folder: {"web_logger": {"mlflow": {"experiment_name": "e", "tracking_uri": f"file:{folder}/mlruns"}}},
+        "mlflow",
+    ),
+    logger(TrackioLoggerAddon, fixed(web_logger={"trackio": {"project": "p"}}), "trackio"),
 ]  # fmt: skip
 
 

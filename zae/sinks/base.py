@@ -7,9 +7,10 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -19,6 +20,7 @@ from zae.common.walk import json_safe
 __all__ = ["JSONLSink", "RunInfo", "Sink"]
 
 _log = logging.getLogger("zae")
+_OTHERS = ("run", "image", "histogram")  # A line that is not a record has a dict under one of these.
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ class RunInfo:
     explain: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def flat_config(self) -> dict[str, bool | int | float | str]:
+        """The config for a client that takes no nested values: ``{"optimizer/lr": 0.1}``."""
+
+        def walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+            if isinstance(value, Mapping):
+                for key, inner in value.items():
+                    yield from walk(inner, f"{name}/{key}" if name else str(key))
+            else:
+                yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+
+        return dict(walk(self.config, ""))
+
 
 class Sink:
     """A destination of records; subclass it for another client.
@@ -74,6 +89,8 @@ class Sink:
         What to do when it fails, as the end of a sentence.
     logged_at : float
         When the record that is being written was logged, in seconds since 1970; `write` itself may be called later.
+    client : object
+        What the library of the destination has returned for this run, while it is open: see `LoggerAddon.clients`.
 
     Examples
     --------
@@ -88,6 +105,7 @@ class Sink:
     name: ClassVar[str] = "sink"
     remedy: ClassVar[str] = "see the message above"
     logged_at: float = 0.0
+    client: Any = None
 
     def load(self) -> None:
         """Import the client, in the main thread; the time limit does not apply."""
@@ -112,6 +130,34 @@ class Sink:
             Their optimizer step. It never decreases, except after a state is loaded.
         """
         raise NotImplementedError
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Write an image; the default leaves it out.
+
+        Parameters
+        ----------
+        name : str
+            As a metric has one.
+        pixels : ndarray of uint8, shape (height, width, channels)
+            With 1, 3 or 4 channels.
+        step : int
+            Its optimizer step.
+        """
+
+    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        """Write a histogram; the default leaves it out.
+
+        Parameters
+        ----------
+        name : str
+            As a metric has one.
+        counts : ndarray, shape (bins,)
+            How many values are in each bin.
+        edges : ndarray, shape (bins + 1,)
+            The limits of the bins.
+        step : int
+            Its optimizer step.
+        """
 
     def flush(self) -> None:
         """Write buffered records to the disk; called before a state is saved."""
@@ -162,6 +208,20 @@ class JSONLSink(Sink):
         if header is not None:
             self._append(header)
         self._append({"step": step, **{key: value for key, value in metrics.items() if key != "step"}})
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Write a PNG file into a folder beside the file, and a line with its name."""
+        from PIL import Image
+
+        folder = self.path.with_name(f"{self.path.stem}-images")
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}-{step:08d}.png"
+        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(path)
+        self._append({"step": step, "image": {name: f"{folder.name}/{path.name}"}})
+
+    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        """Append a line with the counts and the edges."""
+        self._append({"step": step, "histogram": {name: {"counts": counts.tolist(), "edges": edges.tolist()}}})
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
@@ -219,10 +279,11 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
 
 
 def _place_of(line: bytes) -> tuple[float | None, bool]:
-    """Return the step of a complete line, else None, and whether it is a record and not the description of the run."""
+    """Return the step of a complete line, else None, and whether it is a record, not a description or an image."""
     try:
         found: Any = json.loads(line) if line.endswith(b"\n") else None
         step = found["step"]
-        return (step if isinstance(step, (int, float)) else None), not isinstance(found.get("run"), dict)
+        is_other = any(isinstance(found.get(key), dict) for key in _OTHERS)
+        return (step if isinstance(step, (int, float)) else None), not is_other
     except (ValueError, TypeError, LookupError, RecursionError):
         return None, True

@@ -80,7 +80,11 @@ class SinkWorker:
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Submit one record, without waiting, unless the sink is required; ``metrics`` must not change afterwards."""
-        self._submit("write", metrics, step)
+        self.call("write", metrics, step)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Submit a call of a method whose name begins with "write"; see `write`."""
+        self._submit(name, *args)
         if self._required:
             self.wait()
 
@@ -128,8 +132,8 @@ class SinkWorker:
             if not self._given_up:
                 self._calls.append((name, args, time.time()))
                 self._change.notify_all()
-            elif name == "write":
-                self._keep(time.time(), *args)
+            elif name.startswith("write"):
+                self._keep(time.time(), name, *args)
 
     def _work(self) -> None:
         """Make the calls in their order, until the sink is closed or has failed."""
@@ -184,13 +188,13 @@ class SinkWorker:
                 text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
                 _log.warning(text, name, reason, self.path, remedy)
                 for call, args, at in self._calls:
-                    if call == "write":
-                        self._keep(at, *args)
+                    if call.startswith("write"):
+                        self._keep(at, call, *args)
             self._calls.clear()
             self._change.notify_all()
 
-    def _keep(self, at: float, metrics: Mapping[str, Any], step: int) -> None:
-        """Write one record to the local file."""
+    def _keep(self, at: float, call: str, *args: Any) -> None:
+        """Write one record, image or histogram to the local file."""
         if self._required or self._dropped:
             self._dropped += 1
             return
@@ -199,7 +203,7 @@ class SinkWorker:
                 self._local = JSONLSink(self.path)
                 self._local.open(replace(self.info, continued=True, records=None))
             self._local.logged_at = at
-            self._local.write(metrics, step)
+            getattr(self._local, call)(*args)
             self._kept += 1
         except Exception as error:
             self._dropped = 1
