@@ -395,7 +395,7 @@ def web(*add_ons, **options):
         (WandBLoggerAddon, {}, 'web_logger has no entry "wandb"; write web_logger={"wandb"'),
         (WandBLoggerAddon, {"wandb": "canary"}, 'web_logger has a str for "wandb"; write'),
         (WandBLoggerAddon, {"wanbd": {}}, "unknown entry 'wanbd'; did you mean 'wandb'?"),
-        (WandBLoggerAddon, {"wandb": {}, "mlflow": {}}, "unknown entry 'mlflow'; available: wandb"),
+        (WandBLoggerAddon, {"wandb": {}, "comet": {}}, "unknown entry 'comet'; available: wandb"),
         (WandBLoggerAddon, {"wandb": {}, "neptune": {}}, "add it: .add_on(NeptuneLoggerAddon)"),
         (NeptuneLoggerAddon, {}, 'web_logger has no entry "neptune"; write web_logger={"neptune"'),
         (NeptuneLoggerAddon, {"neptune": {}, "wandb": {}}, "add it: .add_on(WandBLoggerAddon)"),
