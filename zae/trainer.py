@@ -414,12 +414,34 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Split what ``run_batch`` was given into the loader batches it is made of. ``len()`` is asked first."""
+        """Split what ``run_batch`` was given into the loader batches it is made of. ``len()`` is asked first.
+
+        Parameters
+        ----------
+        batch : object
+            A batch of the loader, or the window that ``batches`` made of several.
+
+        Returns
+        -------
+        sequence
+            The batches; each gets its own forward and backward.
+        """
         return (batch,)
 
     @seam
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be."""
+        """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be.
+
+        Parameters
+        ----------
+        batch : object
+            What the loader gave: tensors in lists, tuples and dicts, or objects with a ``to`` method.
+
+        Returns
+        -------
+        object
+            What ``train_step`` gets.
+        """
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
     @seam
@@ -461,7 +483,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def forward_context(self) -> AbstractContextManager[None]:
-        """Enclose ``train_step`` and ``test_step``, not the backward: the place of autocast."""
+        """Enclose ``train_step`` and ``test_step``, not the backward: the place of autocast.
+
+        Returns
+        -------
+        context manager
+            A new one for each call: it is entered once for each batch.
+        """
         return NOTHING
 
     @seam
@@ -495,6 +523,18 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
 
         A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
+
+        Parameters
+        ----------
+        batch : object
+            The batch, on the trainer's device.
+        num_targets : int, float, Tensor or None
+            What the step returned under this name.
+
+        Returns
+        -------
+        float or Tensor
+            The means of the epoch are divided by the sum of the weights.
         """
         if num_targets is not None:
             return count_of(num_targets, type(self), self.mode)
@@ -536,7 +576,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def optimizer_step(self) -> bool:
-        """Step every optimizer; return False when one was skipped, and schedulers and averages are to wait."""
+        """Step every optimizer.
+
+        Returns
+        -------
+        bool
+            False when one was skipped, as after an overflow in float16: schedulers and averages then wait.
+        """
         stepped = True
         for optimizer in self.optimization.optimizers.values():
             stepped = self.step_one(optimizer) and stepped
@@ -549,7 +595,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def scheduler_step(self, when: str) -> None:
-        """Step the schedulers whose turn it is: ``when`` is "batch" (an optimizer step) or "epoch"."""
+        """Step the schedulers whose turn it is.
+
+        Parameters
+        ----------
+        when : {"batch", "epoch"}
+            After an optimizer step, or after an epoch.
+        """
         self.optimization.scheduler_step(when)
 
     @seam
@@ -591,7 +643,18 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def wrap_model(self, model: nn.Module) -> Any:
-        """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given."""
+        """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given.
+
+        Parameters
+        ----------
+        model : Module
+            The model that was given, on its device.
+
+        Returns
+        -------
+        callable
+            The model, or an object around it that is called in the same way.
+        """
         return model
 
     @seam
@@ -606,7 +669,20 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Return the loader to iterate over, for instance with a sampler for this rank."""
+        """Return the loader to iterate over, for instance with a sampler for this rank.
+
+        Parameters
+        ----------
+        loader : iterable
+            What ``run`` or ``evaluate`` was given.
+        training : bool
+            False for an evaluation.
+
+        Returns
+        -------
+        iterable
+            Batches.
+        """
         return self.loader_position.resharded(loader) if training else loader
 
     @seam
@@ -652,7 +728,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Called by ``run_batch`` after a step was made, or left out, and logged; ``outputs`` as in ``may_step``."""
+        """Called by ``run_batch`` after a step was made, or left out, and logged.
+
+        Parameters
+        ----------
+        outputs : sequence of StepOutput
+            One for each micro-batch; tensors among the values are freed afterwards.
+        """
 
     @seam
     def on_epoch_end(self) -> None:
@@ -667,11 +749,22 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Called after a validation of a run, with the metrics that were recorded.
 
         A validation that a signal interrupts has no end: the resumed run begins it again.
+
+        Parameters
+        ----------
+        metrics : mapping of str to float
+            Means by sample, and what ``metric_on_epoch_end`` added.
         """
 
     @seam
     def on_exception(self, error: BaseException) -> None:
-        """Called when a run ends by an exception, which goes on afterwards with a note of where it happened."""
+        """Called when a run ends by an exception, which goes on afterwards with a note of where it happened.
+
+        Parameters
+        ----------
+        error : BaseException
+            The exception, for instance KeyboardInterrupt.
+        """
         self.current_run.explain(error)
 
     @seam
@@ -688,7 +781,15 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
+        """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
+
+        Parameters
+        ----------
+        metrics : mapping of str to float
+            Numbers by name.
+        step : int
+            Optimizer steps so far.
+        """
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @property

@@ -36,7 +36,17 @@ class AddOnFault(ZaeError, AssertionError):
 
 
 class PlainTask(Trainer):
-    """A regression."""
+    """The regression that `check_addon` trains if it is given no ``task``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.addons import EMAAddon
+    >>> from zae.testing import PlainTask
+    >>> trainer = PlainTask.add_on(EMAAddon)(torch.nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD)
+    >>> trainer.run(1, [(torch.ones(4, 2), torch.ones(4, 1))] * 3)["step"]
+    3
+    """
 
     def train_step(self, batch: Any) -> Mapping[str, Any]:
         """Return the squared error."""
@@ -110,7 +120,25 @@ class Standard:
 
 @dataclass
 class Kit:
-    """Make and run trainers with the add-on."""
+    """Make and run trainers with the add-on; each function in ``CHECKS`` takes a kit, and yields the faults it finds.
+
+    Parameters
+    ----------
+    add_on : type
+        The add-on to check.
+    options : mapping
+        Its options.
+    task, model, batches, beside, transient
+        As in `check_addon`.
+
+    Examples
+    --------
+    >>> from zae.addons import EMAAddon
+    >>> from zae.testing import CHECKS, Kit
+    >>> kit = Kit(EMAAddon, {"decay": 0.9})
+    >>> list(CHECKS["class"](kit)), kit.run(kit.make()).progress_checker.step
+    ([], 12)
+    """
 
     add_on: Any
     options: Mapping[str, Any]
