@@ -246,12 +246,13 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
         "# What a training step costs",
-        "CPU time as a ratio to a manual loop in plain PyTorch that does the same work: median (minimum-maximum) of "
-        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a new process. "
-        f"For the rows with a limit, and for the first row, each process repeats the measurement for {SECONDS:.0f} "
-        f"seconds ({SECONDS_OF['cnn']:.0f} for the CNN) and reports its median. An asterisk marks final weights "
-        "that are not bitwise those of the manual loop. The first row compares the manual loop with itself, so its "
-        "scatter is the noise of the machine.",
+        "This page compares the CPU time of a training loop with that of a manual loop in plain PyTorch that does the "
+        "same work. 1.00 means that both take the same time; less is faster. Each figure is the median "
+        f"(minimum-maximum) of {max(len(rows) for by in results.values() for rows in by.values())} repetitions, each "
+        f"in a new process. For the rows with a limit, and for the first row, each process repeats the measurement for "
+        f"{SECONDS:.0f} seconds ({SECONDS_OF['cnn']:.0f} for the CNN) and reports its median. The first row compares "
+        "the manual loop with itself, so its scatter is the noise of the machine. An asterisk marks final weights that "
+        "are not bitwise those of the manual loop.",
         f"`{command}` on {machine()}.",
         table(results, workloads),
         "![Ratio to the manual loop, tiny MLP with a DataLoader](performance.svg)",
