@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_the_weights_are_those_without_a_logger():
 
 
 SCRIPT = """
-import os, sys
+import os, sys, wandb  # Once, for both forks.
 sys.path.insert(0, {tests!r})
 from kit.loggers import Killed, build, forked, loader
 from zae.addons import StateManagerAddon
@@ -146,6 +147,7 @@ def train(at):
     trainer.run(3, loader(), loader(1), valid_every=2)
     print(trainer.state_dict()["LoggerAddon"]["run_id"], flush=True)
 
+build()  # The first optimizer of a process imports the compiler.
 print(forked(lambda: train(8)), forked(lambda: train(None)))
 """
 
@@ -185,7 +187,7 @@ def test_two_ranks_are_one_run(tmp_path):
 # ------------------------------------------------------------------------------------------------- faults (F-D8, F-D9)
 
 FAULT = """
-import logging, os, sys, time, traceback
+import logging, os, sys, time, traceback, wandb  # Once, for all forks.
 logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
 sys.path.insert(0, {tests!r})
 from kit.loggers import build, digest, loader
@@ -197,7 +199,6 @@ def train(url, required):
     os.environ["WANDB_BASE_URL"] = url
     sys.stdout = open("out", "w")
     os.dup2(os.open("err", os.O_CREAT | os.O_WRONLY), 2)
-    import wandb
     trainer = build(WandBLoggerAddon, web_logger={{"wandb": {{"project": "p"}}}}, logger_required=required,
                     logger_timeout=3.0)
     begin = time.monotonic()
@@ -270,14 +271,15 @@ def test_fault_the_real_client_raises_at_step_7(monkeypatch, caplog):
 @pytest.mark.covers("F-D8")
 def test_fault_a_finish_that_blocks(monkeypatch, caplog):
     real = wandb.Run.finish
-    monkeypatch.setattr(wandb.Run, "finish", lambda self, **kwargs: (time.sleep(3), real(self, **kwargs)))
+    released = threading.Event()
+    monkeypatch.setattr(wandb.Run, "finish", lambda self, **kwargs: (released.wait(60), real(self, **kwargs)))
     trainer = logger(logger_timeout=2.0)
     begin = time.monotonic()
     trainer.run(1, loader())
     assert time.monotonic() - begin < 2.0 + 2.0 + 1.0
     (failed,) = warned(caplog)
     assert "its close() has not returned within 2 s" in failed
-    time.sleep(1.5)  # the client gets out of it by itself
+    released.set()  # the client gets out of it by itself
     assert len(history()) == 4
 
 
