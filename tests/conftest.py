@@ -39,10 +39,10 @@ guards.profile_guard_manager = lambda *_: 0.0
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("engines", "together", "table", "sharded", "distributed", "resume", "testing", "crash", "rank_failures",
-           "examples", "compile_fused", "mpu", "wandb_logger", "composition", "mpu_resume", "tensor", "gather",
-           "package", "compile", "loading", "fault_signals", "torch_private", "addon_examples", "mpu_spawned",
-           "mpu_data", "resume_scripts", "readme", "stop_signals", "start_from", "performance")  # fmt: skip
+LONGEST = ("table", "engines", "distributed", "composition", "testing", "resume", "crash", "rank_failures", "sharded",
+           "examples", "together", "compile_fused", "tensor", "mpu", "wandb_logger", "gather", "package", "compile",
+           "loading", "fault_signals", "torch_private", "addon_examples", "mpu_resume", "plan_memory", "mpu_data",
+           "resume_scripts", "readme", "stop_signals", "start_from", "performance")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
 
 

@@ -54,6 +54,15 @@ class Seen(Task):
         return super().train_step(batch)
 
 
+class Says(Task):
+    """The same, saying on the last of several ranks how it computes, and starts the workers of its loaders."""
+
+    def on_run_begin(self):
+        super().on_run_begin()
+        if self.rank:
+            print(torch.get_default_dtype(), multiprocessing.get_start_method(), flush=True)
+
+
 def network(batch_norm=False, dropout=0.0, dtype=torch.float32):
     torch.manual_seed(0)
     middle = nn.BatchNorm1d(8) if batch_norm else nn.Tanh()
