@@ -164,7 +164,19 @@ def test_the_foreign_names_lead_to_names_that_exist():
                 w for w in words if w not in known | {"steps", "epochs", "save_pretrained", "step", "epoch"}
             ] == [], name
             assert (
-                name not in known - {"train", "epoch", "step", "test", "n_epoch", "max_steps", "max_time", "optimizers"}
+                name
+                not in known
+                - {
+                    "train",
+                    "epoch",
+                    "step",
+                    "test",
+                    "n_epoch",
+                    "max_steps",
+                    "max_time",
+                    "overfit_batches",
+                    "optimizers",
+                }
                 or here == name
             )
 

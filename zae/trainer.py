@@ -238,6 +238,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         valid_every: Every | int | None = None,
         steps_per_epoch: int | None = None,
         max_time: float | timedelta | None = None,
+        limit_batches: int | tuple[int | None, int | None] | None = None,
+        overfit_batches: int | None = None,
     ) -> MetricsDict:
         """Train for ``n_epoch`` epochs (or evaluate, in mode "test"), from where the last call of ``run`` ended.
 
@@ -262,6 +264,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Seconds after which the run ends: all ranks finish their step, the state is saved, and
             ``metrics["stop_reason"]`` is "max_time has passed". The time of this call in this process counts, so a
             resumed run has all of it again.
+        limit_batches : int or (int, int), optional
+            The first batches of each epoch that are used: of ``loader`` and of each ``valid_loader``, or, as a pair,
+            of the one and of the others, where None is all. The order is that of the loader, new in each epoch where
+            it shuffles. Several ranks share these batches; a stream that each rank reads itself is limited on each.
+        overfit_batches : int, optional
+            Train on the same first batches in each epoch: those of the dataset in its order, without shuffling, or of
+            the list. The ``valid_loader`` is not limited. Dropout and random transforms draw as ever.
 
         Returns
         -------
@@ -273,7 +282,17 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         ConfigError, LoaderError
             Before the first batch.
         """
-        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time)
+        limits = RunLimits.parse(
+            n_epoch,
+            loader,
+            valid_loader,
+            max_steps,
+            valid_every,
+            steps_per_epoch,
+            max_time,
+            limit_batches,
+            overfit_batches,
+        )
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
@@ -292,7 +311,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             run.resume_pending_validation()
             while run.has_more_epochs():
                 self.on_epoch_begin()
-                self.run_epoch(loader)
+                self.run_epoch(run.loader)
                 if not self.progress_checker.epoch_batch:  # Else the run ends within the epoch.
                     run.end_epoch()
             self.on_run_end()

@@ -27,6 +27,21 @@ def time_limit_by_a_common_name():
 
 
 @mistake
+def limit_of_training_by_the_name_of_lightning():
+    trainer_of().run(1, loader(), limit_train_batches=5)
+
+
+@mistake
+def limits_that_contradict():
+    trainer_of().run(1, loader(), limit_batches=5, overfit_batches=2)
+
+
+@mistake
+def limit_of_a_generator():
+    trainer_of().run(1, (batch for batch in loader()), limit_batches=2)
+
+
+@mistake
 def predictions_to_a_table():
     trainer_of().predict(loader(), "out.csv")
 

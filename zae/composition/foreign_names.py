@@ -40,6 +40,9 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
     "n_epochs": ("a common name", "run(n_epoch, loader)"),
     "n_epoch": ("zae", "the first argument of run(n_epoch, loader), not of the constructor"),
     "max_duration": ("Composer", "run(n_epoch, loader), or run(None, loader, max_steps=...)"),
+    "limit_train_batches": ("Lightning", "run(n_epoch, loader, limit_batches=(..., None))"),
+    "limit_val_batches": ("Lightning", "run(n_epoch, loader, valid_loader, limit_batches=(None, ...))"),
+    "overfit_batches": ("zae", "run(n_epoch, loader, overfit_batches=...), not of the constructor"),
     "max_time": ("zae", "run(n_epoch, loader, max_time=...), not of the constructor"),
     "max_num_steps": ("fairseq2", "run(None, loader, max_steps=...)"),
     "max_steps": ("zae", "run(n_epoch, loader, max_steps=...), not of the constructor"),
@@ -124,7 +127,7 @@ FOREIGN_ARGUMENTS = {
     "max_steps": "steps num_steps total_steps max_num_steps max_iters",
     "valid_every": "val_every eval_every validate_every val_check_interval eval_interval",
     "max_time": "time_limit max_seconds timeout",
-    "steps_per_epoch": "epoch_length limit_train_batches",
+    "steps_per_epoch": "epoch_length",
 }
 """Names of other trainers for each argument of ``run``."""
 

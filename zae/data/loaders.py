@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from zae.errors import LoaderError
 
@@ -20,6 +20,7 @@ __all__ = [
     "is_stateful",
     "length_of",
     "unwrap_sampler",
+    "with_entries",
 ]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
@@ -83,6 +84,20 @@ def copy_with(loader: _Loader, **changes: Any) -> _Loader:
     for name, value in {"_iterator": None, **changes}.items():
         object.__setattr__(made, name, value)
     return made
+
+
+def with_entries(loader: _Loader, wrap: Callable[[Any, int], Any]) -> _Loader:
+    """Return a copy of a DataLoader with another sampler: ``wrap(sampler, entries of a batch)``.
+
+    The sampler is that of the samples where batches are consecutive ones, else the batch sampler.
+    """
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return copy_with(loader, sampler=wrap(loader.sampler, 1))
+    if type(batches) is not BatchSampler:
+        return copy_with(loader, batch_sampler=wrap(batches, 1))
+    sampler = wrap(batches.sampler, batches.batch_size)
+    return copy_with(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
 
 
 def is_stateful(loader: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from zae.data.workers import abandon_workers, deaths_expected, mute_workers, unm
 from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
+    from zae.data.limit import BatchLimits
     from zae.trainer import Trainer
 
 __all__ = ["LoaderPosition"]
@@ -57,6 +59,7 @@ class LoaderPosition:
         self._ended_at: int | None = None  # The total number of batches when an iterator ended; it may begin again.
         self._pad = 0  # Entries before the order of this epoch, since it was resharded.
         self._padded: tuple[Any, Any] = (None, None)
+        self.view: tuple[Any, Any, Any] = (None, None, None)  # The loader of the last call, its limits, its view.
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the loader out, which may not be picklable: a copy resumes as after loading this state."""
@@ -64,7 +67,13 @@ class LoaderPosition:
         if self._resume is None and self.loader is not None:
             twin = self.fresh()
             twin.load_state_dict(self.state_dict())
-        return {**twin.__dict__, "loader": None, "_ended_with": None, "_padded": (None, None)}
+        return {
+            **twin.__dict__,
+            "loader": None,
+            "_ended_with": None,
+            "_padded": (None, None),
+            "view": (None, None, None),
+        }
 
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
@@ -97,6 +106,13 @@ class LoaderPosition:
         made, absent = dict(state), list(state["absent"])  # These may fail: nothing is changed before.
         self._pad, self._absent_before = int(state.get("pad", 0)), int(state["absent_before"])
         self._resume, self._absent = made, absent
+
+    def limited(self, loader: Any, limits: BatchLimits) -> Any:
+        """Return the view of a training loader; in the next call of ``run`` with both the same one, to continue it."""
+        before, known, view = self.view
+        is_changed = isinstance(view, (list, tuple)) and not all(map(operator.is_, view, loader))
+        is_known = before is loader and known == limits and not is_changed
+        return view if is_known else limits.of_training(loader)
 
     def resharded(self, loader: Any) -> Any:
         """Return the loader to train on; in an epoch that was resharded, its order begins with the used entries."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zae.data.loader_state import changes_of, facts_of
-from zae.data.loaders import SamplerProxy, copy_with
+from zae.data.loaders import SamplerProxy, with_entries
 
 __all__ = ["own_batch_sampler", "padded", "place_of", "why_not_reshard"]
 
@@ -52,16 +52,7 @@ def padded(loader: Any, count: int) -> Any:
         return loader
     if not isinstance(loader, DataLoader):
         return _PaddedList(loader, count)
-    batches: Any = loader.batch_sampler
-    value: Any
-    if batches is None:
-        name, value = "sampler", _Padded(loader.sampler, count)
-    elif type(batches) is BatchSampler:
-        name = "batch_sampler"
-        value = BatchSampler(_Padded(batches.sampler, count), batches.batch_size, batches.drop_last)
-    else:
-        name, value = "batch_sampler", _Padded(batches, count)
-    return copy_with(loader, **{name: value})
+    return with_entries(loader, lambda entries, size: _Padded(entries, count))
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from zae.common.torch_private import shut_down_workers
 
 __all__ = [
     "abandon_workers",
+    "add_to_text",
     "dead_workers",
     "deaths_expected",
     "ignore_dead_workers",
@@ -114,3 +115,13 @@ class _SetEvent:
     def is_set(self) -> bool:
         """Return True."""
         return True
+
+
+def add_to_text(error: Exception, text: str) -> bool:
+    """Add to the message of an exception, where it has one; return whether it is there."""
+    text = f"{text}; a system that runs out of memory kills processes"
+    if isinstance(error, OSError) and error.strerror:
+        error.strerror = f"{error.strerror} ({text})"
+    elif isinstance(error, (RuntimeError, EOFError, OSError)) and len(error.args) <= 1:
+        error.args = (f"{str(error).strip()} ({text})".strip(),)
+    return text in str(error)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zae.common.argument_checks import check_count, check_number
+from zae.data.limit import BatchLimits
 from zae.data.loaders import check_loader
 from zae.errors import CheckpointMismatch, ConfigError, LoaderError, printable
 
@@ -332,6 +333,7 @@ class RunLimits(NamedTuple):
     valid_every: Every = Every(epochs=1)
     steps_per_epoch: int | None = None
     max_time: float | None = None  # Seconds.
+    batches: BatchLimits = BatchLimits()
 
     @classmethod
     def parse(
@@ -343,6 +345,8 @@ class RunLimits(NamedTuple):
         valid_every: Any,
         steps_per_epoch: Any,
         max_time: Any,
+        limit_batches: Any,
+        overfit_batches: Any,
     ) -> RunLimits:
         """Return the limits of a call of ``run``; refuse invalid arguments."""
         if n_epoch is None and max_steps is None and max_time is None:
@@ -362,9 +366,9 @@ class RunLimits(NamedTuple):
         for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
             if each is not None:
                 check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
-        return cls(
-            n_epoch, max_steps, Every.parse(valid_every, "valid_every", Every(epochs=1)), steps_per_epoch, max_time
-        )
+        every = Every.parse(valid_every, "valid_every", Every(epochs=1))
+        batches = BatchLimits.parse(limit_batches, overfit_batches, loader, valid_loader)
+        return cls(n_epoch, max_steps, every, steps_per_epoch, max_time, batches)
 
     def total_steps(self, in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""

@@ -17,7 +17,7 @@ from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
-from zae.data.workers import dead_workers, ignore_dead_workers
+from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
@@ -67,7 +67,8 @@ class Run:
     ) -> None:
         self._trainer = weakref.ref(trainer)
         self.binding = Binding(self._trainer)
-        self.loader, self.valid_loader = loader, valid_loader
+        self.given = self.loader = loader
+        self.valid_loader = valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
         self.last_epoch = self.last_step = NO_LIMIT
@@ -92,7 +93,11 @@ class Run:
 
     def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""
-        call = Run(self.trainer, loader, valid_loader, limits)
+        trainer, batches = self.trainer, limits.batches
+        is_training = trainer.mode == "train"
+        view = trainer.loader_position.limited(loader, batches) if is_training else batches.of_validation(loader)
+        call = Run(trainer, view, batches.of_validation(valid_loader), limits)
+        call.given = loader
         call.is_ready, call.binding = self.is_ready, self.binding
         return call
 
@@ -154,6 +159,7 @@ class Run:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.made += 1
+        self.trainer.loader_position.view = (self.given, self.limits.batches, self.loader)
         self.trainer.loader_position.restore_random()
 
     def resume_pending_validation(self) -> None:
@@ -481,7 +487,7 @@ class Run:
         if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
             return
         has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
-        if not (has_died and _add_to_text(error, f"a worker of a loader has died {note}")):
+        if not (has_died and add_to_text(error, f"a worker of a loader has died {note}")):
             error.add_note(f"zae: {note}")
 
     def _note(self, error: Exception, place: str) -> str:
@@ -497,13 +503,3 @@ class Run:
             asked = f"while a batch was asked for in an evaluation after step {progress.step}"
         of_workers = f", num_workers={workers}" if workers else ""
         return f"{asked}, from {describe(self.walked)}{of_workers}{dead_workers(error)}"
-
-
-def _add_to_text(error: Exception, text: str) -> bool:
-    """Add to the message of an exception, where it has one; return whether it is there."""
-    text = f"{text}; a system that runs out of memory kills processes"
-    if isinstance(error, OSError) and error.strerror:
-        error.strerror = f"{error.strerror} ({text})"
-    elif isinstance(error, (RuntimeError, EOFError, OSError)) and len(error.args) <= 1:
-        error.args = (f"{str(error).strip()} ({text})".strip(),)
-    return text in str(error)

@@ -307,6 +307,8 @@ def plan(
     valid_every: Every | int | None = None,
     steps_per_epoch: int | None = None,
     max_time: float | timedelta | None = None,
+    limit_batches: int | tuple[int | None, int | None] | None = None,
+    overfit_batches: int | None = None,
 ) -> RunPreview:
     """Preview what ``run`` would do with the same arguments, without changing anything.
 
@@ -315,7 +317,7 @@ def plan(
 
     Parameters
     ----------
-    n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time
+    n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
         As for ``run``.
 
     Returns
@@ -352,5 +354,7 @@ def plan(
       memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
       monitor    loss; there are loss, accuracy
     """
-    limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time)
+    limits = RunLimits.parse(
+        n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
+    )
     return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()
