@@ -28,6 +28,7 @@ COMMANDS = {
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
     "diff": "name the first step and stage at which two runs differ",
     "addons": "list the installed add-ons, or describe one",
+    "new": "write a project, or the distribution of an add-on, to begin with",
 }
 """Each command with its line in the help."""
 
