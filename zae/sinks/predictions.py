@@ -17,10 +17,9 @@ from torch import Tensor
 
 from zae.common.argument_checks import describe_value
 from zae.errors import ConfigError, StepError
-from zae.storage.checkpoint import save_weights
 from zae.storage.filesystem import make_directory, not_saved, replace_file
 from zae.storage.tensor_bytes import byte_count, byte_view, dense
-from zae.storage.weights_file import format_of
+from zae.storage.weights_file import format_of, write_ckpt, write_safetensors
 
 __all__ = ["Predictions"]
 
@@ -85,9 +84,11 @@ class Predictions:
         tensors = {name: column.whole() for name, column in self._columns.items()}
         if self._is_array:
             (array,) = tensors.values()
-            replace_file(self.path, partial(_write_array, array), byte_count(array))
+            writer = partial(_write_array, array)
         else:
-            save_weights(self.path, tensors)
+            write = write_safetensors if format_of(self.path) == "safetensors" else write_ckpt
+            writer = partial(write, tensors=tensors)
+        replace_file(self.path, writer, byte_count(*tensors.values()))
         return self.path
 
     def _begin(self, rows: Mapping[str, Tensor]) -> None:
