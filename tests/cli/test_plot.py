@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zae.cli import main
-from zae.cli.plot import draw
 from zae.report.records import Series
+from zae.report.text_plot import draw
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plots.txt"
 

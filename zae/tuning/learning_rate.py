@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zae.cli.plot import draw
 from zae.common.argument_checks import check_count
 from zae.common.optim import as_dict
 from zae.errors import ConfigError
 from zae.report.records import Series
+from zae.report.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
 
 if TYPE_CHECKING:
