@@ -6,7 +6,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cached_property, partial, partialmethod
+from functools import cached_property, lru_cache, partial, partialmethod
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -263,9 +263,13 @@ def seams_of(cls: Any) -> dict[str, Any]:
 
 def names_set_in(function: Any, only_self: bool = True) -> Iterator[str]:
     """Yield the attributes that a function sets: of its first argument, or of any object."""
-    if not isinstance(function, FunctionType):
-        return
-    first, left = function.__code__.co_varnames[:1], [function.__code__]
+    if isinstance(function, FunctionType):
+        yield from _names_set_in_code(function.__code__, only_self)
+
+
+@lru_cache(maxsize=4096)  # Each composition looks at the methods of its add-ons, which others have as well.
+def _names_set_in_code(function: CodeType, only_self: bool) -> tuple[str, ...]:
+    first, left, found = function.co_varnames[:1], [function], []
     while left:
         code = left.pop()
         left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
@@ -276,8 +280,9 @@ def names_set_in(function: Any, only_self: bool = True) -> Iterator[str]:
             # From Python 3.13 on, one instruction may load two variables.
             loaded = before[-1:] if isinstance(before, tuple) else (before,)
             if step.opname == "STORE_ATTR" and (not only_self or loaded == first):
-                yield step.argval
+                found.append(step.argval)
             before = step.argval
+    return tuple(found)
 
 
 def set_by(cls: type, only_self: bool = False) -> set[str]:
