@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zae import AddOnBase, StepError, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, MultiGPUAddon
+from zae.display.terminal import Terminal
 from zae.schedulers import WarmUpScheduler
 
 
@@ -234,7 +235,8 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
     cls = Task.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon)
     trainer, copies = make(cls, precision="fp32", gradient_accumulation_steps=2), []
     trainer.run_epoch(batches())
-    trainer.current_run.bar._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
+    trainer.current_run.display = Terminal()
+    trainer.current_run.display._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
     copies.append(copied(trainer))
     assert "sync_context" in vars(trainer)
     assert "sync_context" not in vars(copies[0])

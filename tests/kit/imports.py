@@ -16,11 +16,12 @@ HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
 EVERYBODY = frozenset({"errors", "schedulers"})
-_BELOW = frozenset({"common", "composition", "data", "loop", "storage"})
+_BELOW = frozenset({"common", "composition", "data", "display", "loop", "storage"})
 RULES: dict[str, frozenset[str] | None] = {
     "errors": frozenset(),
     "schedulers": frozenset(),
     "common": frozenset(),
+    "display": frozenset(),
     "composition": frozenset(),
     "launch": frozenset({"common"}),
     "storage": frozenset({"common"}),
@@ -29,7 +30,7 @@ RULES: dict[str, frozenset[str] | None] = {
     "preview": _BELOW - {"storage"},
     "compiling": _BELOW | {"preview"},
     "sinks": frozenset({"common", "storage"}),
-    "report": frozenset({"common", "storage"}),
+    "report": frozenset({"common", "display", "storage"}),
     "saving": _BELOW,
     "trainer": _BELOW | {"compiling", "preview", "sinks"},
     "addon": _BELOW | {"compiling", "preview", "sinks", "trainer"},

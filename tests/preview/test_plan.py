@@ -21,6 +21,7 @@ from kit import matrix, optimizers, oracle
 from zae import ConfigError, Every, MonitorError, Trainer
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.common import random_state
+from zae.loop.progress import RunView
 from zae.loop.run import Run
 from zae.testing import PlainTask
 
@@ -256,7 +257,7 @@ def assert_untouched(trainer: Any, batches: list[Any]) -> None:
         trainer.explain()
         trainer.evaluate(batches)
         trainer.inference(batches)
-        assert Run(trainer).shown() or trainer.metrics
+        assert RunView(Run(trainer)).current() or trainer.metrics
         difference = matrix.first_difference(before, held_by(trainer))
         assert difference is None, f"{type(trainer.optimizer).__name__}, {type(trainer.scheduler).__name__}{difference}"
         trainer.run(1, batches, batches)

@@ -25,7 +25,7 @@ MOVED = {
     "zae.addons.replica": "zae.launch.ddp",
     "zae.addons.sinks": "zae.sinks.base",
     "zae.addons.trial": "zae.compiling.benchmark",
-    "zae.bar": "zae.loop.progress",
+    "zae.bar": "zae.display.terminal",
     "zae.checkpoint_size": "zae.preview.checkpoint_size",
     "zae.checks": "zae.common.argument_checks",
     "zae.collisions": "zae.composition.collisions",

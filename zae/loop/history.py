@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zae.common.argument_checks import check_metrics
+from zae.display.html import block, metrics_html
+from zae.display.notebook import is_shown_above
+from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
 from zae.loop.progress import ProgressChecker
@@ -118,33 +121,61 @@ class MetricsDict(dict[str, Any]):
         )
 
     def __str__(self) -> str:
+        rows = self.rows()
+        return table(rows, self.marks(rows)) if rows else "no epoch has been trained"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        if is_shown_above(str(self)):  # ``trainer.run(...)`` is the last line of a cell.
+            return block("The result of this run is shown above.")
+        rows = self.rows()
+        return block(metrics_html(rows, self.marks(rows)))
+
+    def to_frame(self) -> Any:
+        """Return the table as a ``pandas.DataFrame``, with a row for each epoch and for each other validation.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Columns are "epoch", "step" and the metrics, ``train_loss`` for instance; what is missing is NaN.
+
+        Raises
+        ------
+        ConfigError
+            pandas is not installed.
+
+        Examples
+        --------
+        >>> history = [Metrics(epoch=1, step=10, train_loss=0.5), Metrics(epoch=2, step=20, train_loss=0.25)]
+        >>> metrics = MetricsDict(train_metrics_history=history, valid_metrics_history=[])
+        >>> float(metrics.to_frame()["train_loss"].min())
+        0.25
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from error
+        rows = self.rows()
+        return pandas.DataFrame(rows, columns=columns_of(rows) or ["epoch", "step"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each step with metrics, of training and of validation together; each has all columns."""
         rows: dict[int, dict[str, Any]] = {}
         for row in [*self.get("train_metrics_history", []), *self.get("valid_metrics_history", [])]:
             rows.setdefault(row["step"], {}).update(row)
-        if not rows:
-            return "no epoch has been trained"
-        columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-        best = self.get("best_valid") or {}
-        table = [[_cell(c) for c in columns], *([_cell(rows[step].get(c)) for c in columns] for step in sorted(rows))]
-        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        marked = [line + ("  best" if best.get("step") == step else "") for line, step in
-                  zip(lines[1:], sorted(rows), strict=True)]  # fmt: skip
-        return "\n".join([lines[0], *marked])
+        columns = columns_of(rows.values())
+        return [{name: rows[step].get(name) for name in columns} for step in sorted(rows)]
+
+    def marks(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Return "best" for the best of these rows, and an empty text for each other one."""
+        best = self.get("best_valid") or self.get("best_train") or {}
+        return ["best" if row["step"] == best.get("step") else "" for row in rows]
 
     def write(self) -> None:
         """Write the table to standard output."""
         if sys.stdout is not None:  # A caller may have closed it.
             sys.stdout.write(f"{self}\n")
-
-
-def _cell(value: Any) -> str:
-    """A number, or a name, as it stands in the table."""
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
-    return printable(str(value), kept="")
 
 
 class History:

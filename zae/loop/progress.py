@@ -1,11 +1,10 @@
-"""The position of a run, how far it goes, when something is due, and the progress bar."""
+"""The position of a run, how far it goes, and when something is due."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,18 +14,19 @@ import numpy as np
 from zae.common.argument_checks import check_count, check_number
 from zae.data.limit import BatchLimits
 from zae.data.loaders import check_loader
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError, printable
+from zae.display.terminal import Position
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError
 
 __all__ = [
     "NO_LIMIT",
     "SIGNALED",
     "TIME_IS_UP",
-    "Bar",
     "EvaluationAborted",
     "Every",
     "ProgressChecker",
     "RunCalls",
     "RunLimits",
+    "RunView",
     "check_counters",
     "remaining",
 ]
@@ -40,7 +40,6 @@ SIGNALED, TIME_IS_UP = (
 _LARGEST = 2**63 - 1
 # The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
-_INTERVAL = 0.2  # Seconds between two redraws: reading a loss from an accelerator waits for it.
 
 
 @dataclass(frozen=True)
@@ -391,81 +390,35 @@ def remaining(
     return (steps + progress.epoch_step) // in_epoch, steps
 
 
-class Bar:
-    """A tqdm bar over the batches of an epoch, redrawn by time."""
+class RunView:
+    """What a display asks a run for."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.shown = enabled and (_on_a_terminal() or _in_notebook())
-        self._bar: Any = None
-        self._next = 0.0
-        self._columns: list[str] = []
+    def __init__(self, run: Any, loader: Any = None) -> None:
+        self._run, self._trainer, self._loader = run, run.trainer, run.walked if loader is None else loader
 
-    def open(self, title: str, total: int | None, done: int = 0) -> None:
-        """Begin an epoch."""
-        if not self.shown:
-            return
-        self.close()
-        from tqdm.auto import tqdm  # ~40 ms, and only a shown bar needs it
+    def position(self) -> Position:
+        """Return how far the run is, in its open epoch."""
+        run, progress = self._run, self._trainer.progress_checker
+        in_epoch = run.steps_per_epoch(self._loader)
+        last = None if run.last_epoch == NO_LIMIT else run.last_epoch
+        left = remaining(progress, run.last_epoch, run.last_step, in_epoch)[1] if run.is_call else None
+        return Position(progress.epoch + 1, last, progress.epoch_step, in_epoch, progress.step, left)
 
-        # The time between redraws is ours to keep (mininterval=0): a redraw reads the loss, tqdm's own do not.
-        style: dict[str, Any] = {"unit": "batch", "leave": False, "dynamic_ncols": True, "mininterval": 0}
-        self._bar = tqdm(total=total, initial=done, desc=title, **style)
-        self._next = time.perf_counter() + _INTERVAL
+    def current(self) -> dict[str, float]:
+        """Return the means of the open epoch, and the learning rates."""
+        return {**self._trainer.log_train.means(), **self._trainer.optimization.learning_rates()}
 
-    def due(self) -> bool:
-        """Return whether it is time to redraw."""
-        return self._bar is not None and time.perf_counter() >= self._next
+    def last_row(self) -> tuple[dict[str, Any], str]:
+        """Return the row of the last epoch with its validation, and whether it is the best."""
+        history = self._trainer.history
+        row = dict(history.train[-1])
+        if history.valid and history.valid[-1]["step"] == row["step"]:
+            row.update(history.valid[-1])
+        return row, "best" if history.best.get("step") == row["step"] else ""
 
-    def update(self, done: int, read: Callable[[], Mapping[str, float]]) -> None:
-        """Redraw."""
-        text = ", ".join(f"{key} {_short(value)}" for key, value in read().items())
-        self._bar.set_postfix_str(printable(text, kept=""), refresh=False)
-        self._bar.update(done - self._bar.n)
-        self._next = time.perf_counter() + _INTERVAL
-
-    def line(self, row: Mapping[str, Any], mark: str = "") -> None:
-        """Write the line of a finished epoch above the bar."""
-        if not self.shown:
-            return
-        self.close()
-        if not set(row) <= set(self._columns):
-            self._columns = list(dict.fromkeys([*self._columns, *row]))
-            self._write("  ".join(key.rjust(max(len(key), 8)) for key in self._columns))
-        cells = [(_short(row[key]) if key in row else "-").rjust(max(len(key), 8)) for key in self._columns]
-        self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
-
-    def _write(self, text: str) -> None:
-        """Write a line; a closed terminal does not end the run."""
-        try:
-            sys.stderr.write(f"{printable(text, kept='')}\n")
-        except (OSError, ValueError):
-            self.shown = False
-
-    def close(self) -> None:
-        """End the bar and free its line."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _short(value: Any) -> str:
-    """A number in at most eight characters."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _on_a_terminal() -> bool:
-    """Return whether standard error is a terminal: it may be None, or what only writes, or closed."""
-    ask = getattr(sys.stderr, "isatty", None)
-    try:
-        return ask is not None and bool(ask())
-    except ValueError:
-        return False
-
-
-def _in_notebook() -> bool:
-    """Return whether this runs in a Jupyter kernel, where a bar is shown although standard error is not a terminal."""
-    shell = sys.modules.get("IPython")
-    return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
+    def metrics(self) -> Any:
+        """Return the history so far, as ``Trainer.run`` returns it."""
+        return self._trainer.metrics
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:

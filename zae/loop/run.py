@@ -18,10 +18,11 @@ from zae.common.optimizer_checks import Span
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
+from zae.display.terminal import Display, choose_display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
-from zae.loop.progress import NO_LIMIT, TIME_IS_UP, Bar, EvaluationAborted, RunLimits, remaining
+from zae.loop.progress import NO_LIMIT, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ class Run:
         return self._trainer()
 
     @cached_property
-    def bar(self) -> Bar:
-        """The progress bar."""
-        return Bar(self.trainer.log_bar and self.trainer.is_main)
+    def display(self) -> Display:
+        """What the run shows of itself."""
+        return choose_display(self.trainer.log_bar and self.trainer.is_main)
 
     def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""
@@ -114,6 +115,8 @@ class Run:
         except BaseException as error:
             with ignore_dead_workers():
                 trainer.on_exception(error) if self.is_call else self.explain(error)
+                if "display" in vars(self):
+                    self.display.fail(RunView(self), error)
             raise
         finally:
             if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
@@ -128,9 +131,9 @@ class Run:
             self.binding.update()
 
     def close(self) -> None:
-        """Close the progress bar."""
-        if "bar" in vars(self):
-            self.bar.close()
+        """Close the display."""
+        if "display" in vars(self):
+            self.display.close(RunView(self))
 
     # --------------------------------------------------------------------------------------------- its beginning
 
@@ -224,7 +227,7 @@ class Run:
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
-        self.bar.open(f"epoch {progress.epoch + 1}", length_of(wrapped), progress.epoch_batch)
+        self.display.open(RunView(self, wrapped))
 
     def batches(self, wrapped: Any) -> Iterator[Any]:
         """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
@@ -249,8 +252,8 @@ class Run:
         if self.limits.max_time is not None:
             self._check_time()
         trainer.checkpoint()
-        if self.bar.shown and self.bar.due():
-            self.bar.update(progress.epoch_batch, self.shown)
+        if self.display.shown and self.display.due():
+            self.display.update(RunView(self))
         self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
@@ -274,7 +277,7 @@ class Run:
         """Compute the means of an epoch, step its schedulers, and count it."""
         trainer, progress, history = self.trainer, self.trainer.progress_checker, self.trainer.history
         self.is_loading = False
-        self.bar.close()
+        self.display.end_epoch(RunView(self))
         if not progress.epoch_batch:
             used_up = "; a generator is exhausted after one epoch: give a list, or a class with __iter__"
             raise LoaderError(
@@ -297,29 +300,21 @@ class Run:
         return made
 
     def end_epoch(self) -> None:
-        """Validate the epoch that was just closed, update the best, call ``on_epoch_end``, and save."""
+        """Validate the epoch that was just closed, update the best, show it, call ``on_epoch_end``, and save."""
         trainer, progress, every = self.trainer, self.trainer.progress_checker, self.limits.valid_every
         try:
             if progress.pending_validation or (self.valid_loader is not None and every.due_at_epoch(progress.epoch)):
                 self._validate("epoch")
             if not progress.pending_validation:
-                self._judge_epoch()
+                if self.valid_loader is None or trainer.history.watches_training:
+                    self.update_best("train", trainer.history.train_metrics)
+                self.display.line(RunView(self))
                 trainer.on_epoch_end()
         finally:
             if not progress.pending_validation:  # Else its repetition may read it.
                 trainer.log_train.free()
         self._check_time()
         trainer.checkpoint()
-
-    def _judge_epoch(self) -> None:
-        """Update the best from the training metrics where nothing is validated, and show the epoch."""
-        history = self.trainer.history
-        if self.valid_loader is None or history.watches_training:
-            self.update_best("train", history.train_metrics)
-        step, shown = self.trainer.progress_checker.step, dict(history.train[-1])
-        if history.valid and history.valid[-1]["step"] == step:
-            shown.update(history.valid[-1])
-        self.bar.line(shown, "best" if history.best.get("step") == step else "")
 
     # ------------------------------------------------------------------------------------------------ validation
 
@@ -400,10 +395,6 @@ class Run:
             if getattr(progress, name):
                 record[name] = float(getattr(progress, name))
         trainer.log(record, progress.step)
-
-    def shown(self) -> dict[str, float]:
-        """Return what the progress bar shows."""
-        return {**self.trainer.log_train.means(), **self.trainer.optimization.learning_rates()}
 
     # ------------------------------------------------------------------------------------------------- its extent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import struct
 import sys
 import termios
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch
 
 from kit.scripts import Script
 from zae import Trainer
+from zae.display import terminal
+from zae.display.terminal import Position, Terminal
 
 SCRIPT = """
 import sys, time, torch
@@ -47,11 +51,11 @@ def script(folder: Path, pause: float = 0.0, log_bar: bool = True, every: str = 
     return path, str(folder / "end.txt")
 
 
-def on_a_terminal(command: tuple[Path, str], **environment: str) -> str:
+def on_a_terminal(command: tuple[Path, str], columns: int = 120, **environment: str) -> str:
     """Run a script with a pseudo-terminal for what it writes; return all of that."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = Script(*command, terminal=slave, TERM="xterm", **environment)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = Script(*command, terminal=slave, **{"TERM": "xterm", "CI": "", **environment})
     os.close(slave)
     out, end = b"", time.monotonic() + 60
     while time.monotonic() < end:
@@ -96,16 +100,38 @@ def test_one_line_an_epoch_and_one_bar(shown: Any) -> None:
     """X-6: a header, a line for each epoch, and never two bars at once; at most 10 redraws in a second."""
     text, seconds, _ = shown
     header, *rows = screen(text)
-    assert header.split() == ["epoch", "step", "train_loss", "lr", "valid_loss", "valid_accuracy"]
+    assert header.split() == ["epoch", "step", "train_loss", "lr", "valid_loss", "valid_accuracy", "time", "steps/s"]
     assert [row.split()[:2] for row in rows] == [["1", "30"], ["2", "60"], ["3", "90"]]
     assert len(rows) == EPOCHS
     assert all(row.endswith("best") for row in rows)
-    bars = re.findall(r"epoch (\d):", text)
+    bars = re.findall(r"epoch (\d)/3 \|", text)
     assert bars == sorted(bars), "the bar of an epoch is closed before the next"
     assert set(bars) == {"1", "2", "3"}
     assert "\x1b[A" not in text, "a second bar would move the cursor"
     assert len(bars) <= 10 * seconds
-    assert re.search(r"epoch 1:.*loss .*, lr 0.001", text)
+    assert re.search(r"epoch 1/3 \|.*\| \d+/30, \S+s, ETA \S+s, \S+ steps/s, loss [\d.e-]+, lr 0.001", text)
+
+
+@pytest.mark.covers("X-6")
+def test_lines_fit_into_narrow_terminals(tmp_path: Path) -> None:
+    """In 50 columns the accuracy, the learning rate and the speed are left out; nothing is wrapped."""
+    text = on_a_terminal(script(tmp_path, pause=0.005), columns=50)
+    header, *rows = screen(text)
+    assert header.split() == ["epoch", "step", "train_loss", "valid_loss", "time"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert max(map(len, re.split(r"[\r\n]+", text))) < 50
+    assert re.search(r"epoch 2/3 \|.*\| \d+/30, ETA \S+s", text)
+
+
+@pytest.mark.covers("X-7")
+@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A terminal of a CI service, or one that cannot overwrite: the table, and at most 120 bytes an epoch."""
+    text = on_a_terminal(script(tmp_path), **environment).replace("\r\n", "\n")
+    assert "\r" not in text
+    assert "\x1b" not in text
+    assert [line.split()[0] for line in text.splitlines()] == ["epoch", "1", "2", "3"]
+    assert max(map(len, text.splitlines())) < 120
 
 
 @pytest.mark.covers("X-6")
@@ -145,6 +171,53 @@ def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
     assert [line.split()[0] for line in seen] == ["epoch", "1"]
 
 
+class Screen(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Steps:
+    """A run that has made so many steps of 2,000."""
+
+    step = 0
+
+    def position(self) -> Position:
+        return Position(1, 2, self.step, 2000, self.step, 4000 - self.step)
+
+    def current(self) -> dict[str, float]:
+        return {"loss": 0.5}
+
+    def last_row(self) -> tuple[dict[str, Any], str]:
+        return {"epoch": 1, "train_loss": 0.5}, "best"
+
+    def metrics(self) -> Any:
+        raise AssertionError("a terminal shows no history")
+
+
+@pytest.mark.covers("X-6")
+def test_redraws_are_bound_to_time_not_to_steps(monkeypatch: Any) -> None:
+    """2,000 steps of a millisecond are drawn ten times, and what is known is shown as it was measured."""
+    now = itertools.count(step=0.001)
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    seen = Screen()
+    monkeypatch.setattr(sys, "stderr", seen)
+    shown, run = Terminal(), Steps()
+    shown.open(run)
+    for run.step in range(1, 2001):
+        if shown.due():
+            shown.update(run)
+    shown.end_epoch(run)
+    shown.line(run)
+    bars = re.findall(r"epoch 1/2 \|.*?\| (\d+)/2000, (\S+), ETA (\S+), (\S+) steps/s, loss 0.5000", seen.getvalue())
+    assert len(bars) in (9, 10)
+    assert int(bars[-1][0]) >= 1700
+    assert bars[-1][1] == "1.8s"
+    assert bars[-1][2] == "2.2s"
+    assert screen(seen.getvalue())[-1].split()[:3] == ["1", "0.5000", "2.0s"]
+
+
 class Quick(Trainer):
     """Two epochs on a terminal that is closed at step ``leaves``."""
 
@@ -152,7 +225,7 @@ class Quick(Trainer):
     master = -1
 
     def train_step(self, batch: torch.Tensor) -> dict[str, Any]:
-        self.current_run.bar._next = 0.0  # Each step redraws.
+        self.current_run.display._next = 0.0  # Each step redraws.
         if self.progress_checker.step == self.leaves:
             os.close(self.master)
         return {"loss": self.model(batch).square().mean()}
@@ -197,10 +270,6 @@ def test_a_process_without_standard_error_trains(monkeypatch: Any, tmp_path: Pat
 def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: Any) -> None:
     """F-C10: neither in the bar, nor in the line of an epoch, nor in the table; of an epoch that was left open."""
 
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     def build() -> Quick:
         model = torch.nn.Linear(2, 1)
         return Quick(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
@@ -214,6 +283,7 @@ def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: A
     records["log_train"]["series"][name] = records["log_train"]["series"]["loss"]
     records["train_history"] = [{**row, name: "\x1b]0;text\x07"} for row in records["train_history"]]
     monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setenv("COLUMNS", "200")
     second.load_state_dict(state)
     second.run(1, batches)
     second.print_log()

@@ -1,0 +1,125 @@
+"""HTML of metrics and trainers for notebooks: plain elements with inline styles, readable on light and on dark."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zae.display.text import cell, columns_of, number
+
+__all__ = ["block", "curves", "escape", "metrics_html", "rows_html"]
+
+_COLORS = ("#3b82f6", "#dd6b10", "#0d9b68", "#a855f7", "#d6336c", "#7a8699")
+"""Each has a contrast of at least 3 to white and to #111."""
+_LINE = "1px solid rgba(128,128,128,.35)"
+_QUIET = "opacity:.75"
+_ROWS = 60  # Rows of a table at most: the first ones and the last ones.
+_POINTS = 300  # Points of a curve at most.
+_CHARTS = 4
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 320, 150, 46, 8, 24, 20
+_SPLITS = ("train", "valid")
+
+
+def escape(value: Any) -> str:
+    """Return a value as text of a page."""
+    return html.escape(cell(value))
+
+
+def block(*parts: str) -> str:
+    """Return the parts of one output."""
+    return f"<div style='font:13px/1.5 system-ui,sans-serif;color:inherit'>{''.join(parts)}</div>"
+
+
+def rows_html(rows: Sequence[Mapping[str, Any]], marks: Sequence[str] = ()) -> str:
+    """Return rows as a table with a header; a long one without its middle."""
+    columns, marks = columns_of(rows), marks or [""] * len(rows)
+    style = f"padding:2px 10px 2px 0;text-align:right;border:0;border-bottom:{_LINE};white-space:nowrap"
+    head = "".join(f"<th scope='col' style='{style};font-weight:600'>{escape(name)}</th>" for name in columns)
+    lines = []
+    for row, mark in zip(rows, marks, strict=True):
+        kind = ";font-weight:600" if mark else ""
+        cells = "".join(f"<td style='{style}{kind}'>{escape(row.get(name))}</td>" for name in columns)
+        lines.append(f"<tr style='background:transparent'>{cells}<td style='border:0{kind}'>{escape(mark)}</td></tr>")
+    if len(lines) > _ROWS:
+        left_out = f"<tr style='background:transparent'><td style='border:0;text-align:left;{_QUIET}' "
+        left_out += f"colspan='{len(columns) + 1}'>{len(lines) - _ROWS:,} rows are not shown</td></tr>"
+        lines = [*lines[: _ROWS // 2], left_out, *lines[-_ROWS // 2 :]]
+    return (
+        "<div style='overflow-x:auto;max-width:100%'><table style='border-collapse:collapse;margin:4px 0;"
+        "font-size:13px;font-variant-numeric:tabular-nums;color:inherit;background:transparent'>"
+        f"<thead><tr style='background:transparent'>{head}<th style='border:0'></th></tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def metrics_html(rows: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> str:
+    """Return the rows of a run: their curves, and their table."""
+    return curves(rows) + rows_html(rows, marks) if rows else "<p>no epoch has been trained</p>"
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a chart for each metric, with a curve for training and one for the validation; the first four."""
+    metrics: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name in columns_of(rows):
+        split, _, metric = name.partition("_")
+        if split in _SPLITS and metric:
+            points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
+            metrics.setdefault(metric, {})[split] = [point for point in points if math.isfinite(point[1])]
+    drawn = [_chart(name, series) for name, series in metrics.items() if any(series.values())][:_CHARTS]
+    return f"<div style='display:flex;flex-wrap:wrap;gap:8px 20px'>{''.join(drawn)}</div>" if drawn else ""
+
+
+def _chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return the chart of one metric as an SVG element."""
+    steps, values = ([pair[at] for points in series.values() for pair in points] for at in (0, 1))
+    across, down = (min(steps), max(steps)), (min(values), max(values))
+    said = "; ".join(f"{split} {number(points[-1][1])}" for split, points in series.items() if points)
+    label = escape(f"{name} by step, {across[0]} to {across[1]}; last: {said}")
+    parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
+    x = float(_WIDTH - _RIGHT)
+    for split in reversed([split for split, points in series.items() if points]):  # From the right to the left.
+        x -= 6.2 * len(split)
+        color = _COLORS[_SPLITS.index(split)]
+        parts.append(f"<text x='{x:.0f}' y='12' fill='currentColor'>{split}</text>")
+        parts.append(f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{color}'/>")
+        x -= 26
+    for share, value in ((0, down[1]), (1, down[0])) if down[0] < down[1] else ((0.5, down[0]),):
+        y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
+        parts.append(f"<line x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' "
+                     "stroke-opacity='.35'/>")  # fmt: skip
+        parts.append(
+            f"<text x='{_LEFT - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
+        )
+    for at, anchor, step in ((_LEFT, "start", across[0]), (_WIDTH - _RIGHT, "end", across[1])):
+        text = f"step {step:,}" if anchor == "end" else f"{step:,}" if across[0] < across[1] else ""
+        parts.append(f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{text}</text>")
+    parts += [_curve(points, across, down, _COLORS[_SPLITS.index(split)]) for split, points in series.items() if points]
+    return (
+        f"<svg role='img' aria-label='{label}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
+        f"style='max-width:100%;height:auto' font-size='11' font-family='system-ui,sans-serif'>{''.join(parts)}</svg>"
+    )
+
+
+def _curve(
+    points: Sequence[tuple[float, float]], across: tuple[float, float], down: tuple[float, float], color: str
+) -> str:
+    """Return the line through points, of a long one every so many; few points have dots."""
+    every = math.ceil(len(points) / _POINTS)
+    kept = [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
+    places = []
+    for step, value in kept:
+        x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
+        y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
+        places.append((_LEFT + x * (_WIDTH - _LEFT - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)))
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dots = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.2' fill='{color}'/>" for x, y in places)
+    line = f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.75' stroke-linejoin='round'/>"
+    return line + (dots if len(places) <= 25 else "")
+
+
+def facts_html(facts: Iterable[tuple[str, str]]) -> str:
+    """Return pairs of a name and HTML as lines."""
+    lines = (f"<div><span style='{_QUIET}'>{html.escape(name)}:</span> {value}</div>" for name, value in facts if value)
+    return "".join(lines)

@@ -1,0 +1,101 @@
+"""The display of a run in a notebook: one output, updated in place, with a table and curves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from zae.display.html import block, escape, metrics_html
+from zae.display.terminal import Clock, Display, Source
+from zae.errors import printable
+
+__all__ = ["Notebook", "is_shown_above"]
+
+_last: tuple[Any, str] = (None, "")  # The cell and the table that were drawn last.
+
+
+class Notebook(Display):
+    """One output that is updated at most twice a second; its text is the table of a terminal."""
+
+    interval = 0.5
+
+    def __init__(self) -> None:
+        self.shown = True
+        self._clock = Clock()
+        self._handle: Any = None
+        self._next = 0.0
+        self._error: BaseException | None = None
+
+    def open(self, run: Source) -> None:
+        self._clock.begin_epoch(run.position().step)
+        if self._handle is None or time.perf_counter() >= self._next:
+            self.update(run)
+
+    def due(self) -> bool:
+        return time.perf_counter() >= self._next
+
+    def update(self, run: Source) -> None:
+        at = run.position()
+        self._clock.read(at.step)
+        done = f"{at.epoch_step:,} of {at.epoch_steps:,} steps" if at.epoch_steps else f"step {at.epoch_step:,}"
+        texts = self._clock.texts(at)
+        parts = [f"{at.title}, {done}", texts["time"], texts["ETA"], texts["speed"]]
+        bar = f"<progress value='{at.epoch_step}' max='{at.epoch_steps}' style='vertical-align:middle;width:9em'>"
+        self._draw(run, " · ".join(filter(None, parts)), f"{bar}</progress> " if at.epoch_steps else "")
+        self._next = time.perf_counter() + self.interval
+
+    def end_epoch(self, run: Source) -> None:
+        self._clock.read(run.position().step)
+
+    def line(self, run: Source) -> None:
+        if self.due():
+            self.update(run)
+
+    def fail(self, run: Source, error: BaseException) -> None:
+        self._error = error
+
+    def close(self, run: Source) -> None:
+        """Leave the table, with how the run ended and no bar."""
+        if self._handle is None:
+            return
+        at, metrics, error = run.position(), run.metrics(), self._error
+        texts = self._clock.texts(at)
+        epochs = at.epoch - 1
+        parts = [f"{epochs:,} epoch{'' if epochs == 1 else 's'}, {at.step:,} steps", texts["time"], texts["speed"]]
+        if metrics.get("stop_reason"):
+            parts.append(f"stopped: {metrics['stop_reason']}")
+        if error is not None:
+            said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0][:200]
+            where = f"epoch {at.epoch}, step {at.step + 1}"
+            parts.append(f"ended in {where} by {said}")
+        self._draw(run, " · ".join(filter(None, parts)), is_failed=error is not None)
+        self._handle = None
+
+    def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
+        """Show the output, or replace it."""
+        global _last
+        from IPython import display  # It is running.
+
+        metrics = run.metrics()
+        text, rows = str(metrics), metrics.rows()  # With a row for the open epoch.
+        style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
+        table = metrics_html(rows, metrics.marks(rows)) if rows else ""
+        page = block(f"<div style='{style}'>{bar}{escape(status)}</div>", table)
+        data = {"text/plain": printable(f"{status}\n{text if rows else ''}".rstrip()), "text/html": page}
+        if self._handle is None:
+            self._handle = display.display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+        _last = _cell(), text
+
+
+def is_shown_above(text: str) -> bool:
+    """Return whether the output of a run in the same cell shows this table."""
+    return _last == (_cell(), text) and _last[0] is not None
+
+
+def _cell() -> Any:
+    """Return the number of the cell that is executed; None outside of IPython."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython(), "execution_count", None) if ipython else None

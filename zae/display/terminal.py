@@ -1,0 +1,239 @@
+"""The live display of a run: nothing, or on a terminal a line for each epoch and one bar."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from zae.display.text import cell, duration, fitting, number, width_of
+from zae.errors import printable
+
+__all__ = ["Clock", "Display", "Position", "Source", "Terminal", "choose_display"]
+
+_BAR = 8  # Columns that a bar has at least.
+_MARK = 6  # Columns of "best" after a line.
+_ENDS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
+
+
+class Position(NamedTuple):
+    """How far a run is: its epoch and the last one, the steps of the epoch, all steps, and the steps to come."""
+
+    epoch: int
+    last_epoch: int | None
+    epoch_step: int
+    epoch_steps: int | None
+    step: int
+    steps_left: int | None
+
+    @property
+    def title(self) -> str:
+        """The epoch, of how many."""
+        return f"epoch {self.epoch}" + (f"/{self.last_epoch}" if self.last_epoch else "")
+
+
+class Source(Protocol):
+    """What a display asks a run for."""
+
+    def position(self) -> Position:
+        """Return how far the run is."""
+
+    def current(self) -> Mapping[str, float]:
+        """Return the means of the open epoch."""
+
+    def last_row(self) -> tuple[Mapping[str, Any], str]:
+        """Return the row of the last epoch, and its mark."""
+
+    def metrics(self) -> Any:
+        """Return the metrics so far, as ``Trainer.run`` returns them."""
+
+
+class Display:
+    """What a run shows while it trains; this one shows nothing."""
+
+    shown = False
+
+    def open(self, run: Source) -> None:
+        """Begin an epoch."""
+
+    def due(self) -> bool:
+        """Return whether it is time to redraw."""
+        return False
+
+    def update(self, run: Source) -> None:
+        """Redraw."""
+
+    def end_epoch(self, run: Source) -> None:
+        """End the steps of an epoch; its validation follows."""
+
+    def line(self, run: Source) -> None:
+        """Show the row of a finished epoch."""
+
+    def fail(self, run: Source, error: BaseException) -> None:
+        """Show the error that ends the run."""
+
+    def close(self, run: Source) -> None:
+        """End the display."""
+
+
+class Clock:
+    """The time since a run began, and the speed of its steps."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, int] | None = None
+        self._epoch_began = 0.0, 0
+        self.speed = 0.0
+
+    def begin_epoch(self, step: int) -> None:
+        """Note the beginning of an epoch, and of the run where it is the first."""
+        self._epoch_began = time.perf_counter(), step
+        self._began = self._began or self._epoch_began
+
+    def read(self, step: int) -> None:
+        """Measure the steps per second of the open epoch."""
+        began, first = self._epoch_began
+        self.speed = (step - first) / max(time.perf_counter() - began, 1e-9)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._began[0] if self._began else 0.0
+
+    def texts(self, at: Position) -> dict[str, str]:
+        """Return the time, the time to come and the speed as text; empty for what is not known."""
+        done = at.step - (self._began[1] if self._began else at.step)
+        left = self.elapsed / done * at.steps_left if done > 0 and at.steps_left else 0.0
+        return {
+            "time": duration(self.elapsed),
+            "ETA": f"ETA {duration(left)}" if left else "",
+            "speed": f"{number(self.speed, 3)} steps/s" if self.speed else "",
+        }
+
+
+class Terminal(Display):
+    """A table that grows by one line an epoch, and below it the bar of the open epoch, redrawn by time.
+
+    Parameters
+    ----------
+    has_bar : bool
+        False writes whole lines only, and nothing that overwrites them.
+    """
+
+    interval = 0.2
+    """Seconds between two redraws: reading a loss from an accelerator waits for it."""
+
+    def __init__(self, has_bar: bool = True) -> None:
+        self.shown, self._has_bar = True, has_bar
+        self._clock = Clock()
+        self._bar: Any = None
+        self._next = 0.0
+        self._widths: dict[str, int] = {}
+        self._header: list[str] = []
+
+    def open(self, run: Source) -> None:
+        at = run.position()
+        self._clock.begin_epoch(at.step)
+        if not self._has_bar or not self.shown:
+            return
+        self._remove_bar()
+        from tqdm import tqdm  # ~40 ms, and only a shown bar needs it
+
+        # The time between redraws is ours to keep (mininterval=0): a redraw reads the loss, tqdm's own do not.
+        form = "{desc} |{bar}| {n_fmt}/{total_fmt}{postfix}" if at.epoch_steps else "{desc}, step {n_fmt}{postfix}"
+        style: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "mininterval": 0, "bar_format": form}
+        self._bar = tqdm(total=at.epoch_steps, initial=at.epoch_step, desc=at.title, **style)
+        self._next = time.perf_counter() + self.interval
+
+    def due(self) -> bool:
+        return self._bar is not None and time.perf_counter() >= self._next
+
+    def update(self, run: Source) -> None:
+        at = run.position()
+        self._clock.read(at.step)
+        texts = self._clock.texts(at)
+        metrics = [f"{printable(key, kept='')} {number(value)}" for key, value in run.current().items()]
+        # In the order in which they are shown, each with its rank: the last ranks are left out first.
+        parts = [(3, texts["time"]), (0, texts["ETA"]), (2, texts["speed"]), *zip([1, *range(4, 99)], metrics)]
+        parts = [(rank, text) for rank, text in parts if text]
+        room = _width() - len(f"{at.title} || {at.epoch_step}/{at.epoch_steps}") - _BAR
+        while parts and sum(len(text) + 2 for _, text in parts) > room:
+            parts.remove(max(parts))
+        self._bar.set_postfix_str(", ".join(text for _, text in parts), refresh=False)
+        self._bar.update(at.epoch_step - self._bar.n)
+        self._next = time.perf_counter() + self.interval
+
+    def end_epoch(self, run: Source) -> None:
+        self._clock.read(run.position().step)
+        self._remove_bar()
+
+    def line(self, run: Source) -> None:
+        if not self.shown:
+            return
+        self._remove_bar()
+        row, mark = run.last_row()
+        row = {**row, "time": duration(self._clock.elapsed), "steps/s": number(self._clock.speed, 3)}
+        widths = {name: width_of(name, value) for name, value in row.items()} | self._widths
+        self._widths = {name: widths[name] for name in widths if name not in _ENDS} | {n: widths[n] for n in _ENDS}
+        columns = fitting(self._widths, _width() - _MARK)
+        if columns != self._header:
+            self._header = columns
+            self._write("  ".join(cell(name).rjust(self._widths[name]) for name in columns))
+        cells = [cell(row.get(name)).rjust(self._widths[name]) for name in columns]
+        self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
+
+    def fail(self, run: Source, error: BaseException) -> None:
+        self._remove_bar()
+
+    def close(self, run: Source) -> None:
+        self._remove_bar()
+
+    def _write(self, text: str) -> None:
+        """Write a line; a closed terminal does not end the run."""
+        try:
+            sys.stderr.write(f"{text}\n")
+        except (OSError, ValueError):
+            self.shown = False
+
+    def _remove_bar(self) -> None:
+        """End the bar and free its line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def choose_display(enabled: bool) -> Display:
+    """Return the display for this process: of a notebook, of a terminal, or none.
+
+    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets no bar.
+    """
+    if not enabled:
+        return Display()
+    shell = sys.modules.get("IPython")
+    if shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {}):
+        from zae.display.notebook import Notebook
+
+        return Notebook()
+    if _on_a_terminal():
+        return Terminal(has_bar=not os.environ.get("CI") and os.environ.get("TERM") != "dumb")
+    return Display()
+
+
+def _on_a_terminal() -> bool:
+    """Return whether standard error is a terminal: it may be None, or what only writes, or closed."""
+    ask = getattr(sys.stderr, "isatty", None)
+    try:
+        return ask is not None and bool(ask())
+    except ValueError:
+        return False
+
+
+def _width() -> int:
+    """Return the columns of the terminal of standard error, less one: some wrap a line that fills them."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return (columns or shutil.get_terminal_size().columns) - 1

@@ -1,0 +1,121 @@
+"""Numbers, durations and tables as text: the style of everything that zae shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from zae.errors import printable
+
+__all__ = ["cell", "columns_of", "duration", "fitting", "number", "table", "width_of"]
+
+_GAP = 2  # Spaces between two columns.
+_RANKS = {"epoch": 0, "time": 3, "steps/s": 6, "step": 7}
+_LEAST = 7  # Columns of a float: most of them, so that a line does not shift the next ones.
+
+
+def number(value: Any, digits: int = 5) -> str:
+    """Return a number as text.
+
+    Parameters
+    ----------
+    value : object
+        A number; anything else is returned as its ``str``.
+    digits : int
+        Significant digits of a number from 1, and one more than the decimals of a smaller one.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> [number(each) for each in (12345, 0.5, 2.34567, 1234.5678, 0.002, 0.00035, 1e-10, 2.5e7, float("nan"))]
+    ['12345', '0.5000', '2.3457', '1234.6', '0.002', '3.5e-4', '1e-10', '2.5e7', 'nan']
+    >>> number(1234.5678, 3), number(12.345, 3)
+    ('1235', '12.3')
+    """
+    if isinstance(value, Integral) or not isinstance(value, Real):
+        return str(value)
+    value = float(value)
+    size = abs(value)
+    if not math.isfinite(value) or not size:
+        return f"{value:g}"
+    if size < 1e-3 or size >= 99999.5:
+        mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    if size < 0.01:  # Learning rates are often round.
+        return f"{value:.{digits - 1}g}"
+    return f"{value:.{max(0, digits - (len(str(int(size))) if size >= 1 else 1))}f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units.
+
+    Parameters
+    ----------
+    seconds : float
+        At least 0.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> [duration(each) for each in (0.25, 9.96, 75, 3600 * 26 + 60)]
+    ['0.2s', '10s', '1m15s', '26h01m']
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def cell(value: Any) -> str:
+    """Return what stands in a table: a number, or a name without control characters; "-" for None."""
+    return "-" if value is None else printable(number(value), kept="")
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of rows, in the order in which they first come."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def table(rows: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> str:
+    """Return rows as an aligned table with a header, and a mark after each row."""
+    columns = columns_of(rows)
+    lines = [[cell(name) for name in columns], *([cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(f"{text}  {mark}".rstrip() for text, mark in zip(texts, ["", *marks], strict=True))
+
+
+def width_of(name: str, value: Any) -> int:
+    """Return the columns that a metric needs in a table that grows line by line."""
+    return max(len(cell(name)), len(cell(value)), _LEAST if isinstance(value, float) else 0)
+
+
+def fitting(widths: Mapping[str, int], columns: int) -> list[str]:
+    """Return the names of the columns of a table that fit into a width, the most important ones first to be taken.
+
+    These are the epoch, the losses, the metrics of the validation, the time, then all others, and the step at last.
+    """
+
+    def rank(name: str) -> int:
+        if name in _RANKS:
+            return _RANKS[name]
+        return 1 if name.endswith("loss") else 2 if name.startswith("valid_") else 5 if name[:2] == "lr" else 4
+
+    kept, used = set(), -_GAP
+    for name in sorted(widths, key=rank):
+        if used + widths[name] + _GAP <= columns or name == "epoch":
+            kept.add(name)
+            used += widths[name] + _GAP
+    return [name for name in widths if name in kept]
