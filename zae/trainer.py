@@ -36,7 +36,7 @@ from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
-from zae.preview import explain, preview
+from zae.preview import describe, explain, preview
 from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, read_weights, save_weights
 
@@ -1053,6 +1053,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     explain, plan, plan_lines = explain.explain, preview.plan, preview.plan_lines
     plan_memory, plan_ranks = preview.plan_memory, preview.plan_ranks
+
+    def _repr_html_(self) -> str:
+        return describe.trainer_html(self)
 
     def __repr__(self) -> str:
         at, whose = self.progress_checker, f"{type(self).__name__}(model={type(self.unwrap()).__name__}"

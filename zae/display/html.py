@@ -9,7 +9,7 @@ from typing import Any
 
 from zae.display.text import cell, columns_of, number
 
-__all__ = ["block", "curves", "escape", "metrics_html", "rows_html"]
+__all__ = ["block", "curves", "escape", "facts_html", "metrics_html", "rows_html"]
 
 _COLORS = ("#3b82f6", "#dd6b10", "#0d9b68", "#a855f7", "#d6336c", "#7a8699")
 """Each has a contrast of at least 3 to white and to #111."""

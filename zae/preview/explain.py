@@ -17,7 +17,7 @@ from zae.composition.introspect import add_ons_of, is_add_on, is_marked, seams_o
 from zae.composition.options import option_values, own_options
 from zae.loop.progress import Every
 
-__all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of"]
+__all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of", "shown_option"]
 
 LOOP = """
 ?launch(run, ...)
@@ -257,12 +257,12 @@ def _add_ons(cls: Any, instance: Any) -> list[str]:
     for add_on in add_ons_of(cls):
         doc = (inspect.getdoc(add_on) or "no description").splitlines()[0]
         names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)]
-        values = [f"{name}={_shown(name, found[name])}" for name in names if name in found]
+        values = [f"{name}={shown_option(name, found[name])}" for name in names if name in found]
         lines.append(f"{add_on.__name__}: {doc}" + (f"\n    {', '.join(values)}" if values else ""))
     return lines
 
 
-def _shown(name: str, value: Any) -> str:
+def shown_option(name: str, value: Any) -> str:
     """Return an option's value, unless it is long or may be secret."""
     if _SECRET.search(name) or isinstance(value, (dict, set)):
         return "..."

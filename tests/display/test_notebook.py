@@ -1,0 +1,173 @@
+"""The display in notebooks, in a kernel: one output a run, updated in place; and the notebooks of examples/."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from zae import ConfigError
+from zae.display.html import metrics_html
+from zae.loop.history import Metrics, MetricsDict
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
+TASK = """
+import sys, torch
+from zae import Trainer
+from zae.display.notebook import Notebook
+Notebook.interval = 0.0  # Each step is drawn.
+class Task(Trainer):
+    def train_step(self, batch):
+        if self.progress_checker.step == self.fails:
+            raise self.error
+        return {"loss": self.model(batch).square().mean(), "<b>": 1.0}
+    test_step = train_step
+    fails = -1
+def build(**options):
+    model = torch.nn.Linear(2, 1)
+    return Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), **options)
+batches = [torch.ones(8, 2)] * 4
+"""
+CELLS = (
+    TASK,
+    "metrics = build().run(3, batches, batches[:1])",
+    "build().run(2, batches)",
+    "build(log_bar=False).run(1, batches)\nNone",
+    "metrics",
+    "t = build(); t.fails, t.error = 6, KeyboardInterrupt()\nt.run(3, batches)",
+    "t = build(); t.fails, t.error = 6, ValueError('bad <i>')\nt.run(3, batches)",
+    "t",
+    "for _ in range(2): build().run(1, batches)",
+    "assert 'ipywidgets' not in sys.modules",
+)
+
+
+class Counted(NotebookClient):
+    """A client that counts the updates of the outputs of each cell."""
+
+    def process_message(self, message: Any, cell: Any, index: int) -> Any:
+        if message["msg_type"] == "update_display_data":
+            self.updates[index] = self.updates.get(index, 0) + 1
+        return super().process_message(message, cell, index)
+
+
+def execute(cells: list[Any]) -> tuple[list[list[Any]], dict[int, int]]:
+    """Execute cells in a kernel; return the outputs of each, and the number of their updates."""
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = Counted(notebook, timeout=120, kernel_name="python3", allow_errors=True)
+    client.updates = {}
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return [cell.get("outputs", []) for cell in notebook.cells], client.updates
+
+
+@pytest.fixture(scope="module")
+def shown() -> tuple[list[list[Any]], dict[int, int]]:
+    """The outputs of all cells: those above, then the notebooks of examples/, each with an empty namespace."""
+    cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        cells += [nbformat.v4.new_code_cell("%reset -f"), *nbformat.read(path, 4).cells]
+    return execute(cells)
+
+
+def of(shown: Any, text: str) -> list[Any]:
+    """The outputs of one of the cells above."""
+    found: list[Any] = shown[0][CELLS.index(text)]
+    return found
+
+
+@pytest.mark.covers("X-8")
+def test_a_run_has_one_output_that_is_updated(shown: Any) -> None:
+    """Its text is the table of a terminal; names are escaped; no bar is left; nothing is written to a stream."""
+    outputs, updates = shown
+    (output,) = outputs[1]
+    assert output.output_type == "display_data"
+    assert updates[1] >= 12, "each step is drawn in place"
+    text, page = output.data["text/plain"], output.data["text/html"]
+    assert text.splitlines()[1].split()[:3] == ["epoch", "step", "train_loss"]
+    assert [line.split()[:2] for line in text.splitlines()[2:]] == [["1", "4"], ["2", "8"], ["3", "12"]]
+    assert page.count("<svg") == 2
+    assert "&lt;b&gt;" in page
+    assert "<progress" not in page
+    assert not {each.output_type for cell in outputs[: len(CELLS)] for each in cell} & {"stream"}
+    assert of(shown, CELLS[-1]) == of(shown, "build(log_bar=False).run(1, batches)\nNone") == []
+
+
+@pytest.mark.covers("X-8")
+def test_metrics_show_their_curves_and_table(shown: Any) -> None:
+    """A run that ends a cell is not shown twice; two runs in a cell have an output each."""
+    (result,) = of(shown, "metrics")
+    assert "<polyline" in result.data["text/html"]
+    assert "</table>" in result.data["text/html"]
+    assert "train_loss" in result.data["text/plain"]
+    live, short = of(shown, "build().run(2, batches)")
+    assert "<svg" in live.data["text/html"]
+    assert "shown above" in short.data["text/html"]
+    assert len(of(shown, CELLS[-2])) == 2
+
+
+@pytest.mark.covers("X-8")
+def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> None:
+    for text, said in ((CELLS[5], "KeyboardInterrupt"), (CELLS[6], "ValueError: bad &lt;i&gt;")):
+        output, error = of(shown, text)
+        assert f"ended in epoch 2, step 7 by {said}" in output.data["text/html"]
+        assert [line.split()[:2] for line in output.data["text/plain"].splitlines()[2:4]] == [["1", "4"], ["2", "6"]]
+        assert error.output_type == "error"
+
+
+@pytest.mark.covers("X-8")
+def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
+    page = of(shown, "t")[0].data["text/html"]
+    for said in ("<b>Task</b>", "epoch 1, step 6, on cpu", "Linear, 3 parameters", "SGD(lr=0.0100)", "train_loss"):
+        assert said in page
+    assert of(shown, "t")[0].data["text/plain"].startswith("Task(model=Linear")
+
+
+def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
+    """Three notebooks, each with one output for each run; the last of them shows add-ons, a plan and the loop."""
+    outputs = shown[0][len(CELLS) :]
+    assert len(sorted(FOLDER.glob("*.ipynb"))) == 3
+    errors = [each for cell in outputs for each in cell if each.output_type in ("error", "stream")]
+    assert [each.get("name", each.output_type) for each in errors] == ["stdout"]
+    assert errors[0].text == "8 8\n"
+    live = [each for cell in outputs for each in cell if each.output_type == "display_data"]
+    assert len(live) == 3
+    values = [each.data["text/plain"] for cell in outputs for each in cell if each.output_type == "execute_result"]
+    assert float(values[0]) >= 0.85
+    page = outputs[-1][0].data["text/html"]
+    assert "<b>Digits</b> + <code>EarlyStoppingAddon</code>" in page
+    assert "monitor=&#x27;accuracy&#x27;, seed=0</div>" in page, "only the options that are not the default"
+
+
+def test_frames_need_pandas(monkeypatch: Any) -> None:
+    """The rows of a run; what is missing is NaN. Without pandas the error says what to install."""
+    metrics = MetricsDict(
+        train_metrics_history=[Metrics(epoch=1, step=2, train_loss=0.5)],
+        valid_metrics_history=[Metrics(epoch=1, step=1, valid_loss=0.25)],
+    )
+    frame = metrics.to_frame()
+    assert list(frame.columns) == ["epoch", "step", "train_loss", "valid_loss"]
+    assert frame["train_loss"].isna().tolist() == [True, False]
+    assert list(MetricsDict().to_frame().columns) == ["epoch", "step"]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pip install pandas"):
+        metrics.to_frame()
+
+
+def test_long_runs_are_drawn_in_few_points() -> None:
+    """10,000 epochs with NaN among them: at most 60 rows, and curves of at most 301 points, with the last one."""
+    rows = [{"epoch": at, "step": at, "train_loss": 1 / at if at % 7 else float("nan")} for at in range(1, 10001)]
+    page = metrics_html(rows, [""] * len(rows))
+    assert "9,940 rows are not shown" in page
+    points = re.search(r"points='([^']*)'", page)
+    assert points is not None
+    places = points[1].split()
+    assert 200 < len(places) <= 301
+    assert places[-1] == "312.0,130.0"
+    assert len(page) < 40_000
+    assert "nan" not in points[1]
