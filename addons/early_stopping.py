@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_number
@@ -92,10 +92,7 @@ class EarlyStoppingAddon(AddOnBase):
         better = super().check_better(metrics)
         score = self.score_of(metrics)
         if score is None:
-            raise MonitorError(
-                f"early stopping monitors {self.monitor!r}, which no step returns; available: {', '.join(metrics)}; "
-                "give monitor=..."
-            )
+            self._refuse(metrics)
         if self.early_stopper is not None:
             if self.early_stopper(self.progress_checker.step, score):
                 self._end(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
@@ -107,6 +104,13 @@ class EarlyStoppingAddon(AddOnBase):
                 best = "NaN" if self._best is None else f"{self._best:g}"
                 self._end(f"{self.monitor} has not become better than {best} in {self._waited} validations")
         return better
+
+    def _refuse(self, metrics: Iterable[str]) -> NoReturn:
+        """Refuse a monitor that no step returns."""
+        raise MonitorError(
+            f"early stopping monitors {self.monitor!r}, which no step returns; available: {', '.join(metrics)}; "
+            "give monitor=..."
+        )
 
     def _end(self, reason: str) -> None:
         """End the run, unless this call of ``run`` has fewer than ``min_epochs`` epochs yet."""
@@ -123,7 +127,9 @@ class EarlyStoppingAddon(AddOnBase):
         return gain > self.delta
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Note that the run may end earlier."""
+        """Note that the run may end earlier; refuse a ``monitor`` that is not among the metrics that were tried."""
+        if plan.metrics is not None and self.score_of(dict.fromkeys(plan.metrics, 0.0)) is None:
+            self._refuse(plan.metrics)
         note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
         note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
         return [*super().plan_lines(plan), note]

@@ -64,6 +64,7 @@ PUBLIC = [
     "MonitorError",
     "NonFiniteError",
     "OptionError",
+    "RehearsalError",
     "ProgressChecker",
     "StepError",
     "TaskError",

@@ -38,7 +38,7 @@ from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
 from zae.preview import describe, explain, preview
 from zae.sinks.predictions import Predictions
-from zae.storage.checkpoint import Weights, read_weights, save_weights
+from zae.storage.checkpoint import Weights, read_weights, save_weights, try_save
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -240,6 +240,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         max_time: float | timedelta | None = None,
         limit_batches: int | tuple[int | None, int | None] | None = None,
         overfit_batches: int | None = None,
+        rehearse: bool = False,
     ) -> MetricsDict:
         """Train for ``n_epoch`` epochs (or evaluate, in mode "test"), from where the last call of ``run`` ended.
 
@@ -271,6 +272,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         overfit_batches : int, optional
             Train on the same first batches in each epoch: those of the dataset in its order, without shuffling, or of
             the list. The ``valid_loader`` is not limited. Dropout and random transforms draw as ever.
+        rehearse : bool
+            Train nothing, and try with copies what the run does later: its plan, the forward and backward of one
+            batch, one batch of each ``valid_loader``, and a save of the state into a temporary folder, which is read
+            again. Weights, random streams, loaders and files stay as they are, and no process is started. All that
+            would fail is in one RehearsalError; what cannot be tried is a warning.
 
         Returns
         -------
@@ -293,6 +299,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             limit_batches,
             overfit_batches,
         )
+        (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
+        if is_rehearsal:
+            preview.Preview(self.current_run.new_call(loader, valid_loader, limits)).rehearse(try_save)
+            return self.metrics
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:

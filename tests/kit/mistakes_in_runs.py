@@ -42,6 +42,14 @@ def limit_of_a_generator():
 
 
 @mistake
+def validation_that_fails_in_the_rehearsal():
+    def test_step(self, batch):
+        raise KeyError("labels")
+
+    trainer_of(type("Task", (Task,), {"test_step": test_step})).run(3, loader(), loader(), rehearse=True)
+
+
+@mistake
 def predictions_to_a_table():
     trainer_of().predict(loader(), "out.csv")
 

@@ -42,6 +42,7 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
     "max_duration": ("Composer", "run(n_epoch, loader), or run(None, loader, max_steps=...)"),
     "limit_train_batches": ("Lightning", "run(n_epoch, loader, limit_batches=(..., None))"),
     "limit_val_batches": ("Lightning", "run(n_epoch, loader, valid_loader, limit_batches=(None, ...))"),
+    "fast_dev_run": ("Lightning", "run(n_epoch, loader, valid_loader, rehearse=True)"),
     "overfit_batches": ("zae", "run(n_epoch, loader, overfit_batches=...), not of the constructor"),
     "max_time": ("zae", "run(n_epoch, loader, max_time=...), not of the constructor"),
     "max_num_steps": ("fairseq2", "run(None, loader, max_steps=...)"),

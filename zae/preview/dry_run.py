@@ -31,7 +31,7 @@ from zae.composition.introspect import set_by
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
-from zae.loop.step_output import read_output
+from zae.loop.step_output import explain_failure, read_output
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -55,6 +55,11 @@ class Tried(NamedTuple):
     names: list[str]  # Of the metrics.
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
+    def raise_fault(self) -> None:
+        """Raise what ``metric_on_epoch_end`` raised."""
+        if self.fault is not None:
+            raise self.fault
+
 
 class Trial:
     """A step of a trainer that is tried with copies of the model and the task; the trainer does not change."""
@@ -62,8 +67,8 @@ class Trial:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer
 
-    def of(self, loader: Any, split: str) -> Tried:
-        """Try one batch of a loader, and return the names of what would be recorded.
+    def of(self, loader: Any, split: str, backward: bool = False) -> Tried:
+        """Try one batch of a loader, with the backward pass of its loss too, and return what would be recorded.
 
         `NotTried` is raised where a batch cannot be taken and put back, or something cannot be copied.
         """
@@ -79,9 +84,9 @@ class Trial:
             twin.mode = "train" if is_train else "test"
             twin.model.train(is_train)
             with torch.set_grad_enabled(is_train):
-                return self._step(twin, to_device(batch, twin.device))
+                return self._step(twin, to_device(batch, twin.device), backward)
 
-    def _step(self, twin: Any, batch: Any) -> Tried:
+    def _step(self, twin: Any, batch: Any, backward: bool) -> Tried:
         """Make and record one step of a copy."""
         train = twin.mode == "train"
         log, step = (twin.log_train, twin.train_step) if train else (twin.log_test, twin.test_step)
@@ -89,6 +94,8 @@ class Trial:
             with twin.forward_context():
                 out = step(batch)
             output = read_output(out, batch, twin.sample_weight, type(twin), twin.mode)
+            if backward:
+                _differentiate(twin, out, output[0], batch)
         except Exception as error:
             error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
             raise
@@ -143,6 +150,16 @@ def independent_copy(trainer: Trainer, cls: Any) -> Any:
         raise NotTried(f"the trainer cannot be copied ({type(error).__name__}: {error})") from error
     twin.__class__ = cls
     return twin
+
+
+def _differentiate(twin: Any, out: Any, values: Mapping[str, Any], batch: Any) -> None:
+    """Compute the gradients of what a step of a copy returned, and explain a loss that has none."""
+    try:
+        losses = values["loss"]
+        torch.autograd.backward([*losses.values()] if isinstance(losses, Mapping) else [losses])
+    except Exception as error:
+        explain_failure(error, out, batch, type(twin), twin.optimizers)
+        raise
 
 
 # ------------------------------------------------------------------------------------------------ the batch

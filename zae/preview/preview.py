@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.errors import MonitorError
+from zae.errors import MonitorError, RehearsalError
 from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
@@ -117,6 +117,49 @@ class Preview:
                     "needs more than one batch, this is not a fault, and try_validation=False skips this trial",
                     type(tried.fault).__name__, tried.fault,
                 )  # fmt: skip
+
+    def rehearse(self, save: Callable[[Any, Any], object]) -> None:
+        """Try, with copies, what the run does later, and refuse all that fails in one error; see `Trainer.run`.
+
+        ``save`` saves a model's state and the rest of a state for a trial.
+        """
+        trainer, run, faults = self.trainer, self.run, dict[str, Exception]()
+        attempts: dict[str, Callable[[], object]] = {
+            "the plan of the run": self.plan,
+            "a step of training": lambda: Trial(trainer).of(run.loader, "train", backward=True),
+            "a batch of valid_loader": lambda: Trial(trainer).of(run.valid_loader, "valid").raise_fault(),
+            "a save of the state": lambda: self._try_save(save),
+        }
+        if trainer.mode == "test":
+            attempts = {"a batch of loader": lambda: Trial(trainer).of(run.loader, "valid").raise_fault()}
+        elif run.valid_loader is None:
+            del attempts["a batch of valid_loader"]
+        for what, attempt in attempts.items():
+            try:
+                attempt()
+            except NotTried as reason:
+                _log.warning("%s is not rehearsed: %s", what, reason)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                faults[what] = error
+        if faults:
+            said = "".join(f"\n  {what}: {_in_words(error)}" for what, error in faults.items())
+            raise RehearsalError(
+                f"{len(faults)} of {len(attempts)} rehearsed parts of this run would fail; correct them and call run "
+                f"again (nothing was trained or changed):{said}"
+            ) from next(iter(faults.values()))
+
+    def _try_save(self, save: Callable[[Any, Any], object]) -> None:
+        """Save the state where the run saves."""
+        trainer, settings = self.trainer, copy.copy(self.trainer.optimization.settings)
+        if "state" not in slots_of(type(trainer)):
+            return
+        try:
+            state = trainer.state_dict()
+        finally:
+            trainer.optimization.settings = settings  # A state notes those that it was read with.
+        save(state["model"], {key: value for key, value in state.items() if key != "model"})
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -267,6 +310,12 @@ class Preview:
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
         found.bytes_per_checkpoint, *found._within_epoch = sizes
+
+
+def _in_words(error: Exception) -> str:
+    """Return the class, the message and the notes of an exception, in one paragraph."""
+    notes = " ".join(note.removeprefix("zae: ") for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
 
 
 def _batch_size(loader: Any) -> int | None:

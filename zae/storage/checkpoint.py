@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -78,6 +79,7 @@ __all__ = [
     "save_checkpoint",
     "save_weights",
     "sweep",
+    "try_save",
 ]
 
 _log = logging.getLogger("zae")
@@ -125,6 +127,13 @@ def save_checkpoint(
         install(staging, directory)
     sweep(directory.parent)
     return directory
+
+
+def try_save(model_state: Mapping[str, Tensor], state: Mapping[Any, Any]) -> None:
+    """Save a checkpoint into a temporary folder, and read it."""
+    about = {"step": 0, "epoch": 0, "run_id": "trial", "composition": [], "world_size": 1}
+    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-") as folder:
+        load_checkpoint(save_checkpoint(Path(folder) / "step-00000000", model_state, state, manifest_info=about))
 
 
 def load_checkpoint(
