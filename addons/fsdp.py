@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,12 +21,13 @@ from zae.errors import ConfigError
 from zae.launch.blocks import (
     check_divisible,
     choose_blocks,
+    class_name,
     describe_blocks,
     parse_blocks,
     prepare_block,
     split_by_block,
 )
-from zae.launch.ddp import alike, broadcast
+from zae.launch.ddp import BUCKET, alike, broadcast
 from zae.launch.meta_init import MetaInit, is_meta
 from zae.launch.spawn import launched_world
 from zae.preview.memory import shard_memory
@@ -67,6 +68,9 @@ class FSDPAddon(DistributedAddon):
     meta_init : bool
         Call the factory that was given as ``model`` on the meta device, where it needs no memory. Rank 0 alone calls
         it again, on the host, and sends one tensor after another: the weights are those of one process.
+    fsdp_methods : list of str
+        Other methods of the model than ``forward`` that compute with its parameters and are called from outside of it:
+        ``["encode"]`` for ``self.model.encode(inputs)``.
 
     Raises
     ------
@@ -109,6 +113,7 @@ class FSDPAddon(DistributedAddon):
         compile_blocks: bool | str = False,
         cpu_offload: bool = False,
         meta_init: bool = False,
+        fsdp_methods: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         flags = {
@@ -131,6 +136,11 @@ class FSDPAddon(DistributedAddon):
         self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
+        self.fsdp_methods = [*fsdp_methods] if isinstance(fsdp_methods, (list, tuple)) else [fsdp_methods]
+        for name in self.fsdp_methods:
+            if not (isinstance(name, str) and callable(getattr(self.unwrap(), name, None))):
+                raise ConfigError(f"fsdp_methods: {class_name(self.unwrap())} has no method {name!r}; name those that "
+                                  "it has: ['encode']")  # fmt: skip
         if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
             raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
                               "leave it out")  # fmt: skip
@@ -210,7 +220,7 @@ class FSDPAddon(DistributedAddon):
 
     def _shard(self, model: nn.Module) -> None:
         """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
         options: dict[str, Any] = {"mesh": self._data_mesh(), "reshard_after_forward": self.reshard_after_forward}
         if self.mp_policy is not None:
@@ -221,6 +231,8 @@ class FSDPAddon(DistributedAddon):
             prepare_block(block[1], self.activation_checkpointing, self.compile_blocks)
             fully_shard(block[1], **options)
         fully_shard(model, **options)
+        for name in self.fsdp_methods:
+            register_fsdp_forward_method(model, name)
 
     def _prepare_alone(self) -> None:
         """In one process, prepare the blocks as ranks do, and tell what only ranks do."""
@@ -269,7 +281,8 @@ class FSDPAddon(DistributedAddon):
             return
         groups = split_by_block((name for name, _ in self.unwrap().named_parameters()), self.blocks())
         keeps, accumulates = not self.reshard_after_forward, plan.batches_per_step > 1
-        shard_memory(plan.memory, groups, plan.mesh.get("shard", 1), self.mp_policy, keeps, accumulates, self.meta_init)
+        bucket = None if self.meta_init else BUCKET
+        shard_memory(plan.memory, groups, plan.mesh.get("shard", 1), self.mp_policy, keeps, accumulates, bucket)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -293,6 +306,15 @@ class FSDPAddon(DistributedAddon):
                 "(or backward was given inputs). Return one loss, or train with MultiGPUAddon"
             )
         super().backward(loss, **kwargs)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Explain a method that computed with parts of the parameters."""
+        if self._world > 1 and "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "zae: FSDPAddon gathers parameters for the forward of a module. Where a step calls another method of "
+                "the model, self.model.encode(inputs), write fsdp_methods=['encode']"
+            )
+        super().on_exception(error)
 
     def _average_outside(self) -> None:
         for group in alike([each for each in self.parameters if not is_sharded(each)]):

@@ -140,13 +140,22 @@ class MultiGPUAddon(DistributedAddon):
         self._inner = super().wrap_model(model)
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
-    def _wrap(self) -> Any:
-        if has_lazy([*self._inner.parameters(), *self._inner.buffers()]):
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a lazy model, and a communication hook that would not be called."""
+        super()._check_model(model)
+        if has_lazy([*model.parameters(), *model.buffers()]):
             raise ConfigError(
                 "the model is lazy, and all ranks must start from the same weights; call it once with a batch before "
                 "run(): model(inputs)"
             )
-        self._engine, self._sparse = None, sparse_in(self._inner)
+        self._sparse = sparse_in(model)
+        if self.comm_hook is not None:
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            self._check_hook("" if is_trained else "no parameter of the model is trained; let one require a gradient")
+
+    def _wrap(self) -> Any:
+        self._check_model(self._inner)
+        self._engine = None
         if any(parameter.requires_grad for parameter in self._inner.parameters()):
             self._engine = Replica(
                 self._inner,
@@ -155,9 +164,6 @@ class MultiGPUAddon(DistributedAddon):
                 static_graph=self.static_graph,
             )
         if self.comm_hook is not None:
-            self._check_hook(
-                "no parameter of the model is trained; let one require a gradient" if self._engine is None else ""
-            )
             self.comm_hook.register(self._engine)
         return self._engine or self._inner
 

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
-from zae.common.walk import is_sharded, map_tensors
+from zae.common.walk import is_sharded
 from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.loop.addon_state import ALONE, MAIN, PARTS, is_loading
+from zae.loop.addon_state import gathered
 from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
@@ -271,7 +271,7 @@ class ShardingAddon(AddOnPart):
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""
-        return self._gathered(super().model_state())
+        return gathered(self, super().model_state())
 
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""
@@ -280,17 +280,7 @@ class ShardingAddon(AddOnPart):
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of an optimizer, whole on this rank."""
-        return self._gathered(super().optimizer_state(name))
-
-    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with whole tensors, unless each rank writes its parts, or rank 0 alone writes."""
-        is_spare = is_loading(self, MAIN) and self._rank > 0
-
-        def gathered(tensor: Tensor) -> Tensor:
-            return self.whole(tensor).to("meta") if is_spare and is_sharded(tensor) else self.whole(tensor)
-
-        made: dict[str, Any] = state if is_loading(self, PARTS, ALONE) else map_tensors(gathered, state)
-        return made
+        return gathered(self, super().optimizer_state(name))
 
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load a whole state, of which each rank keeps its part."""

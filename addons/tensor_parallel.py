@@ -20,7 +20,7 @@ from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, divided_dimensions
-from zae.launch.ddp import broadcast
+from zae.launch.ddp import BUCKET, broadcast
 from zae.launch.draws import DrawsWatch
 from zae.sinks.fingerprint import fingerprint
 
@@ -242,7 +242,7 @@ class TensorParallelAddon(DistributedAddon):
         if plan.world_size == 1:
             return
         ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())
-        plan.memory.start = 2 * plan.memory.parameters  # It is sent in one piece.
+        plan.memory.start = plan.memory.parameters + min(plan.memory.parameters, BUCKET)
         for name, style in self.styles().items():
             for key, dimension in divided_dimensions(style, modules[name]).items():
                 if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.

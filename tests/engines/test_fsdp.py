@@ -7,17 +7,21 @@ import functools
 import os
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_plan_memory import resident
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from kit.engines import F64, Block, Net, Task, data, net, sgd
+from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError
-from zae.addons import CompileAddon, FSDPAddon
+from zae.addons import CompileAddon, EMAAddon, FSDPAddon
+from zae.launch.ddp import BUCKET, broadcast
+from zae.saving.rank_states import RankStates
 
 
 def trainer_of(model: nn.Module, task: type[Task] = Task, **options: object) -> Task:
@@ -104,6 +108,71 @@ def test_a_sharded_trainer_is_not_copied_and_rank_0_writes_its_weights(world, tm
     assert path == tmp_path / f"{rank}.safetensors"
     trainer.barrier()
     assert [each.name for each in tmp_path.iterdir()] == ["0.safetensors"]
+    assert trainer.world_size == world
+
+
+class Encoder(Net):
+    """A model with another method that uses its parameters, and its blocks."""
+
+    def encode(self, tokens):
+        return self.head(self.norm(self.blocks[0](self.embed(tokens)))) * self.scale
+
+
+class Encodes(Task):
+    def train_step(self, batch):
+        return {"loss": self.model.encode(batch[0]).square().mean()}
+
+
+@on_ranks(2)
+def test_other_methods_than_forward_are_named(world):
+    """Named, a method trains and evaluates as in one process; else the error says what to write."""
+    with pytest.raises(ConfigError, match=r"Encoder has no method 'decode'.*\['encode'\]"):
+        trainer_of(Encoder(), fsdp_methods=["decode"])
+
+    def made(cls, **options):
+        torch.manual_seed(0)
+        return cls(Encoder().to(F64), "cpu", optimizer=sgd, log_bar=False, **options)
+
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+        made(Encodes.add_on(FSDPAddon)).run(1, data(16))
+    assert "fsdp_methods=['encode']" in str(raised.value.__notes__)
+    trainer, single = made(Encodes.add_on(FSDPAddon), fsdp_methods=["encode"]), made(Encodes)
+    for _ in range(2):
+        trainer.run(1, data(16, 4, False))
+        single.run(1, data(16, 8, False))
+        assert distance(trainer, single) < 1e-12
+        assert trainer.evaluate(data(6)) == pytest.approx(single.evaluate(data(6)), rel=1e-9)
+    assert trainer.world_size == world
+
+
+@on_ranks(2)
+def test_weights_are_sent_in_buckets(world):
+    """The values are those of rank 0, whatever the layout; beside the weights there is one bucket at most."""
+    shapes, size = [(1 << 20,)] * 16 + [(1 << 23,), (3, 5), (0,)], BUCKET // 4
+    torch.manual_seed(dist.get_rank())
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(5, 7).t(), torch.randn(3, dtype=F64)]
+    Path("/proc/self/clear_refs").write_text("5")  # The highest value is the present one again.
+    before = resident("VmRSS")
+    broadcast(tensors)
+    assert resident("VmHWM") - before < BUCKET + (8 << 20)
+    torch.manual_seed(0)
+    expected = [torch.randn(shape) for shape in shapes] + [torch.randn(5, 7).t(), torch.randn(3, dtype=F64)]
+    assert all(map(torch.equal, tensors, expected))
+    assert sum(each.numel() for each in tensors) > 3 * size
+    assert dist.get_world_size() == world
+
+
+@on_ranks(2)
+def test_rank_0_alone_has_what_it_writes(world, tmp_path):
+    """The average too, which is a declared state: in a whole save the others leave it on the meta device."""
+    trainer = Task.add_on(FSDPAddon, EMAAddon)(net(), "cpu", optimizer=sgd, log_bar=False, decay=0.5)
+    trainer.run(1, data(16))
+    state, whole = RankStates.read_state(trainer, in_parts=False), trainer.state_dict()
+    for kind, each in (("model", state["model"]), ("average", state["EMAAddon"]["average"])):
+        expected = whole["model"] if kind == "model" else whole["EMAAddon"]["average"]
+        sharded = [name for name in each if not name.endswith("scale")]
+        assert [each[name].is_meta for name in sharded] == [dist.get_rank() > 0] * len(sharded)
+        assert dist.get_rank() or all(torch.equal(each[name], expected[name]) for name in each)
     assert trainer.world_size == world
 
 

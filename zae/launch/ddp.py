@@ -14,7 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets
 from zae.errors import ConfigError
 
-__all__ = ["CommunicationHook", "Replica", "alike", "broadcast", "sparse_in"]
+__all__ = ["BUCKET", "CommunicationHook", "Replica", "alike", "broadcast", "sparse_in"]
+
+BUCKET = 25 * 2**20
+"""Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
 
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
@@ -136,14 +139,35 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Broadcast tensors from rank 0."""
+    """Broadcast tensors from rank 0, small ones in buckets: that takes at most `BUCKET` bytes beside them."""
     with torch.no_grad():
         for group in alike(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            dist.broadcast(flat, src=0)
-            if dist.get_rank():
-                for tensor, part in zip(group, flat.split([t.numel() for t in group])):
-                    tensor.copy_(part.view_as(tensor))
+            for bucket in _buckets(group):
+                _send(bucket)
+
+
+def _send(tensors: list[Tensor]) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.broadcast(tensors[0].detach(), src=0)
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, src=0)
+    if dist.get_rank():
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors in their order, as many as `BUCKET` bytes hold."""
+    bucket, size = list[Tensor](), 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def sparse_in(model: nn.Module) -> set[int]:

@@ -36,6 +36,7 @@ __all__ = [
     "check_declared",
     "declaring",
     "digest",
+    "gathered",
     "is_loading",
     "key_of",
     "loading_as",
@@ -72,6 +73,22 @@ def loading_as(trainer: Trainer, how: str) -> Iterator[None]:
         _loading.reset(token)
 
 
+def gathered(trainer: Trainer, value: Any, *, for_all: bool = False) -> Any:
+    """Return a value with whole tensors, unless each rank writes its parts.
+
+    Where rank 0 alone writes, the others have them on the meta device, unless they are for all.
+    """
+    if is_loading(trainer, PARTS, ALONE):
+        return value
+    is_spare = is_loading(trainer, MAIN) and trainer.rank > 0 and not for_all
+
+    def whole(tensor: Tensor) -> Tensor:
+        found = trainer.whole(tensor)
+        return found.to("meta") if is_spare and found is not tensor else found
+
+    return map_tensors(whole, value)
+
+
 # -------------------------------------------------------------------------------------------- declared attributes
 
 
@@ -106,8 +123,9 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"self.{missing[0]} in __init__"
             )
         entry = {key: getattr(trainer, name) for key, name in names.items()}
-        if not is_loading(trainer, ENTRIES, PARTS, ALONE):  # In the first and the last, one rank alone reads.
-            entry = {key: map_tensors(trainer.whole, value) for key, value in entry.items()}
+        if not is_loading(trainer, ENTRIES):  # One rank alone reads then.
+            own = {key_of(name) for name in owner.__dict__.get("rank_state_attributes", ())}
+            entry = {key: gathered(trainer, value, for_all=key in own) for key, value in entry.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}

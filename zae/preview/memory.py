@@ -184,7 +184,7 @@ def shard_memory(
     policy: Any = None,
     keeps: bool = False,
     accumulates: bool = False,
-    on_meta: bool = False,
+    bucket: int | None = None,
 ) -> None:
     """Divide a model among ranks as ``fully_shard`` does, and add what it gathers.
 
@@ -202,8 +202,9 @@ def shard_memory(
         Whether blocks stay gathered from the forward to the backward.
     accumulates : bool
         Whether whole gradients are accumulated before they are sent.
-    on_meta : bool
-        Whether only one rank makes the whole model, on the host.
+    bucket : int, optional
+        The bytes of weights that rank 0 sends to the others at once; None where it alone makes the whole model, on the
+        host.
     """
     own = [memory.parts[name] for names in groups for name in names]
     rest, *blocks = (_Gathered.of([memory.parts[name] for name in names], ranks, policy) for names in groups)
@@ -211,8 +212,8 @@ def shard_memory(
     whole = sum(each.bytes for each in own)
     for each in own:
         each.divide(0, ranks)
-    # Each rank has the whole model, and gets all weights of rank 0 in one piece; or rank 0 alone has it.
-    memory.start = max(memory.start, whole + (memory.parameters if on_meta else whole))
+    # Each rank has the whole model, and gets the weights of rank 0 in buckets; or rank 0 alone has it, and its part.
+    memory.start = max(memory.start, whole + (memory.parameters if bucket is None else min(whole, bucket)))
 
 
 def _gathered_bytes(rest: _Gathered, blocks: Sequence[_Gathered], keeps: bool, accumulates: bool) -> int:
