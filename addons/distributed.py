@@ -55,6 +55,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
       saved, they are in the memory of rank 0 alone.
     - ``pads`` is True where each forward is a collective: a rank without a batch then takes part with one of weight 0.
     - ``can_save_alone`` is False where a rank cannot save the state without the others.
+    - ``test_step`` and ``optimizer_step`` are those of the trainer. An engine with a schedule or a step of its own
+      overrides ``gradients``, ``clip``, ``optimizer_step`` and ``zero_grad``.
 
     Parameters
     ----------

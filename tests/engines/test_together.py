@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -25,8 +26,13 @@ from zae.addons import (
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     LedgerAddon,
+    NeptuneLoggerAddon,
+    PrefetchAddon,
+    ReportAddon,
     StateManagerAddon,
+    TensorBoardLoggerAddon,
     TensorParallelAddon,
+    WandBLoggerAddon,
 )
 
 
@@ -217,6 +223,32 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
         assert trainer.world_size == 1
         assert distance(trainer, single) < LIMIT
         assert trainer.evaluate(data(5, 1, False)) == pytest.approx(single.evaluate(data(5, 1, False)), rel=1e-9)
+
+
+@on_engine
+def test_loggers_a_report_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
+    """The clients of W&B and Neptune, offline: rank 0 alone writes, and the weights are bitwise those without them."""
+    add_ons = (TensorBoardLoggerAddon, WandBLoggerAddon, NeptuneLoggerAddon, ReportAddon, PrefetchAddon)
+    web = {"wandb": {"project": "p", "mode": "offline", "dir": str(tmp_path)}, "neptune": {"mode": "offline"}}
+    options = {"log_dir": tmp_path / "events", "report_path": tmp_path / "report.html", "web_logger": web}
+    before, ends = Path.cwd(), []
+    os.chdir(tmp_path)  # Neptune writes there.
+    try:
+        os.environ["WANDB_SILENT"] = "true"
+        for more, given in ((add_ons, {**options, "logger_timeout": 30.0, "log_every": 1}), ((), {})):
+            trainer = build(engine, *more, optimizer=sgd, **given)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Of the clients.
+                trainer.run(1, data(8 * engine.shares), data(5, 2, False))
+            check(trainer, engine)
+            ends.append(weights(trainer))
+    finally:
+        os.chdir(before)
+        del os.environ["WANDB_SILENT"]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    written = ["events/events.*", "wandb/offline-run-*", ".neptune/offline/*", "report.html"]
+    assert [len(list(tmp_path.glob(pattern))) for pattern in written] == [1, 1, 1, 1]
+    assert "valid/loss" in (tmp_path / "report.html").read_text()
 
 
 CALLS: dict[str, Any] = {
