@@ -136,7 +136,7 @@ class FSDPAddon(DistributedAddon):
         self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
-        self.fsdp_methods = [*fsdp_methods] if isinstance(fsdp_methods, (list, tuple)) else [fsdp_methods]
+        self.fsdp_methods = [fsdp_methods] if isinstance(fsdp_methods, str) else [*fsdp_methods]
         for name in self.fsdp_methods:
             if not (isinstance(name, str) and callable(getattr(self.unwrap(), name, None))):
                 raise ConfigError(f"fsdp_methods: {class_name(self.unwrap())} has no method {name!r}; name those that "
