@@ -21,9 +21,9 @@ from zae.errors import ConfigError
 from zae.launch.blocks import (
     check_divisible,
     choose_blocks,
-    class_name,
     describe_blocks,
     parse_blocks,
+    parse_methods,
     prepare_block,
     split_by_block,
 )
@@ -136,11 +136,7 @@ class FSDPAddon(DistributedAddon):
         self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
-        self.fsdp_methods = [fsdp_methods] if isinstance(fsdp_methods, str) else [*fsdp_methods]
-        for name in self.fsdp_methods:
-            if not (isinstance(name, str) and callable(getattr(self.unwrap(), name, None))):
-                raise ConfigError(f"fsdp_methods: {class_name(self.unwrap())} has no method {name!r}; name those that "
-                                  "it has: ['encode']")  # fmt: skip
+        self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
         if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
             raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
                               "leave it out")  # fmt: skip

@@ -20,6 +20,7 @@ __all__ = [
     "describe_blocks",
     "divided_dimensions",
     "parse_blocks",
+    "parse_methods",
     "prepare_block",
     "split_by_block",
 ]
@@ -79,6 +80,17 @@ def parse_blocks(given: Any) -> Any:
     found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
     if not all(isinstance(each, (str, type)) for each in found):
         raise ConfigError(f"fsdp_blocks={given!r}; give classes, names, or a function of both")
+    return found
+
+
+def parse_methods(model: nn.Module, given: Any) -> list[str]:
+    """Return the option that names methods of the model as a list."""
+    found = list(given) if isinstance(given, (list, tuple, set)) else [given]
+    for name in found:
+        if not (isinstance(name, str) and callable(getattr(model, name, None))):
+            raise ConfigError(
+                f"fsdp_methods: {class_name(model)} has no method {name!r}; name those that it has: ['encode']"
+            )
     return found
 
 
