@@ -456,6 +456,43 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
         assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
 
 
+NODES = """
+    import os, signal, sys, torch
+    sys.path.insert(0, {tests!r})
+    from kit.rank_tasks import Task, build, loader
+    from zae.addons import FSDPAddon, StateManagerAddon
+    class Dies(Task):
+        def train_step(self, batch):
+            if is_dying and self.rank == 1 and self.progress_checker.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(batch)
+    name, is_dying = sys.argv[1], sys.argv[1] == "dies" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    trainer = build(Dies, (FSDPAddon, StateManagerAddon), timeout=20.0, seed=1, save_path=name, save_every=1,
+                    resume="auto", save_format="sharded")
+    trainer.run(2, loader(16, 2, 3))
+    assert (trainer.world_size, os.environ["GROUP_WORLD_SIZE"], trainer.progress_checker.step) == (2, "2", 8)
+    held = [value.clone() for value in trainer.model_state().values()]
+    if trainer.is_main:
+        torch.save(held, name + ".pt")
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_agents_of_torchrun_with_shards(tmp_path):
+    """Two nodes as docs/scale.md starts them, here on one host: killed and restarted, they end as if never killed."""
+    Path("nodes.py").write_text(textwrap.dedent(NODES.format(tests=str(TESTS))))
+    for name in ("dies", "whole"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        line = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id {name} --rdzv_endpoint localhost:{port}"
+        agents = [torchrun(*line.split(), "--max-restarts", "3", "nodes.py", name) for _ in range(2)]
+        for agent in agents:
+            output_of(agent)
+    ends = [torch.load(f"{name}.pt", weights_only=True) for name in ("dies", "whole")]
+    assert same(*ends)
+
+
 def test_the_seed_s_example_runs():
     with forks():
         script = Script(ROOT / "examples" / "ddp_seed.py")

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -45,6 +46,7 @@ ANSWER = 0.3
 """Seconds in which a rank writes its stack before it is killed."""
 
 _CALLS = 20
+_PAUSE = 0.01  # Seconds between two looks at who has joined.
 
 _joins = itertools.count()
 
@@ -74,7 +76,7 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
         found = next(dist.rendezvous(init_method or "env://", rank, world, timeout=waiting))
         store: dist.Store = found[0]
         # All attempts of torchrun share its agent's store: without a prefix one finds the addresses of dead peers.
-        prefix = f"zae/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joins)}"
+        prefix = f"zae/{_attempt(store, rank, world, timeout)}/{next(_joins)}"
         dist.init_process_group(
             backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=waiting
         )
@@ -86,6 +88,32 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
         ) from error
     atexit.register(_leave)
     return True
+
+
+def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """Return a name that the ranks of this attempt have in common, and those of an attempt before did not have.
+
+    One agent counts how often it has started its ranks again. Several agents count differently: there rank 0 makes a
+    name, and answers each number that a rank has drawn with it, until all ranks have the answer to their own.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own, answered, deadline = uuid.uuid4().hex, dict[int, str](), time.monotonic() + timeout
+    if rank:
+        store.set(f"zae/rank/{rank}", own)
+        name = store.get(f"zae/name/{own}").decode()
+        store.add(f"zae/joined/{name}", 1)
+        return name
+    while store.add(f"zae/joined/{own}", 0) < world - 1:
+        for other in range(1, world):
+            key = f"zae/rank/{other}"
+            if store.check([key]) and (drawn := store.get(key).decode()) != answered.get(other):
+                answered[other] = drawn  # It may be that of a rank which has ended.
+                store.set(f"zae/name/{drawn}", own)
+        if time.monotonic() > deadline:
+            raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
+        time.sleep(_PAUSE)
+    return own
 
 
 def _leave() -> None:
