@@ -123,7 +123,7 @@ def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> Non
 @pytest.mark.covers("X-8")
 def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
     page = of(shown, "t")[0].data["text/html"]
-    for said in ("<b>Task</b>", "epoch 1, step 6, on cpu", "Linear, 3 parameters", "SGD(lr=0.0100)", "train_loss"):
+    for said in ("<b>Task</b>", "epoch 1, step 6, on cpu", "Linear, 3 parameters", "SGD(lr=0.01)", "train_loss"):
         assert said in page
     assert of(shown, "t")[0].data["text/plain"].startswith("Task(model=Linear")
 

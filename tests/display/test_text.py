@@ -22,8 +22,8 @@ def test_a_number_keeps_its_value(value: float) -> None:
 
 def test_numbers_of_every_kind() -> None:
     """Whole numbers stay whole; numpy's are numbers too."""
-    given = {1234567: "1234567", np.int64(7): "7", np.float32(0.25): "0.2500", -0.0035: "-0.0035", True: "True",
-             math.inf: "inf", 0.0: "0", 99999.7: "1e5", 0.99999: "1.0000", "x": "x"}  # fmt: skip
+    given = {1234567: "1234567", np.int64(7): "7", np.float32(0.25): "0.25", -0.0035: "-0.0035", True: "True",
+             math.inf: "inf", 0.0: "0", 99999.7: "1e5", 0.99999: "1", 1000.0: "1000", "x": "x"}  # fmt: skip
     assert {value: number(value) for value in given} == given
     assert [duration(each) for each in (0, 59.6, 60, 3599.6, 360000)] == ["0.0s", "1m00s", "1m00s", "1h00m", "100h00m"]
 

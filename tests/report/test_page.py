@@ -51,7 +51,7 @@ def test_what_is_known_of_a_run_is_on_its_page() -> None:
     assert any("Net, 1,234 parameters · cpu · started 2023-11-14 22:13:20 UTC · ended by itself" in each
                for each in page.texts["p"])  # fmt: skip
     tiles = [each.strip() for each in page.texts["dd"]]
-    assert {"0.266667", "0.166667", "6", "2", "0.75 s", "8"} <= set(tiles)
+    assert {"0.2667", "0.1667", "6", "2", "0.8s", "8"} <= set(tiles)
     for words in ("optimizer.lr", "EMAAddon", "for each epoch:", "intact", "damaged", "2.5 MB", "was changed",
                   "resume=True resumes from step-00000006", "torch", "2.6.0"):  # fmt: skip
         assert words in text

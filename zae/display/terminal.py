@@ -109,7 +109,7 @@ class Clock:
         return {
             "time": duration(self.elapsed),
             "ETA": f"ETA {duration(left)}" if left else "",
-            "speed": f"{number(self.speed, 3)} steps/s" if self.speed else "",
+            "speed": f"{number(self.speed, 3, aligned=True)} steps/s" if self.speed else "",
         }
 
 
@@ -154,7 +154,7 @@ class Terminal(Display):
         at = run.position()
         self._clock.read(at.step)
         texts = self._clock.texts(at)
-        metrics = [f"{printable(key, kept='')} {number(value)}" for key, value in run.current().items()]
+        metrics = [f"{printable(key, kept='')} {number(value, aligned=True)}" for key, value in run.current().items()]
         # In the order in which they are shown, each with its rank: the last ranks are left out first.
         parts = [(3, texts["time"]), (0, texts["ETA"]), (2, texts["speed"]), *zip([1, *range(4, 99)], metrics)]
         parts = [(rank, text) for rank, text in parts if text]
@@ -174,7 +174,7 @@ class Terminal(Display):
             return
         self._remove_bar()
         row, mark = run.last_row()
-        row = {**row, "time": duration(self._clock.elapsed), "steps/s": number(self._clock.speed, 3)}
+        row = {**row, "time": duration(self._clock.elapsed), "steps/s": number(self._clock.speed, 3, aligned=True)}
         widths = {name: width_of(name, value) for name, value in row.items()} | self._widths
         self._widths = {name: widths[name] for name in widths if name not in _ENDS} | {n: widths[n] for n in _ENDS}
         columns = fitting(self._widths, _width() - _MARK)

@@ -16,7 +16,7 @@ _RANKS = {"epoch": 0, "time": 3, "steps/s": 6, "step": 7}
 _LEAST = 7  # Columns of a float: most of them, so that a line does not shift the next ones.
 
 
-def number(value: Any, digits: int = 5) -> str:
+def number(value: Any, digits: int = 5, *, aligned: bool = False) -> str:
     """Return a number as text.
 
     Parameters
@@ -25,6 +25,8 @@ def number(value: Any, digits: int = 5) -> str:
         A number; anything else is returned as its ``str``.
     digits : int
         Significant digits of a number from 1, and one more than the decimals of a smaller one.
+    aligned : bool
+        Whether zeros at the end are kept, so that the numbers of a column or of a bar have the same length.
 
     Returns
     -------
@@ -34,9 +36,9 @@ def number(value: Any, digits: int = 5) -> str:
     Examples
     --------
     >>> [number(each) for each in (12345, 0.5, 2.34567, 1234.5678, 0.002, 0.00035, 1e-10, 2.5e7, float("nan"))]
-    ['12345', '0.5000', '2.3457', '1234.6', '0.002', '3.5e-4', '1e-10', '2.5e7', 'nan']
-    >>> number(1234.5678, 3), number(12.345, 3)
-    ('1235', '12.3')
+    ['12345', '0.5', '2.3457', '1234.6', '0.002', '3.5e-4', '1e-10', '2.5e7', 'nan']
+    >>> number(1234.5678, 3), number(12.345, 3), number(0.5, aligned=True)
+    ('1235', '12.3', '0.5000')
     """
     if isinstance(value, Integral) or not isinstance(value, Real):
         return str(value)
@@ -47,9 +49,10 @@ def number(value: Any, digits: int = 5) -> str:
     if size < 1e-3 or size >= 99999.5:
         mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    if size < 0.01:  # Learning rates are often round.
+    if size < 0.01 or (size < 1 and not aligned):
         return f"{value:.{digits - 1}g}"
-    return f"{value:.{max(0, digits - (len(str(int(size))) if size >= 1 else 1))}f}"
+    text = f"{value:.{max(0, digits - (len(str(int(size))) if size >= 1 else 1))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and not aligned else text
 
 
 def duration(seconds: float) -> str:
@@ -80,7 +83,7 @@ def duration(seconds: float) -> str:
 
 def cell(value: Any) -> str:
     """Return what stands in a table: a number, or a name without control characters; "-" for None."""
-    return "-" if value is None else printable(number(value), kept="")
+    return "-" if value is None else printable(number(value, aligned=True), kept="")
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
+from zae.display.text import number
 from zae.loop.progress import Every
 from zae.preview.memory import Memory, format_size
 
@@ -199,4 +200,4 @@ def _curve(rates: list[float], first: int) -> str:
         return f"{rates[0]:g}"
     peak = max(range(len(rates)), key=rates.__getitem__)
     places = dict.fromkeys([0, len(rates) // 4, len(rates) // 2, 3 * len(rates) // 4, len(rates) - 1, peak])
-    return ", ".join(f"{rates[at]:.4g} at step {first + at}" for at in sorted(places))
+    return ", ".join(f"{number(rates[at])} at step {first + at}" for at in sorted(places))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from zae.display.text import duration, number
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 
@@ -52,20 +53,20 @@ def _facts(run: Run) -> dict[str, tuple[str, str]]:
     points = [pair for pair in zip(best.values, best.steps) if not math.isnan(pair[0])]
     if points and choose is not None:
         value, step = choose(points, key=lambda pair: pair[0])
-        facts[f"best {metric}"] = _short(value), f"at step {step:,}"
+        facts[f"best {metric}"] = number(value), f"at step {step:,}"
     for key in ("train/loss", "valid/loss"):
         if key in series:
-            facts[f"last {key}"] = _short(series[key].values[-1]), ""
+            facts[f"last {key}"] = number(series[key].values[-1]), ""
     if series:
         facts["steps"] = f"{max(each.steps[-1] for each in series.values()):,}", ""
     if run.records.epochs.values:
         facts["epochs"] = f"{int(run.records.epochs.values[-1]):,}", ""
     end = max((each.times[-1] for each in series.values() if not math.isnan(each.times[-1])), default=math.nan)
     if end > run.records.began:
-        facts["duration"] = _duration(end - run.records.began), ""
+        facts["duration"] = duration(end - run.records.began), ""
     rates = sorted(series[THROUGHPUT].values) if THROUGHPUT in series else []
     if rates:
-        facts["throughput"] = f"{rates[len(rates) // 2]:.3g}", "steps/s, median"
+        facts["throughput"] = number(rates[len(rates) // 2], 3), "steps/s, median"
     return facts
 
 
@@ -91,10 +92,10 @@ def _metric_table(runs: Sequence[Run]) -> str:
 def _extremes(series: Series) -> list[str]:
     """Return the cells of a series."""
     finite = [pair for pair in zip(series.values, series.steps) if math.isfinite(pair[0])]
-    cells = [_short(series.values[-1])]
+    cells = [number(series.values[-1])]
     for choose in (min, max):
         value, step = choose(finite, key=lambda pair: pair[0]) if finite else (math.nan, 0)
-        cells.append(_noted(_short(value), f"at {step:,}") if finite else "-")
+        cells.append(_noted(number(value), f"at {step:,}") if finite else "-")
     return [*cells, f"{len(series.values):,}", f"{len(series.values) - len(finite) or '-'}"]
 
 
@@ -160,7 +161,7 @@ def _checkpoint(each: Mapping[str, Any]) -> list[str]:
         wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(each.get('wrong', ''))}</span>"
         return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
     score = each.get("score")
-    shown = _noted(_short(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
+    shown = _noted(number(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
     state = "<span class='good'>intact</span>" if each.get("verified", True) else "not verified"
     cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
     return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], state]
@@ -243,16 +244,5 @@ def _value(value: Any) -> str:
     return f"<code>{text_of(text if len(text) <= 300 else text[:300] + ' ...')}</code>"
 
 
-def _short(value: float) -> str:
-    return f"{value:.6g}"
-
-
 def _when(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if 0 < time < 1e11 else "-"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{seconds / 60:.1f} min"

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+from zae.display.text import number
 from zae.errors import printable
 
 if TYPE_CHECKING:
@@ -36,25 +37,25 @@ def draw(
     if not values:
         return "there are no points to draw\n"
     low, high = min(values), max(values)
-    labels = [f"{10**at if is_log else at:.4g}" for at in (high, (low + high) / 2, low)]
+    labels = [number(10**at if is_log else at) for at in (high, (low + high) / 2, low)]
     margin = max(map(len, labels))
     columns, rows = max(8, width - margin - 2), max(3, height)
     fine = (1, 1) if is_ascii else (2, 4)
     grid = [[" " if is_ascii else chr(0x2800)] * columns for _ in range(rows)]
     first, last = min(steps), max(steps)
-    for number, each in enumerate(points.values()):
+    for at, each in enumerate(points.values()):
         for x, y in _dots(each, (first, last, columns * fine[0]), (high, low, rows * fine[1])):
             row, column = y // fine[1], x // fine[0]
             dot = 0 if is_ascii else _BRAILLE[x % 2][y % 4]
-            grid[row][column] = _MARKS[number % 8] if is_ascii else chr(ord(grid[row][column]) | dot)
+            grid[row][column] = _MARKS[at % 8] if is_ascii else chr(ord(grid[row][column]) | dot)
     beside = {0: labels[0], rows // 2: labels[1], rows - 1: labels[2]}
     bar = "|" if is_ascii else "│"
     lines = [f"{beside.get(at, ''):>{margin}} {bar}{''.join(row)}" for at, row in enumerate(grid)]
     ends = ends or (f"{first:,}", f"step {last:,}")
     lines.append(f"{'':{margin + 2}}{ends[0]}{ends[1]:>{max(1, columns - len(ends[0]))}}")
-    for number, (name, series) in enumerate(curves.items()):
-        mark = f"{_MARKS[number % 8]} " if is_ascii else ""
-        lines.append(f"{mark}{printable(name, kept='')}: {series.values[0]:.4g} -> {series.values[-1]:.4g}")
+    for at, (name, series) in enumerate(curves.items()):
+        mark = f"{_MARKS[at % 8]} " if is_ascii else ""
+        lines.append(f"{mark}{printable(name, kept='')}: {number(series.values[0])} -> {number(series.values[-1])}")
     return "\n".join(line.replace(chr(0x2800), " ").rstrip()[:width] for line in lines) + "\n"
 
 
