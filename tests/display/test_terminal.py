@@ -23,7 +23,8 @@ import torch
 from kit.scripts import Script
 from zae import Trainer
 from zae.display import terminal
-from zae.display.terminal import Position, Terminal
+from zae.display.terminal import Terminal
+from zae.loop.progress import Position
 
 SCRIPT = """
 import sys, time, torch

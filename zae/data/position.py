@@ -19,7 +19,7 @@ from zae.data.workers import abandon_workers, deaths_expected, mute_workers, unm
 from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
-    from zae.data.limit import BatchLimits
+    from zae.data.loaders import BatchLimits
     from zae.trainer import Trainer
 
 __all__ = ["LoaderPosition"]

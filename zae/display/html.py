@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zae.display.text import cell, columns_of, number
 
-__all__ = ["block", "curves", "escape", "facts_html", "metrics_html", "rows_html"]
+__all__ = ["block", "curves", "escape", "facts_html", "is_shown_above", "metrics_html", "note_shown", "rows_html"]
 
 _COLORS = ("#3b82f6", "#dd6b10", "#0d9b68", "#a855f7", "#d6336c", "#7a8699")
 """Each has a contrast of at least 3 to white and to #111."""
@@ -123,3 +124,25 @@ def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     """Return pairs of a name and HTML as lines."""
     lines = (f"<div><span style='{_QUIET}'>{html.escape(name)}:</span> {value}</div>" for name, value in facts if value)
     return "".join(lines)
+
+
+# -------------------------------------------------------------------------------------------- what a cell shows
+
+_last: tuple[Any, str] = (None, "")  # The cell and the table that were drawn last.
+
+
+def note_shown(text: str) -> None:
+    """Note the table that the output of this cell shows."""
+    global _last
+    _last = _cell(), text
+
+
+def is_shown_above(text: str) -> bool:
+    """Return whether the output of a run in the same cell shows this table."""
+    return _last == (_cell(), text) and _last[0] is not None
+
+
+def _cell() -> Any:
+    """Return the number of the cell that is executed; None outside of IPython."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython(), "execution_count", None) if ipython else None

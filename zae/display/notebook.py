@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
-from zae.display.html import block, escape, metrics_html
-from zae.display.terminal import Clock, Display, Source
+from zae.display.html import block, escape, metrics_html, note_shown
+from zae.display.terminal import Clock, Display, Source, Terminal, is_on_a_terminal
 from zae.errors import printable
 
-__all__ = ["Notebook", "is_shown_above"]
-
-_last: tuple[Any, str] = (None, "")  # The cell and the table that were drawn last.
+__all__ = ["Notebook", "choose_display"]
 
 
 class Notebook(Display):
@@ -74,7 +73,6 @@ class Notebook(Display):
 
     def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
         """Show the output, or replace it."""
-        global _last
         from IPython import display  # It is running.
 
         metrics = run.metrics()
@@ -87,15 +85,19 @@ class Notebook(Display):
             self._handle = display.display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
-        _last = _cell(), text
+        note_shown(text)
 
 
-def is_shown_above(text: str) -> bool:
-    """Return whether the output of a run in the same cell shows this table."""
-    return _last == (_cell(), text) and _last[0] is not None
+def choose_display(enabled: bool) -> Display:
+    """Return the display for this process: of a notebook, of a terminal, or none.
 
-
-def _cell() -> Any:
-    """Return the number of the cell that is executed; None outside of IPython."""
-    ipython = sys.modules.get("IPython")
-    return getattr(ipython.get_ipython(), "execution_count", None) if ipython else None
+    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets no bar.
+    """
+    if not enabled:
+        return Display()
+    shell = sys.modules.get("IPython")
+    if shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {}):
+        return Notebook()
+    if is_on_a_terminal():
+        return Terminal(has_bar=not os.environ.get("CI") and os.environ.get("TERM") != "dumb")
+    return Display()

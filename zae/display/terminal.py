@@ -7,32 +7,19 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zae.display.text import cell, duration, fitting, number, width_of
 from zae.errors import printable
 
-__all__ = ["Clock", "Display", "Position", "Source", "Terminal", "choose_display"]
+if TYPE_CHECKING:
+    from zae.loop.progress import Position
+
+__all__ = ["Clock", "Display", "Source", "Terminal", "is_on_a_terminal"]
 
 _BAR = 8  # Columns that a bar has at least.
 _MARK = 6  # Columns of "best" after a line.
 _ENDS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
-
-
-class Position(NamedTuple):
-    """How far a run is: its epoch and the last one, the steps of the epoch, all steps, and the steps to come."""
-
-    epoch: int
-    last_epoch: int | None
-    epoch_step: int
-    epoch_steps: int | None
-    step: int
-    steps_left: int | None
-
-    @property
-    def title(self) -> str:
-        """The epoch, of how many."""
-        return f"epoch {self.epoch}" + (f"/{self.last_epoch}" if self.last_epoch else "")
 
 
 class Source(Protocol):
@@ -204,24 +191,7 @@ class Terminal(Display):
             self._bar = None
 
 
-def choose_display(enabled: bool) -> Display:
-    """Return the display for this process: of a notebook, of a terminal, or none.
-
-    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets no bar.
-    """
-    if not enabled:
-        return Display()
-    shell = sys.modules.get("IPython")
-    if shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {}):
-        from zae.display.notebook import Notebook
-
-        return Notebook()
-    if _on_a_terminal():
-        return Terminal(has_bar=not os.environ.get("CI") and os.environ.get("TERM") != "dumb")
-    return Display()
-
-
-def _on_a_terminal() -> bool:
+def is_on_a_terminal() -> bool:
     """Return whether standard error is a terminal: it may be None, or what only writes, or closed."""
     ask = getattr(sys.stderr, "isatty", None)
     try:

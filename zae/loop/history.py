@@ -7,15 +7,16 @@ import difflib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_metrics
-from zae.display.html import block, metrics_html
-from zae.display.notebook import is_shown_above
+from zae.display.html import block, is_shown_above, metrics_html
 from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
-from zae.loop.progress import ProgressChecker
+
+if TYPE_CHECKING:
+    from zae.loop.progress import ProgressChecker
 
 __all__ = ["History", "Metrics", "MetricsDict", "direction_of", "split_prefix"]
 

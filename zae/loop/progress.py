@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zae.common.argument_checks import check_count, check_number
-from zae.data.limit import BatchLimits
-from zae.data.loaders import check_loader
-from zae.display.terminal import Position
+from zae.data.loaders import BatchLimits, check_loader
 from zae.errors import CheckpointMismatch, ConfigError, LoaderError
 
 __all__ = [
@@ -366,13 +364,29 @@ class RunLimits(NamedTuple):
             if each is not None:
                 check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
         every = Every.parse(valid_every, "valid_every", Every(epochs=1))
-        batches = BatchLimits.parse(limit_batches, overfit_batches, loader, valid_loader)
+        batches = _batch_limits(limit_batches, overfit_batches)
+        batches.check(loader, valid_loader)
         return cls(n_epoch, max_steps, every, steps_per_epoch, max_time, batches)
 
     def total_steps(self, in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
         whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
         return min((count for count in (whole, self.max_steps) if count is not None), default=None)
+
+
+def _batch_limits(limit: Any, overfit: Any) -> BatchLimits:
+    """Return the limits that the arguments of ``run`` set."""
+    pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
+    if len(pair) != 2:
+        raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
+    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
+    check_count("overfit_batches", overfit, optional=True)
+    if overfit is not None and train is not None:
+        raise ConfigError(
+            f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
+            f"limit_batches=(None, {valid}) to limit those of the validation alone"
+        )
+    return BatchLimits(overfit if train is None else train, valid, overfit is not None)
 
 
 def remaining(
@@ -388,6 +402,22 @@ def remaining(
     if steps is None:  # Only ``max_time`` ends the run.
         return None, None
     return (steps + progress.epoch_step) // in_epoch, steps
+
+
+class Position(NamedTuple):
+    """How far a run is: its epoch and the last one, the steps of the epoch, all steps, and the steps to come."""
+
+    epoch: int
+    last_epoch: int | None
+    epoch_step: int
+    epoch_steps: int | None
+    step: int
+    steps_left: int | None
+
+    @property
+    def title(self) -> str:
+        """The epoch, of how many."""
+        return f"epoch {self.epoch}" + (f"/{self.last_epoch}" if self.last_epoch else "")
 
 
 class RunView:

@@ -18,7 +18,8 @@ from zae.common.optimizer_checks import Span
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
-from zae.display.terminal import Display, choose_display
+from zae.display.notebook import choose_display
+from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import merge_sums
 from zae.loop.history import Metrics
