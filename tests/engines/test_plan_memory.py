@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import re
 from pathlib import Path
@@ -86,6 +87,7 @@ MORE: dict[int, list[Case]] = {
         ("fsdp", (), {}, {"blocks": 1}),
         ("fsdp", (), {}, {"vocabulary": 8000}),
         ("fsdp", (), {"fsdp_blocks": ["blocks.0", "embed"]}, {}),
+        ("fsdp", (), {"meta_init": True}, {}),
     ],
     4: [("hsdp", (), {}, {}), ("fsdp", (), {}, {})],
 }
@@ -99,7 +101,8 @@ def data(batch_size: int = 1, rows: int = ROWS) -> DataLoader[Any]:
 def make(case: Any, devices: Any = "cpu", **sizes: int) -> Any:
     name, add_ons, options, own = case
     options = {**options, "optimizer": OPTIMIZERS[options.get("optimizer", "adamw")]}
-    options.setdefault("model", Net(**{**own, **sizes}))
+    make_model = functools.partial(Net, **{**own, **sizes})
+    options.setdefault("model", make_model if options.get("meta_init") else make_model())
     return build(name and ENGINES[name], *add_ons, task=Task, device=devices, **options)
 
 
