@@ -64,7 +64,7 @@ def trainer_html(instance: Any) -> str:
         *((add_on.__name__, _options_html(values, names)) for add_on, names in owned.items()),
     ]
     metrics = instance.metrics
-    last = {} if not metrics.rows() else metrics.rows()[-1]
+    last = {name: value for row in metrics.rows()[-1:] for name, value in row.items() if value is not None}
     best = {name: value for name, value in instance.best.items() if value is not None}
     tables = [f"<div>{title}</div>{rows_html([row])}" for title, row in (("last:", last), ("best:", best)) if row]
     return block(f"<div>{' + '.join(parts)}</div>", facts_html(facts), *tables)
