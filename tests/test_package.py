@@ -76,6 +76,7 @@ PUBLIC = [
     "replaces",
     "schedulers",
     "seam",
+    "summary",
 ]
 
 ADD_ONS = [

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zae.loop.progress import Every, ProgressChecker
     from zae.trainer import Trainer
     from zae.tuning.learning_rate import find_lr
+    from zae.tuning.model_summary import summary
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "replaces",
     "schedulers",
     "seam",
+    "summary",
 ]
 
 _HOMES = {
@@ -76,6 +78,7 @@ _HOMES = {
     "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),
     "zae.tuning.learning_rate": ("find_lr",),
+    "zae.tuning.model_summary": ("summary",),
 }  # All others are errors.
 
 _keep_old_names()
