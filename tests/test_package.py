@@ -71,6 +71,7 @@ PUBLIC = [
     "Trainer",
     "ZaeError",
     "__version__",
+    "find_batch_size",
     "find_lr",
     "repeats",
     "replaces",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zae.loop.history import MetricsDict
     from zae.loop.progress import Every, ProgressChecker
     from zae.trainer import Trainer
+    from zae.tuning.batch_size import find_batch_size
     from zae.tuning.learning_rate import find_lr
     from zae.tuning.model_summary import summary
 
@@ -64,6 +65,7 @@ __all__ = [
     "Trainer",
     "ZaeError",
     "__version__",
+    "find_batch_size",
     "find_lr",
     "repeats",
     "replaces",
@@ -77,6 +79,7 @@ _HOMES = {
     "zae.loop.progress": ("Every", "ProgressChecker"),
     "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),
+    "zae.tuning.batch_size": ("find_batch_size",),
     "zae.tuning.learning_rate": ("find_lr",),
     "zae.tuning.model_summary": ("summary",),
 }  # All others are errors.

@@ -158,7 +158,7 @@ def summary(model: nn.Module | Trainer, batch: Any = None) -> ModelSummary:
     <BLANKLINE>
     parameters   178, 178 trainable
     memory       parameters 712 bytes, buffers 0 bytes
-    activations  640 bytes kept for the backward of this batch
+    activations  384 bytes kept for the backward of this batch
     """
     trainer = model if isinstance(model, Trainer) else None
     module = trainer.unwrap() if trainer is not None else model

@@ -45,7 +45,7 @@ class TrialAddon(AddOnBase):
         """Ignore what other add-ons say, early stopping for instance."""
 
 
-def trial(trainer: Any, what: str) -> Any:
+def trial(trainer: Any, what: str, *more: Any) -> Any:
     """Return a copy of a trainer at the beginning of a run, without schedules and without add-ons that write.
 
     Parameters
@@ -54,6 +54,8 @@ def trial(trainer: Any, what: str) -> Any:
         It is not changed.
     what : str
         The name of the function, for errors.
+    *more : type
+        Add-ons that the copy has too; the caller sets their options.
 
     Returns
     -------
@@ -80,7 +82,7 @@ def trial(trainer: Any, what: str) -> Any:
         # What root itself derives from cannot be left out.
         if writing := [a.__name__ for a in root.__mro__ if getattr(a, "_is_addon", False) and a.layer in _LEFT_OUT]:
             raise NotTried(f"it derives from {writing[0]}, which writes files; add it last, Task.add_on({writing[0]})")
-        twin = independent_copy(trainer, compose(root, [*_steps_only(add_ons), TrialAddon]))
+        twin = independent_copy(trainer, compose(root, [*_steps_only(add_ons), *more, TrialAddon]))
     except NotTried as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
     twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
