@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, used for every evaluation of the model."""
+"""An average of the weights, exponential or uniform, used for every evaluation of the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase
+from zae.common import random_state
+from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.common.optim import has_lazy
 from zae.common.walk import is_sharded, local_part, map_tensors
@@ -22,24 +24,34 @@ from zae.storage.encoding import name_of_key
 
 __all__ = ["EMAAddon"]
 
+_AVERAGES = ("exponential", "uniform")
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class EMAAddon(AddOnBase):
-    """Average the weights exponentially, and evaluate with the average.
+    """Average the weights, exponentially or uniformly, and evaluate with the average.
 
     After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak &
     Juditsky 1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1).
     An accumulation window counts once, a skipped step not at all. Buffers are copied. The saved model file contains the
     training weights; the average is saved beside them.
 
+    ``averaging="uniform"`` is stochastic weight averaging (Izmailov et al. 2018, algorithm 1): the mean of the weights
+    at the end of each epoch after ``average_start``. Call `update_batch_norm` after the run if the model has BatchNorm.
+
     Parameters
     ----------
     decay : float
-        In [0, 1): the weight of the old average in each step.
+        In [0, 1): the weight of the old average in each step; not for "uniform".
+    averaging : {"exponential", "uniform"}
+        Which average.
+    average_start : int
+        Epochs before the average begins; until then it is the weights themselves.
 
     Raises
     ------
     ConfigError
-        ``decay`` is outside of its range.
+        An option is outside of its range.
 
     Examples
     --------
@@ -60,10 +72,21 @@ class EMAAddon(AddOnBase):
     """
 
     layer = "control"
-    state_attributes = ("average",)
+    state_attributes = ("average", "averaged")
 
-    def __init__(self, *args: Any, decay: float = 0.999, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        decay: float = 0.999,
+        averaging: str = "exponential",
+        average_start: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if averaging not in _AVERAGES:
+            raise ConfigError(f"averaging={averaging!r}; write averaging='exponential' or averaging='uniform'")
+        self.averaging, self.average_start = averaging, check_count("average_start", average_start, least=0)
+        self.averaged = 0  # The epochs in a uniform average.
         if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
         self.decay = float(decay)
@@ -116,12 +139,60 @@ class EMAAddon(AddOnBase):
         stepped = super().optimizer_step()
         if stepped:
             with torch.no_grad():
-                for average, weight in self._averaged:
-                    local_part(average).mul_(self.decay).add_(local_part(weight), alpha=1 - self.decay)
+                if not self.averaged:  # Else it is updated at the end of the epoch.
+                    is_begun = self.progress_checker.epoch >= self.average_start and self.averaging == "exponential"
+                    self._update_average(self.decay if is_begun else None)
                 self._follow()
                 for average, buffer in self._copied:
                     average.copy_(buffer)
         return stepped
+
+    def _update_average(self, decay: float | None) -> None:
+        """Add the weights to the average; None replaces it by them."""
+        for average, weight in self._averaged:
+            if decay is None:
+                local_part(average).copy_(local_part(weight))
+            else:
+                local_part(average).mul_(decay).add_(local_part(weight), alpha=1 - decay)
+
+    def scheduler_step(self, when: str) -> None:
+        """Update a uniform average at the end of an epoch, before its validation."""
+        if when == "epoch" and self.averaging == "uniform" and self.progress_checker.epoch >= self.average_start:
+            with torch.no_grad():
+                self._update_average(self.averaged / (self.averaged + 1) if self.averaged else None)
+            self.averaged += 1
+        super().scheduler_step(when)
+
+    def update_batch_norm(self, loader: Any) -> None:
+        """Compute the BatchNorm statistics of the average over a loader (Izmailov et al. 2018, section 3.2).
+
+        They are the means over the batches, as ``torch.optim.swa_utils.update_bn`` computes them, and are kept in
+        ``average`` until the next optimizer step. The training weights and statistics, and random streams, stay.
+
+        Parameters
+        ----------
+        loader : iterable
+            The training batches, as ``test_step`` takes them.
+        """
+        with self.ready(), random_state.isolated(), self.evaluation_context(), torch.no_grad():
+            norms = [each for each in self.unwrap().modules() if isinstance(each, _NORMS) and each.track_running_stats]
+            momenta, mode = [each.momentum for each in norms], self.mode
+            self.toggle("test")
+            try:
+                for each in norms:
+                    each.reset_running_stats()
+                    each.momentum = None
+                    each.train()
+                for batch in loader:
+                    with self.forward_context():
+                        self.test_step(self.to_device(batch))
+                for average, value in self._copied:
+                    average.copy_(value)
+            finally:
+                for each, momentum in zip(norms, momenta, strict=True):
+                    each.momentum = momentum
+                    each.eval()
+                self.toggle(mode)
 
     def _follow(self) -> None:
         """Follow buffers that the model has replaced, or resized."""
@@ -185,7 +256,10 @@ class EMAAddon(AddOnBase):
         held = self.unwrap().state_dict()
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
-        return super().plan_lines(plan)
+        notes = super().plan_lines(plan)
+        if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
+            notes.append("the uniform average needs BatchNorm statistics: trainer.update_batch_norm(loader) afterwards")
+        return notes
 
     def plan_memory(self, plan: Any) -> None:
         """Add the average, which lies on the ranks as the weights do."""
@@ -202,7 +276,7 @@ class EMAAddon(AddOnBase):
                 f"the state of EMAAddon contains no average of this model's weights: {misfit}; build the model as it "
                 "was saved, or load the weights alone: apply_weights(path)"
             )
-        return {**entry, "average": _rename(average, self.unwrap())}
+        return {"averaged": 0, **entry, "average": _rename(average, self.unwrap())}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Pair the loaded average with the weights."""
