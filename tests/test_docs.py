@@ -19,7 +19,7 @@ def page(name):
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addons/test_addon_examples.py",
-             "scale": "addons/test_scale.py", "tuning": "tuning/test_docs.py"}  # fmt: skip
+             "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
          for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}  # fmt: skip
 
