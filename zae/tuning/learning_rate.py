@@ -75,7 +75,8 @@ class RangeTest:
         losses, smoothed = self._drawn()
         curves = {"loss": Series(steps, losses, []), "smoothed loss": Series(steps, smoothed, [])}
         ends = f"lr {self.learning_rates[0]:.2g}", f"lr {self.learning_rates[-1]:.2g}"
-        return f"{draw(curves, 78, 12, ends=ends)}{self._conclusion()}"
+        plot = draw(curves, 78, 12, ends=ends).splitlines()[: -len(curves)]  # Its legend has values that are cut off.
+        return "\n".join([*plot, self._conclusion()])
 
     def _drawn(self) -> tuple[list[float], list[float]]:
         """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
