@@ -73,7 +73,7 @@ def list_addons() -> list[Listed]:
     --------
     >>> from zae.cli.addons import list_addons
     >>> next(each.line for each in list_addons() if each.name == "EMAAddon")
-    'Average the weights exponentially, and evaluate with the average.'
+    'Average the weights, exponentially or uniformly, and evaluate with the average.'
     """
     found = set()
     for point in metadata.entry_points(group="zae.addons"):
