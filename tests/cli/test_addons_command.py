@@ -99,7 +99,8 @@ def test_one_is_described(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in said
     assert "\x1b" not in said
     found = json.loads(called(capsys, "EMAAddon", "--json")[1])
-    assert (found["options"], found["saves"], found["layer"]) == ({"decay": "0.999"}, ["average"], EMAAddon.layer)
+    options = {"decay": "0.999", "averaging": "'exponential'", "average_start": "0"}
+    assert (found["options"], found["saves"], found["layer"]) == (options, ["average", "averaged"], EMAAddon.layer)
 
 
 @pytest.mark.usefixtures("site")
