@@ -11,6 +11,7 @@ import zae.addons
 from kit import options_page
 from kit.blocks import FIRST, ROOT, Blocks, read_setup, table_rows
 from zae import Trainer
+from zae.cli import COMMANDS
 
 
 def page(name):
@@ -89,6 +90,12 @@ def test_sentences_that_quote_the_code():
         if name.stem not in ELSEWHERE:
             known = {*zae.__all__, *zae.addons.__all__, *add_ons, *re.findall(r"class (\w+)", text)}
             assert set(re.findall(r"`(\w+(?:Addon|Error|Base))`", text)) <= known, name
+
+
+def test_the_commands_are_those_of_the_help():
+    """The guide lists commands with their lines in the help."""
+    rows = table_rows(page("guide"), "| command | what")
+    assert [row for row in rows if COMMANDS.get(row[0].strip("`")) != row[1]] == []
 
 
 def test_required_packages_are_those_of_the_comparison():

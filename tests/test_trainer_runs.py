@@ -208,11 +208,14 @@ def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
 
 @pytest.mark.covers("X-5")
 def test_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
-    """X-5, X-7: no add-on that writes, so no file, and no byte to either stream."""
+    """X-5, X-7: no add-on that writes, so no file, no connection, and no byte to either stream."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch, zae\n"
+        "import socket, torch, zae\n"
         "from zae import Trainer\n"
+        "def refuse(*arguments):\n"
+        "    raise AssertionError(arguments)\n"
+        "socket.socket.connect = socket.socket.bind = socket.getaddrinfo = refuse\n"
         "from zae.addons import AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon\n"
         "class Task(Trainer):\n"
         "    def train_step(self, batch):\n"

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _module(command).add_arguments(sub)
             sub.add_argument("--json", action="store_true", help="print one JSON object")
     if name is not None and name not in COMMANDS:
-        parser.error(f"there is no command {name!r}{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}")
+        hint = did_you_mean(name, COMMANDS) or "."
+        parser.error(f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
     arguments = parser.parse_args(given)
     if arguments.command is None:
         parser.print_help(sys.stderr)
