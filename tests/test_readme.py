@@ -58,6 +58,8 @@ def test_the_numbers_that_the_readme_says(blocks):
     assert "more than a hundred errors" in README
     assert len(re.findall("^== ", errors, re.M)) > 100
     required = [re.match(r"\w+", line)[0] for line in read_setup()["options"]["install_requires"].split()]
+    extras = re.findall(r"`\.\[(\w+)\]`", README)
+    assert f"zae[{','.join(sorted(extras[:-1]))}]" in read_setup()["options.extras_require"][extras[-1]]
     sentence = re.search(r"zae itself needs (.*?)\.\s", README, re.S)[1]
     assert [name for name in required if name not in sentence] == []
 
