@@ -108,6 +108,7 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
     "learning_rate": ("Transformers", "the optimizer's own lr"),
     "lr": ("a common name", "the optimizer's own lr"),
     "weight_decay": ("Transformers", "the optimizer's own weight_decay"),
+    "batch_size": ("a common name", "the DataLoader's own batch_size"),
     "ema_decay": ("a common name", "decay (EMAAddon)"),
     "train_dataset": ("Transformers", "run(n_epoch, loader), with a loader over that dataset"),
     "eval_dataset": ("Transformers", "run(n_epoch, loader, valid_loader)"),
