@@ -48,16 +48,6 @@ class AgreementAddon(AddOnPart):
         if self._world > 1:
             Meetings.meet(call, self.timeout)
 
-    def evaluate(self, loader: Any) -> dict[str, float]:
-        """Evaluate on all ranks, each with its share."""
-        self.meet("evaluate")
-        return super().evaluate(loader)
-
-    def inference(self, loader: Any) -> list[dict[str, Any]]:
-        """Return the outputs of the share of this rank."""
-        self.meet("inference")
-        return super().inference(loader)
-
     def save_model(self, path: str | Path) -> Path:
         """Save the weights; all ranks call it where they lie in parts."""
         if not self.can_save_alone:

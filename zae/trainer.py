@@ -870,6 +870,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         dict of str to float
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
+        self.meet("evaluate")
         with self.ready():
             return Evaluation(self).metrics(loader)
 
@@ -886,6 +887,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
+        self.meet("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
             Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
