@@ -288,17 +288,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         ConfigError, LoaderError
             Before the first batch.
         """
-        limits = RunLimits.parse(
-            n_epoch,
-            loader,
-            valid_loader,
-            max_steps,
-            valid_every,
-            steps_per_epoch,
-            max_time,
-            limit_batches,
-            overfit_batches,
-        )
+        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch,
+                                 max_time, limit_batches, overfit_batches)  # fmt: skip
         (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
         if is_rehearsal:
             preview.Preview(self.current_run.new_call(loader, valid_loader, limits)).rehearse(try_save)
@@ -931,6 +922,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         >>> trainer.predict([torch.ones(4, 2), torch.ones(1, 2)])["output"].shape
         torch.Size([5, 3])
         """
+        self.meet("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self).outputs(loader, predictions.add)
             found = predictions.finish()

@@ -254,6 +254,7 @@ def test_loggers_a_report_and_prefetched_batches(engine: Engine, tmp_path: Path)
 CALLS: dict[str, Any] = {
     "evaluate": lambda trainer, folder: trainer.evaluate(data(4, 2, False)),
     "inference": lambda trainer, folder: trainer.inference(data(4, 2, False)),
+    "predict": lambda trainer, folder: trainer.predict(data(4, 2, False)),
     "state_dict": lambda trainer, folder: trainer.state_dict(),
     "save_state": lambda trainer, folder: trainer.save_state(),
     "save_model": lambda trainer, folder: trainer.save_model(folder / "model.safetensors"),

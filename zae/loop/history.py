@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["History", "Metrics", "MetricsDict", "direction_of", "split_prefix"]
 
 _log = logging.getLogger("zae")
-_SMALLER = (
-    """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl regret brier"""
-)
+_SMALLER = """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl regret
+brier"""
 _LARGER = """acc accuracy f1 auc auroc precision recall iou miou bleu rouge meteor map mcc r2 psnr ssim dice score
 reward return corr correlation spearman pearson kappa sensitivity specificity hit ndcg mrr top1 top5 elbo likelihood"""
 _PREFIXES = ("train", "valid", "val", "eval", "test")
