@@ -172,7 +172,9 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             text = text.replace("for out in outputs: ", "")
             text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "scale_loss") else text
         shown_comment = _switch(text, comment, instance)
-        notes = [f"{owner.__name__}{_described(owner, name)}" for name, owner in mine] or shown_comment
+        notes = [f"{owner.__name__}{_described(owner, name)}" for name, owner in mine]
+        if not mine or (instance is not None and "scheduler_step" in calls):
+            notes += shown_comment
         replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
         closed = depth if replaced else None
         text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
@@ -215,8 +217,10 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
             comment = f"gradient_clip={instance.gradient_clip:g}"
         elif "scheduler_step" in text:
             is_set = bool(instance.scheduler_step_on_batch)
-            states = is_set != ("batch" in text)
-            comment = "its schedule counts optimizer steps" if states else f"scheduler_step_on_batch={is_set}"
+            when = "batch" if "batch" in text else "epoch"
+            comment = f"scheduler_step_on_batch={is_set}"
+            if not is_set and when == "batch" and instance.optimization.steps_schedulers(when):
+                comment = "its schedule counts optimizer steps"
         elif text.startswith("when log_every"):
             comment = f"log_every={_shown_every(instance.log_every)}"
     return [comment] if comment else []
