@@ -98,12 +98,13 @@ def shown(tmp_path_factory: Any) -> tuple[str, float, str]:
 
 @pytest.mark.covers("X-6")
 def test_one_line_an_epoch_and_one_bar(shown: Any) -> None:
-    """X-6: a header, a line for each epoch, and never two bars at once; at most 10 redraws in a second."""
+    """X-6: a header, a line for each epoch, a summary, and never two bars at once; at most 10 redraws in a second."""
     text, seconds, _ = shown
-    header, *rows = screen(text)
+    header, *rows, summary = screen(text)
     assert header.split() == ["epoch", "step", "train_loss", "lr", "valid_loss", "valid_accuracy", "time", "steps/s"]
     assert [row.split()[:2] for row in rows] == [["1", "30"], ["2", "60"], ["3", "90"]]
     assert len(rows) == EPOCHS
+    assert re.fullmatch(r"3 epochs, 90 steps, \S+s, \S+ steps/s; best: \S+ \S+ in epoch 3", summary)
     assert all(row.endswith("best") for row in rows)
     bars = re.findall(r"epoch (\d)/3 \|", text)
     assert bars == sorted(bars), "the bar of an epoch is closed before the next"
@@ -119,7 +120,8 @@ def test_lines_fit_into_narrow_terminals(tmp_path: Path) -> None:
     text = on_a_terminal(script(tmp_path, pause=0.01), columns=50)
     header, *rows = screen(text)
     assert header.split() == ["epoch", "step", "train_loss", "valid_loss", "time"]
-    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert [row.split()[0] for row in rows[:3]] == ["1", "2", "3"]
+    assert " ".join(rows[3:]).startswith("3 epochs, 90 steps, ")
     assert max(map(len, re.split(r"[\r\n]+", text))) < 50
     assert re.search(r"epoch \d/3 \|.*\| \d+/30, ETA \S+s", text)
 
@@ -131,7 +133,7 @@ def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, 
     text = on_a_terminal(script(tmp_path), **environment).replace("\r\n", "\n")
     assert "\r" not in text
     assert "\x1b" not in text
-    assert [line.split()[0] for line in text.splitlines()] == ["epoch", "1", "2", "3"]
+    assert [line.split()[0] for line in text.splitlines()] == ["epoch", "1", "2", "3", "3"]
     assert max(map(len, text.splitlines())) < 120
 
 
@@ -139,8 +141,8 @@ def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, 
 def test_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
     """A validation every second epoch: the line of an epoch without one does not show that of another epoch."""
     rows = [line.split() for line in screen(on_a_terminal(script(tmp_path, every="__import__('zae').Every(epochs=2)")))]
-    assert [row[:2] for row in rows if row[0].isdigit()] == [["1", "30"], ["2", "60"], ["3", "90"]]
-    assert [row[0] for row in rows] == ["epoch", "1", "epoch", "2", "3"]
+    assert [row[:2] for row in rows[:-1] if row[0].isdigit()] == [["1", "30"], ["2", "60"], ["3", "90"]]
+    assert [row[0] for row in rows] == ["epoch", "1", "epoch", "2", "3", "3"]
     assert rows[4][4:6] == ["-", "-"]
 
 

@@ -58,12 +58,8 @@ class Notebook(Display):
         """Leave the table, with how the run ended and no bar."""
         if self._handle is None:
             return
-        at, metrics, error = run.position(), run.metrics(), self._error
-        texts = self._clock.texts(at)
-        epochs = at.epoch - 1
-        parts = [f"{epochs:,} epoch{'' if epochs == 1 else 's'}, {at.step:,} steps", texts["time"], texts["speed"]]
-        if metrics.get("stop_reason"):
-            parts.append(f"stopped: {metrics['stop_reason']}")
+        at, error = run.position(), self._error
+        parts = [*self._clock.summary(at), *run.ending()]
         if error is not None:
             said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0][:200]
             where = f"epoch {at.epoch}, step {at.step + 1}"

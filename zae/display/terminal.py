@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +34,9 @@ class Source(Protocol):
 
     def last_row(self) -> tuple[Mapping[str, Any], str]:
         """Return the row of the last epoch, and its mark."""
+
+    def ending(self) -> list[str]:
+        """Return what there is to say at the end."""
 
     def metrics(self) -> Any:
         """Return the metrics so far, as ``Trainer.run`` returns them."""
@@ -83,6 +87,13 @@ class Clock:
         """Measure the steps per second of the open epoch."""
         began, first = self._epoch_began
         self.speed = (step - first) / max(time.perf_counter() - began, 1e-9)
+
+    def summary(self, at: Position) -> list[str]:
+        """Return what was done in all, in what time and at what speed."""
+        epochs, steps = at.epoch - 1, at.step - (self._began[1] if self._began else at.step)
+        speed = f"{number(steps / self.elapsed, 3)} steps/s" if steps and self.elapsed else ""
+        done = f"{epochs:,} epoch{'' if epochs == 1 else 's'}, {at.step:,} steps"
+        return [done, duration(self.elapsed), *filter(None, [speed])]
 
     @property
     def elapsed(self) -> float:
@@ -173,9 +184,15 @@ class Terminal(Display):
 
     def fail(self, run: Source, error: BaseException) -> None:
         self._remove_bar()
+        self._header = []  # An error has no summary: its message follows.
 
     def close(self, run: Source) -> None:
         self._remove_bar()
+        if self._header and self.shown:
+            text = "; ".join([", ".join(self._clock.summary(run.position())), *run.ending()])
+            for line in textwrap.wrap(printable(text), max(20, _width()), break_long_words=False):
+                self._write(line)
+        self._header = []
 
     def _write(self, text: str) -> None:
         """Write a line; a closed terminal does not end the run."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from zae.common.argument_checks import check_count, check_number
 from zae.data.loaders import BatchLimits, check_loader
+from zae.display.text import number
 from zae.errors import CheckpointMismatch, ConfigError, LoaderError
 
 __all__ = [
@@ -449,6 +450,16 @@ class RunView:
     def metrics(self) -> Any:
         """Return the history so far, as ``Trainer.run`` returns it."""
         return self._trainer.metrics
+
+    def ending(self) -> list[str]:
+        """Return what there is to say at the end: the best epoch, why the run stopped, and its last checkpoint."""
+        best, monitor = self._trainer.history.best, self._trainer.monitor
+        texts = {
+            "best": f"{monitor} {number(best['score'])} in epoch {best['epoch']}" if "score" in best else "",
+            "stopped": self._trainer.progress_checker.stop_reason,
+            "saved": getattr(self._trainer, "last_path", None),
+        }
+        return [f"{name}: {text}" for name, text in texts.items() if text]
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
