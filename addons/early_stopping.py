@@ -92,7 +92,7 @@ class EarlyStoppingAddon(AddOnBase):
         better = super().check_better(metrics)
         score = self.score_of(metrics)
         if score is None:
-            self._refuse(metrics)
+            self._refuse_monitor(metrics)
         if self.early_stopper is not None:
             if self.early_stopper(self.progress_checker.step, score):
                 self._end(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
@@ -105,7 +105,7 @@ class EarlyStoppingAddon(AddOnBase):
                 self._end(f"{self.monitor} has not become better than {best} in {self._waited} validations")
         return better
 
-    def _refuse(self, metrics: Iterable[str]) -> NoReturn:
+    def _refuse_monitor(self, metrics: Iterable[str]) -> NoReturn:
         """Refuse a monitor that no step returns."""
         raise MonitorError(
             f"early stopping monitors {self.monitor!r}, which no step returns; available: {', '.join(metrics)}; "
@@ -129,7 +129,7 @@ class EarlyStoppingAddon(AddOnBase):
     def plan_lines(self, plan: Any) -> list[str]:
         """Note that the run may end earlier; refuse a ``monitor`` that is not among the metrics that were tried."""
         if plan.metrics is not None and self.score_of(dict.fromkeys(plan.metrics, 0.0)) is None:
-            self._refuse(plan.metrics)
+            self._refuse_monitor(plan.metrics)
         note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
         note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
         return [*super().plan_lines(plan), note]

@@ -117,6 +117,8 @@ class MLflowSink(Sink):
     def load(self) -> None:
         """Import mlflow and make its client, which may first create the tables of a database."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # Read as it is imported.
+        # The time until a retry would be drawn from Python's random stream, which is that of training.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
         import mlflow
 
         self._mlflow = mlflow.MlflowClient(tracking_uri=self._entries.get("tracking_uri"))

@@ -18,6 +18,7 @@ from kit import matrix, oracle
 from zae import Every
 from zae.addons import EMAAddon, LedgerAddon, StateManagerAddon
 from zae.common import random_state
+from zae.display.terminal import Terminal
 
 
 class Task(zae.Trainer):
@@ -81,11 +82,9 @@ def test_all_observers_together_are_neutral(workers: int, tmp_path: Path) -> Non
 
 def test_the_progress_bar_is_neutral(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """P-48: a bar that is really drawn at every step."""
-    import zae.loop.progress
-
     plain = train(Task)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(zae.loop.progress, "_INTERVAL", 0.0)
+    monkeypatch.setattr(Terminal, "interval", 0.0)
     assert_same(plain, train(Task, log_bar=True, valid=2))
     assert "epoch 3" in capsys.readouterr().err
 

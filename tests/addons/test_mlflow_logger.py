@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import mlflow
@@ -108,13 +110,22 @@ def test_an_error_is_shown_and_the_weights_are_those_without_it():
     assert sorted(run.info.status for run in runs()[1]) == ["FAILED", "FINISHED"]
 
 
-def test_a_server_that_is_not_there_is_a_warning(caplog):
+def test_a_server_that_is_not_there_is_a_warning(caplog, monkeypatch):
+    """Its client goes on trying for a while, and draws no random number."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0.05")
     entries = {"experiment_name": "digits", "tracking_uri": "http://127.0.0.1:9"}
     plain, logged = build(), build(MLflowLoggerAddon, web_logger={"mlflow": entries}, logger_timeout=0.2)
     plain.run(1, loader())
     logged.run(1, loader())
     assert digest(plain) == digest(logged)
     assert "the logger mlflow failed" in warned(caplog)[0]
+    state = random.getstate()
+    for thread in threading.enumerate():
+        if thread.name == "zae-mlflow":
+            thread.join(30)
+            assert not thread.is_alive()
+    assert random.getstate() == state
     assert len(list(Path("zae-offline").iterdir())) == 1
 
 
