@@ -113,7 +113,7 @@ def test_an_error_is_shown_and_the_weights_are_those_without_it():
 def test_a_server_that_is_not_there_is_a_warning(caplog, monkeypatch):
     """Its client goes on trying for a while, and draws no random number."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0.05")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     entries = {"experiment_name": "digits", "tracking_uri": "http://127.0.0.1:9"}
     plain, logged = build(), build(MLflowLoggerAddon, web_logger={"mlflow": entries}, logger_timeout=0.2)
     plain.run(1, loader())
