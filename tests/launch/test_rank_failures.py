@@ -112,3 +112,28 @@ def test_a_signal_to_one_rank_ends_all_of_them_one_step_later(engine, where, las
     trainer, metrics = run("run", engine=engine)
     assert same(weights(trainer), whole[engine][0])
     assert metrics["train_metrics_history"] == whole[engine][1]["train_metrics_history"]
+
+
+class EndsAll(Task):
+    """Every rank ends in its third step, at the same time and without a word."""
+
+    def train_step(self, batch):
+        if self.progress_checker.step == 2:
+            assert self.world_size == 2
+            os._exit(9)
+        return super().train_step(batch)
+
+
+def test_ranks_that_all_end_at_once_are_an_error(monkeypatch):
+    """However late this process is: here it sleeps from the first report until all ranks have ended."""
+    real = launching._Ranks._note_deaths
+
+    def late(ranks):
+        real(ranks)
+        for process in ranks._processes:
+            process.join()
+
+    monkeypatch.setattr(launching._Ranks, "_note_deaths", late)
+    trainer = build(EndsAll, (MultiGPUAddon,), ["cpu", "cpu"], timeout=5.0, seed=1)
+    with forks(), pytest.raises(DistributedError, match=r"rank 0 of 2 \(process \d+\) ended"):
+        trainer.run(2, loader(16, 2, 3))

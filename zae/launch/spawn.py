@@ -313,6 +313,7 @@ class _Ranks:
                 if ready in open_ends and not self._receive(ready):
                     open_ends.discard(ready)
             self._note_deaths()
+        self._note_deaths()  # Of all ranks that ended after the last look.
 
     def _receive(self, connection: Any) -> bool:
         """Receive one report; return False when there will be no more."""
