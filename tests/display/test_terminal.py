@@ -286,6 +286,7 @@ def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: A
     records["log_train"]["series"][name] = records["log_train"]["series"]["loss"]
     records["train_history"] = [{**row, name: "\x1b]0;text\x07"} for row in records["train_history"]]
     monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setattr(Terminal, "interval", 0.0)
     monkeypatch.setenv("COLUMNS", "200")
     second.load_state_dict(state)
     second.run(1, batches)
