@@ -85,6 +85,7 @@ def test_the_progress_bar_is_neutral(monkeypatch: pytest.MonkeyPatch, capsys: py
     plain = train(Task)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(Terminal, "interval", 0.0)
+    monkeypatch.delenv("CI", raising=False)
     assert_same(plain, train(Task, log_bar=True, valid=2))
     assert "epoch 3" in capsys.readouterr().err
 

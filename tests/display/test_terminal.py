@@ -287,6 +287,7 @@ def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: A
     records["train_history"] = [{**row, name: "\x1b]0;text\x07"} for row in records["train_history"]]
     monkeypatch.setattr(sys, "stderr", seen)
     monkeypatch.setattr(Terminal, "interval", 0.0)
+    monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     second.load_state_dict(state)
     second.run(1, batches)
