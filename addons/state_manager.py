@@ -24,6 +24,7 @@ from zae.saving.retention import Retention
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start, parts_of
 from zae.saving.stop_signals import StopSignals
+from zae.storage.share import Group
 
 __all__ = ["StateManagerAddon"]
 
@@ -320,7 +321,8 @@ class StateManagerAddon(AddOnBase):
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
         about["info"] = {"monitor": self.monitor, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        job = Job(target, state, checkpointer.model_format, about, replaces, trained, self.rank, self.gather_beside)
+        group = Group(self.rank, self.gather_beside)
+        job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
         if (is_writer := self.is_main or has_failed) and not job.is_sharded:
             check_optimizer_states(self.optimizers, state["optimizer"])
         checkpointer.write(job, is_writer)

@@ -37,7 +37,7 @@ from zae.saving.saver import Job
 from zae.storage.checkpoint import load_checkpoint, load_weights, newest_valid, save_checkpoint
 from zae.storage.manifest import parse, read_manifest, seal, verify
 from zae.storage.names import SHARDS
-from zae.storage.sharded import Group, Share, plan_shards
+from zae.storage.share import Group, Share, plan_share
 
 LIMIT = 1e-12
 ROWS, BATCH, STEPS = 84, 12, 14
@@ -459,7 +459,8 @@ def shares(path: Path) -> Share:
     model = {"weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]), "scale": torch.ones(1)}
     state = {"average": distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]), "plain": torch.ones(2)}
     about = {"run_id": "a", "step": 6, "epoch": 0, "composition": [], "world_size": 2, "info": {}}
-    return plan_shards(path, model, state, Group(dist.get_rank(), made_of(dist.get_world_size())), about)
+    group = Group(dist.get_rank(), made_of(dist.get_world_size()))
+    return plan_share(path, model, state, about, model_format="sharded", group=group)
 
 
 def made_of(world: int) -> Any:
@@ -481,7 +482,7 @@ def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> 
         values = [value, own.recv()]
         return values if rank == 0 else values[::-1]
 
-    job = Job(path, {}, "sharded", {}, [path.with_name("step-00000004")], (), rank, gather, share)
+    job = Job(path, {}, "sharded", {}, [path.with_name("step-00000004")], (), Group(rank, gather), share)
     with installed(disk):
         job.write()
     return [name for name, _ in disk.log]

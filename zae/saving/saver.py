@@ -15,10 +15,9 @@ from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.saving.snapshot import Snapshots
-from zae.storage.checkpoint import save_checkpoint, sweep
+from zae.storage.checkpoint import sweep
 from zae.storage.filesystem import remove_checkpoint
-from zae.storage.manifest import verify
-from zae.storage.sharded import Group, Share, plan_shards, verify_shards, write_shards
+from zae.storage.share import Group, Share, plan_share, verify_share, write_share
 from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import parse_format
 
@@ -30,8 +29,8 @@ _log = logging.getLogger("zae")
 class Job(NamedTuple):
     """One checkpoint to write: its state, what it replaces once it is whole, and the weights that must be finite.
 
-    Where the weights lie in parts on several ranks, all of them write it together: `planned` then replaces the state
-    by the share of this rank.
+    Where the weights lie in parts on several ranks, all of them write it together: `divide` then replaces the state by
+    the share of this rank.
     """
 
     target: Path
@@ -40,8 +39,7 @@ class Job(NamedTuple):
     about: Mapping[str, Any]
     replaces: Sequence[Path]
     trained: Collection[str]
-    rank: int = 0
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    group: Group = Group()
     share: Share | None = None
 
     @property
@@ -51,11 +49,14 @@ class Job(NamedTuple):
 
     def divide(self) -> Job:
         """Divide what there is to write among the ranks, which all call it, if the weights lie in parts."""
-        if not self.is_sharded:
-            return self
+        if self.is_sharded:
+            return self._replace(state={}, share=self._plan("sharded", self.group))
+        kind = "safetensors" if self.model_format == "sharded" else self.model_format
+        return self._replace(model_format=kind, group=Group())
+
+    def _plan(self, model_format: str, group: Group) -> Share:
         rest = {key: value for key, value in self.state.items() if key != "model"}
-        share = plan_shards(self.target, self.state["model"], rest, Group(self.rank, self.gather), self.about)
-        return self._replace(state={}, share=share)
+        return plan_share(self.target, self.state["model"], rest, self.about, model_format=model_format, group=group)
 
     def copy(self, snapshots: Snapshots) -> Job:
         """Return the same with copies of the tensors, so that training may change them."""
@@ -65,25 +66,12 @@ class Job(NamedTuple):
 
     def write(self) -> None:
         """Write it, verify it, and only then remove what it replaces."""
-        if self.share is not None:
-            self._write_together(self.share)
-            return
-        rest = {key: value for key, value in self.state.items() if key != "model"}
-        check = partial(self._check, self.state["model"])
-        kind = "safetensors" if self.model_format == "sharded" else self.model_format
-        save_checkpoint(
-            self.target, self.state["model"], rest, check=check, model_format=kind, manifest_info=self.about
-        )
+        # A whole state is encoded here, in the thread that writes.
+        share = self._plan(self.model_format, self.group) if self.share is None else self.share
+        write_share(self.target, share, self.group, partial(self._check, share.weights()))
         if self.replaces:
-            verify(self.target)
-            self._remove_replaced()
-
-    def _write_together(self, share: Share) -> None:
-        group = Group(self.rank, self.gather)
-        write_shards(self.target, share, group, partial(self._check, share.weights()))
-        if self.replaces:
-            verify_shards(self.target, group)
-        if self.rank == 0:
+            verify_share(self.target, self.group)
+        if self.group.rank == 0:
             sweep(self.target.parent)
             self._remove_replaced()
 
@@ -98,7 +86,7 @@ class Job(NamedTuple):
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not finite."""
-        names = {key: key if self.share is None else key.rpartition("@")[0] for key in weights}
+        names = {key: key.rpartition("@")[0] for key in weights}
         held = {key: each for key, each in weights.items() if names[key] in self.trained}
         if bad := {names[key] for key in bad_parameters(held)}:
             raise NonFiniteError(

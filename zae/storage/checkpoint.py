@@ -1,4 +1,4 @@
-"""Write, read and list checkpoints, which are directories that are whole or absent; and weights alone, as one file.
+"""Read and list checkpoints, which are directories that are whole or absent; and weights alone, as one file.
 
 A checkpoint has four files::
 
@@ -8,11 +8,8 @@ A checkpoint has four files::
         state.json            everything else, and where the tensors belong (see zae.storage.encoding)
         manifest.json         step, run, add-ons; size and SHA-256 of the files above; a hash of itself
 
-One that several ranks have saved in shards has more, see zae.storage.sharded.
-
-`save_checkpoint` writes them under a hidden name beside their place, waits for the disk, and renames them (see
-zae.storage.filesystem). `load_checkpoint` reads each byte once and hashes what it has read, and returns nothing before
-every hash has been compared with the manifest.
+zae.storage.share writes them, and more of them where the tensors lie in parts on several ranks. `load_checkpoint` reads
+each byte once and hashes what it has read, and returns nothing before every hash has been compared with the manifest.
 """
 
 from __future__ import annotations
@@ -32,11 +29,10 @@ import torch
 from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
-from zae.storage import filesystem
-from zae.storage.encoding import decode, encode
-from zae.storage.filesystem import clear, install, make_directory, replace_file, staged, staging_now, write_file
+from zae.storage.encoding import decode
+from zae.storage.filesystem import clear, install, replace_file, staging_now
 from zae.storage.hashed_io import CURE, read_whole
-from zae.storage.manifest import FileEntry, Manifest, draft, read_manifest, seal, state_text, verify
+from zae.storage.manifest import Manifest, read_manifest, verify
 from zae.storage.names import (
     KNOWN,
     MANIFEST,
@@ -48,11 +44,11 @@ from zae.storage.names import (
     is_abandoned,
     locate,
     original_name,
-    refuse_foreign,
     set_aside,
     step_of,
 )
 from zae.storage.parts import read_parts
+from zae.storage.share import plan_share, write_share
 from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import byte_count, separate, to_device
 from zae.storage.weights_file import (
@@ -94,37 +90,14 @@ def save_checkpoint(
     *,
     model_format: str = "safetensors",
     manifest_info: Mapping[str, Any],
-    check: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Write a checkpoint; when this returns, the disk has all of it.
+    """Write a checkpoint from one process; when this returns, the disk has all of it.
 
     An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
     processes have left beside it is removed.
     """
-    directory = Path(os.path.abspath(directory))
-    manifest = draft(parse_format(model_format), separate(model_state)[1], manifest_info)
-    structure, tensors = encode(dict(state))
-    text = state_text(directory, structure)
-    write_model = write_ckpt if manifest["model_format"] == "ckpt" else write_safetensors
-    writers: dict[str, Callable[[Callable[[Any], object]], object]] = {
-        MODEL_FILES[manifest["model_format"]]: partial(write_model, tensors=model_state),
-        STATE_TENSORS: partial(write_safetensors, tensors=tensors),
-        STATE: lambda write: write(text),
-    }
-    needed = byte_count(*model_state.values(), *tensors.values()) + len(text)
-    refuse_foreign(directory)
-    make_directory(directory.parent)
-    with staged(directory, needed) as staging:
-        filesystem.disk.mkdir(staging)
-        with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
-            outputs = {name: write_file(staging / name, writer, hashing) for name, writer in writers.items()}
-            check()
-        step, run_id = manifest["step"], manifest["run_id"]
-        for name, output in outputs.items():
-            manifest["files"][name] = FileEntry(size=output.size, sha256=output.hexdigest(), step=step, run_id=run_id)
-        write_file(staging / MANIFEST, lambda write: write(seal(manifest)))
-        filesystem.disk.fsync_directory(staging)
-        install(staging, directory)
+    directory, kind = Path(os.path.abspath(directory)), parse_format(model_format)
+    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
     sweep(directory.parent)
     return directory
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.storage.sharded.
+# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.storage.share.
 MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt", "sharded": "model.safetensors"}
 STATE_TENSORS = "state.safetensors"
 STATE = "state.json"

@@ -1,4 +1,4 @@
-"""Read the shards of a checkpoint, whole or the parts that this rank holds; zae.storage.sharded writes them."""
+"""Read the shards of a checkpoint, whole or the parts that this rank holds; zae.storage.share writes them."""
 
 from __future__ import annotations
 

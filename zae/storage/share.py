@@ -1,0 +1,241 @@
+"""Write a checkpoint, of which each rank writes its share; a process alone writes all of it.
+
+Where tensors lie in parts on several ranks, there are beside the files of every checkpoint (see
+zae.storage.checkpoint), which rank 0 writes::
+
+    shard-00000.safetensors   the parts that rank 0 has written, and so on for each rank
+    shards.json               for each divided tensor its shape, dtype and parts: rank and offsets
+
+All are listed in the manifest with their SHA-256, and renamed together. torch.distributed.checkpoint plans which rank
+writes which part: a part that several ranks hold is written once. Its own files are not used, because their index is a
+pickle, and because they would have to be read again to be hashed. zae.storage.parts reads the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+
+from zae.common.walk import is_sharded
+from zae.errors import CheckpointError, NonFiniteError
+from zae.storage import filesystem
+from zae.storage.encoding import encode
+from zae.storage.filesystem import install, make_directory, not_saved, staged, write_file
+from zae.storage.manifest import FileEntry, Manifest, draft, seal, state_text, verify
+from zae.storage.names import (
+    MANIFEST,
+    MODEL_FILES,
+    SHARDS,
+    STATE,
+    STATE_TENSORS,
+    refuse_foreign,
+    shard_name,
+)
+from zae.storage.parts import OF_MODEL, OF_STATE, chunk_name
+from zae.storage.tensor_bytes import DTYPE_NAMES, byte_count, separate
+from zae.storage.weights_file import write_ckpt, write_safetensors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import TensorWriteData
+
+__all__ = ["Group", "Share", "plan_share", "verify_share", "write_share"]
+
+_Result = TypeVar("_Result")
+
+
+class Group(NamedTuple):
+    """The ranks that save together; by default this process alone."""
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    def together(self, function: Callable[[], _Result], where: Path, needed: int = 0) -> list[_Result]:
+        """Call a function on every rank, and return what each returned; if one fails, all of them raise its error.
+
+        An error of the disk names ``where``, and how many bytes were ``needed`` there.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, OSError) and not isinstance(raised, CheckpointError):
+                error = not_saved(where, raised, needed)
+        outcomes = self.gather((result, None if error is None else _describe(error)))
+        if error is not None:
+            raise error from None
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                raise _rebuild(rank, *failed)
+        return [each for each, _ in outcomes]
+
+
+def _describe(error: BaseException) -> tuple[bool, str, int | None]:
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return isinstance(error, NonFiniteError), text, getattr(error, "errno", None)
+
+
+def _rebuild(rank: int, is_nonfinite: bool, text: str, errno: int | None) -> Exception:
+    if is_nonfinite:
+        return NonFiniteError(text.partition(": ")[2])
+    error = CheckpointError(f"rank {rank}: {text}")
+    error.errno = errno
+    return error
+
+
+# -------------------------------------------------------------------------------------------------------- planning
+
+
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint: tensors or text by the name of the file; rank 0 has the manifest too."""
+
+    files: dict[str, dict[str, Tensor] | bytes]
+    manifest: Manifest | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
+        found: dict[str, Tensor] = {}
+        for file, held in self.files.items():
+            for name, each in held.items() if isinstance(held, dict) else ():
+                if file in MODEL_FILES.values():
+                    found[chunk_name(name, ())] = each
+                elif file != STATE_TENSORS and name.startswith(OF_MODEL):
+                    found[name.removeprefix(OF_MODEL)] = each
+        return found
+
+
+def plan_share(
+    directory: Path,
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    manifest_info: Mapping[str, Any],
+    *,
+    model_format: str,
+    group: Group = Group(),  # noqa: B008  (it is a tuple)
+) -> Share:
+    """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
+    parts: dict[str, Tensor] = {}
+    files: dict[str, dict[str, Tensor] | bytes] = {}
+    manifests: list[Manifest] = []
+
+    def prepare() -> None:
+        structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
+        for kind, held in {OF_MODEL: model_state, OF_STATE: tensors}.items() if model_format == "sharded" else ():
+            parts.update({f"{kind}{name}": each for name, each in held.items() if is_sharded(each)})
+        if group.rank == 0:
+            manifests.append(draft(model_format, separate(model_state)[1], manifest_info))
+            files[MODEL_FILES[model_format]] = {k: each for k, each in model_state.items() if OF_MODEL + k not in parts}
+            files[STATE_TENSORS] = {name: each for name, each in tensors.items() if OF_STATE + name not in parts}
+            files[STATE] = state_text(directory, structure)
+
+    group.together(prepare, directory)
+    if model_format == "sharded":
+        chunks, described = _divide(parts, group, directory)
+        files = {shard_name(group.rank): chunks, **files}
+        if group.rank == 0:
+            files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
+    return Share(files, manifests[0] if manifests else None)
+
+
+def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the parts of tensors that this rank writes, by name and offsets, and a description of all of them."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
+    # Every rank makes the same global plan.
+    plans, _ = planner.create_global_plan(group.together(planner.create_local_plan, directory))
+    chunks, described = dict[str, Tensor](), dict[str, Any]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
+            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
+            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
+            if rank == group.rank:
+                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+    return chunks, described
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write_share(
+    directory: str | os.PathLike[str],
+    share: Share,
+    group: Group = Group(),  # noqa: B008  (it is a tuple)
+    check: Callable[[], object] = lambda: None,
+) -> Path:
+    """Write a checkpoint of which each rank has its share; all ranks of the group call it.
+
+    When this returns, the disk has all of it. If it fails on one rank, ``check`` included, it fails on all, and nothing
+    is left. An existing checkpoint with this name stays complete until the new one is, which then replaces it. The
+    directory must be on a disk that all ranks share.
+    """
+    directory, manifest = Path(os.path.abspath(directory)), share.manifest
+    held = [[each] if isinstance(each, bytes) else each.values() for each in share.files.values()]
+    needed = sum(len(each) if isinstance(each, bytes) else byte_count(each) for file in held for each in file)
+
+    def prepare() -> str | None:
+        if manifest is None:
+            return None
+        refuse_foreign(directory)
+        make_directory(directory.parent)
+        filesystem.disk.mkdir(staging)
+        return str(staging)
+
+    def finish() -> None:
+        if manifest is not None:
+            _install(staging, directory, manifest, {name: each for files in written for name, each in files.items()})
+
+    with staged(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
+        staging = Path(group.together(prepare, directory, needed)[0] or "")
+        written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
+        group.together(finish, directory, needed)
+    return directory
+
+
+def _write_files(
+    staging: Path, files: Mapping[str, dict[str, Tensor] | bytes], check: Callable[[], object]
+) -> dict[str, tuple[int, str]]:
+    """Write the files of this rank, and return the size and hash of each."""
+    if not staging.is_dir():
+        raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
+    with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
+        outputs = {name: write_file(staging / name, _writer(name, held), hashing) for name, held in files.items()}
+        check()
+    return {name: (output.size, output.hexdigest()) for name, output in outputs.items()}
+
+
+def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
+    if isinstance(content, bytes):
+        return lambda write: write(content)
+    return partial(write_ckpt if name == MODEL_FILES["ckpt"] else write_safetensors, tensors=content)
+
+
+def _install(staging: Path, directory: Path, manifest: Manifest, written: Mapping[str, tuple[int, str]]) -> None:
+    """List the files of all ranks in the manifest, and rename the directory."""
+    step, run_id = manifest["step"], manifest["run_id"]
+    for name, (size, sha256) in written.items():
+        manifest["files"][name] = FileEntry(size=size, sha256=sha256, step=step, run_id=run_id)
+    write_file(staging / MANIFEST, lambda write: write(seal(manifest)))
+    filesystem.disk.fsync_directory(staging)
+    install(staging, directory)
+
+
+def verify_share(directory: Path, group: Group) -> None:
+    """Read what was written, each rank its own files, and compare the hashes; all ranks call it."""
+
+    def check() -> None:
+        others = {shard_name(rank) for rank in range(ranks) if rank != group.rank}
+        rest = {MODEL_FILES["sharded"], STATE_TENSORS, STATE, SHARDS} if group.rank else set()
+        verify(directory, skip=others | rest)
+
+    ranks = len(group.gather(None))
+    group.together(check, directory)
