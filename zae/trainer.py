@@ -74,7 +74,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Schedules of ``zae.schedulers.cosine`` and the like are stepped after each optimizer step, and
         ``ReduceLROnPlateau`` after each validation, whatever this says.
     gradient_clip : float
-        The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own.
+        The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own. The norm before the
+        clipping is logged as ``grad_norm``: ``math.inf`` logs it and does not clip.
     monitor : str
         The metric that decides which epoch is best, of the validation where there is one.
     monitor_mode : {"auto", "min", "max"}
@@ -573,7 +574,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def clip(self) -> None:
-        """Clip the gradients to the norm ``gradient_clip``, which leaves ``grad_norm`` behind."""
+        """Compute ``grad_norm``, and clip the gradients to ``gradient_clip``."""
         self.optimization.clip(self.gradient_norm)
 
     @seam

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -119,6 +120,13 @@ def test_weights_and_state_are_those_of_eager(optimizer: str) -> None:
     assert types(eager) == types(whole)
     assert whole.get_loss_history("test") == pytest.approx(eager.get_loss_history("test"), abs=1e-10)
     assert [*whole.log_train] == [*eager.log_train]
+
+
+def test_a_norm_that_limits_nothing_changes_nothing() -> None:
+    without, measured = (trained(Task.add_on(CompileAddon), gradient_clip=clip, **TRACED) for clip in (0.0, math.inf))
+    assert measured.compile_report["kept"] == "fused"
+    assert furthest(without, measured) == 0
+    assert float(measured.grad_norm) == pytest.approx(float(trained(gradient_clip=math.inf).grad_norm), abs=1e-10)
 
 
 class Scale(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Iterable
@@ -81,8 +82,8 @@ def test_the_first_weights_are_those_of_one_process(engine: Engine) -> None:
 
 
 def train_beside_one_process(engine: Engine, many: int) -> None:
-    for task, steps in ((Task, many), (Counted, 2)):
-        options = {"task": task, "gradient_clip": 0.05, "gradient_accumulation_steps": 2}
+    for task, steps, clip in ((Task, many, 0.05), (Counted, 2, math.inf)):
+        options = {"task": task, "gradient_clip": clip, "gradient_accumulation_steps": 2}
         trainer, single = (build(each, GradientAccumulationAddon, **options) for each in (engine, None))
         rows = 4 * engine.shares * steps
         here = trainer.run(2, data(rows), data(9, 2, False))

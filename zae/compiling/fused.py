@@ -6,6 +6,7 @@ recompile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,6 +168,8 @@ def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | 
     if not limit:
         return None, list(gradients)
     norm = nn.utils.get_total_norm([each for each in gradients if each is not None])
+    if limit == math.inf:
+        return norm, list(gradients)
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     return norm, [None if each is None else each * factor for each in gradients]
 

@@ -33,6 +33,7 @@ FOREIGN_OPTIONS: dict[str, tuple[str, str]] = {
     "max_grad_norm": ("Transformers", "gradient_clip (the largest norm)"),
     "max_gradient_norm": ("fairseq2", "gradient_clip (the largest norm)"),
     "clip_grad_norm": ("a common name", "gradient_clip (the largest norm)"),
+    "track_grad_norm": ("Lightning", "gradient_clip=math.inf, which logs the gradient norm and does not clip"),
     "max_epochs": ("Lightning", "run(n_epoch, loader)"),
     "num_train_epochs": ("Transformers", "run(n_epoch, loader)"),
     "epochs": ("a common name", "run(n_epoch, loader)"),

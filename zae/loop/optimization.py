@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -42,7 +43,7 @@ class Optimization:
     optimizer, scheduler : object
         As the trainer was given them: one, or a list or dict of them. Factories are called by `build`.
     gradient_clip : float
-        The largest gradient norm; 0 does not clip.
+        The largest gradient norm; 0 does not clip, and ``math.inf`` only computes the norm.
     scheduler_step_on_batch : bool or None
         Whether schedulers are stepped after each optimizer step; None is False, and is not explicit.
 
@@ -56,6 +57,8 @@ class Optimization:
         Those of the model and of the optimizers, each once. It follows ``optimizer.add_param_group``.
     grad_norm : Tensor or None
         The norm of the gradients before they were last clipped.
+    grad_norms : dict of str to Tensor
+        That of each optimizer, where there are several.
     settings : ScriptSettings
         What the script has set on the optimizers and schedulers.
 
@@ -75,12 +78,15 @@ class Optimization:
         gradient_clip: float = 0.0,
         scheduler_step_on_batch: bool | None = None,
     ) -> None:
-        self.gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
+        if not isinstance(gradient_clip, float) or gradient_clip != math.inf:
+            gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
+        self.gradient_clip = gradient_clip
         self.is_step_explicit = scheduler_step_on_batch is not None
         flag = {"scheduler_step_on_batch": scheduler_step_on_batch or False}
         (self.scheduler_step_on_batch,) = argument_checks.check_flags(**flag)
         self.parameters: list[Tensor] = []
         self.grad_norm: Tensor | None = None
+        self.grad_norms: dict[str, Tensor] = {}
         self.settings = ScriptSettings()
         self._clipped: list[list[Tensor]] = []
         self.as_clipped: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
@@ -174,8 +180,12 @@ class Optimization:
             norms = []
             for parameters in self._clipped:  # In turn: two optimizers may share a parameter.
                 norms.append(norm_of(parameters))
-                nn.utils.clip_grads_with_norm_(self.as_clipped(parameters), self.gradient_clip, norms[-1])
-            self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+                if self.gradient_clip != math.inf:
+                    nn.utils.clip_grads_with_norm_(self.as_clipped(parameters), self.gradient_clip, norms[-1])
+            self.grad_norm = norms[0]
+            if len(norms) > 1:
+                self.grad_norm = torch.stack(norms).norm()
+                self.grad_norms = dict(zip(self.optimizers, norms))
 
     step_one = staticmethod(optim.step)
 
@@ -310,7 +320,8 @@ class Optimization:
 
     def records(self) -> dict[str, Any]:
         """Return its part of the entry "records"."""
-        return {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm}
+        each = {"grad_norms": self.grad_norms} if self.grad_norms else {}
+        return {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm, **each}
 
     def prepare(
         self,
@@ -347,7 +358,7 @@ class Optimization:
                 best = {"mode": each.mode, "best": each.mode_worse, "num_bad_epochs": 0}
                 schedulers[name] = {**schedulers[name], **best}
         records, is_begun = state["records"], bool(state["progress"]["step"])
-        grad_norm = records["grad_norm"]
+        grad_norm, grad_norms = records["grad_norm"], dict(records.get("grad_norms", {}))
 
         def load() -> None:
             for name, each in self.optimizers.items():
@@ -357,7 +368,7 @@ class Optimization:
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
                 each.load_state_dict(schedulers[name])
-            self.grad_norm = grad_norm
+            self.grad_norm, self.grad_norms = grad_norm, grad_norms
             self.settings.load(records.get("settings"))
 
         return load

@@ -392,6 +392,7 @@ class Run:
         record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()
         if trainer.grad_norm is not None:
             record["grad_norm"] = float(trainer.grad_norm)
+            record |= {f"grad_norm/{name}": float(norm) for name, norm in trainer.optimization.grad_norms.items()}
         for name in ("skipped_steps", "nonfinite_steps"):
             if getattr(progress, name):
                 record[name] = float(getattr(progress, name))

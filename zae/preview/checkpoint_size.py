@@ -28,19 +28,19 @@ def checkpoint_bytes(
     stepped: Mapping[str, Any],
     plan: RunPreview,
     add_ons: list[str],
-    has_norm: bool,
+    norms: list[str],
     is_archive: bool,
 ) -> tuple[int, int, int]:
     """Return the size of the last checkpoint of a planned run, and what one within an epoch has more.
 
     That is so many bytes, and so many for each step of the epoch. ``stepped`` has the state of each optimizer after a
-    step; the others are the names of the add-ons, whether the norm of the gradients is logged, and whether the weights
-    are written by torch.save.
+    step; the others are the names of the add-ons and of the gradient norms that are logged, and whether the weights are
+    written by torch.save.
     """
     state = dict(state)
     model, position = state.pop("model"), state.pop("position")
     state["optimizer"] = {name: _after_a_step(state["optimizer"].get(name), each) for name, each in stepped.items()}
-    state["records"], rest = _records(state["records"], plan, has_norm)
+    state["records"], rest = _records(state["records"], plan, norms)
     random_states = plan.world_size * _stored((position[0] if isinstance(position, list) else position)["present"])
     whole = _stored(state) + tensor_bytes(model) + random_states + rest
     whole += _MANIFEST + len(json.dumps(add_ons, indent=2)) + _IN_ZIP * len(model) * is_archive
@@ -73,16 +73,15 @@ def _after_a_step(now: Any, after: Any) -> Any:
     return {"state": {0: list(after)}, "param_groups": groups}
 
 
-def _records(now: Mapping[str, Any], plan: RunPreview, has_norm: bool) -> tuple[dict[str, Any], int]:
+def _records(now: Mapping[str, Any], plan: RunPreview, norms: list[str]) -> tuple[dict[str, Any], int]:
     """Return the history at the end of the run, and the bytes of the rows that were only counted."""
     names = plan.metrics or ["loss"]
     drawn = random.Random(0)
     rates = dict.fromkeys(plan.learning_rates, 0.001)
-    norm = ["grad_norm"] * has_norm
     kinds = {
         "train_history": (len(plan.epoch_ends), [f"train_{name}" for name in names], ["epoch", "step"], rates),
         "valid_history": (len(plan.validates_at), [f"valid_{name}" for name in names], ["epoch", "step"], {}),
-        "train": (len(plan.logs_at), [*(f"train/{name}" for name in names), *norm], ["step", "batch"], rates),
+        "train": (len(plan.logs_at), [*(f"train/{name}" for name in names), *norms], ["step", "batch"], rates),
         "valid": (len(plan.validates_at), [f"valid/{name}" for name in names], ["step", "batch"], {}),
     }
     made, rest = dict(now), 0

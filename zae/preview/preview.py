@@ -305,7 +305,9 @@ class Preview:
                 state = trainer.state_dict()
             add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
             archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"
-            sizes = checkpoint_bytes(state, stepped, found, add_ons, bool(trainer.gradient_clip), archived)
+            norms = ["grad_norm", *(f"grad_norm/{name}" for name in stepped if len(stepped) > 1)]
+            norms = norms if trainer.gradient_clip else []
+            sizes = checkpoint_bytes(state, stepped, found, add_ons, norms, archived)
         except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
