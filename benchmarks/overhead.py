@@ -290,7 +290,9 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         "batch with one gather, with the same order and the same random numbers. `plan()` says why a loader does not "
         "qualify; `fast_data=False` turns the path off.\n"
         "- If there is no profiler and no optimizer hook, zae calls the optimizer's step without torch's wrapper, "
-        "which opens a profiler range and calls hooks. The optimizer here is SGD, whose step is short.\n"
+        "which opens a profiler range and calls hooks; and it takes the batches of a DataLoader without workers "
+        "without the range that torch opens around each. Both come back as soon as a profiler runs. The optimizer here "
+        "is SGD, whose step is short.\n"
         "- On a GPU: benchmarks/gpu.py. It has not been run, because no GPU was available.",
     ]
     return "\n\n".join(parts) + "\n"

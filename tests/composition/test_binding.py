@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
 
 from zae import AddOnBase, StepError, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, MultiGPUAddon
@@ -307,7 +308,7 @@ def test_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ra
 
 
 @pytest.mark.covers("P-33")
-def test_a_profiler_sees_the_steps_of_an_optimizer():
+def test_a_profiler_sees_the_steps_of_an_optimizer_and_the_batches():
     """P-33, P-48: also where it begins in the midst of a run."""
 
     class Profiled(Task):
@@ -323,9 +324,64 @@ def test_a_profiler_sees_the_steps_of_an_optimizer():
                 self.profiler.stop()
 
     trainer = make(Profiled)
-    trainer.run(3, batches())
+    trainer.run(3, DataLoader(Samples(), batch_size=2))
     counts = {each.key: each.count for each in trainer.profiler.key_averages()}
     assert counts["Optimizer.step#SGD.step"] == 4
+    assert counts["enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"] >= 4
+
+
+class Samples(Dataset):
+    """Eight samples that the exact data path does not gather."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index))
+
+
+@pytest.mark.covers("P-33")
+def test_torch_opens_no_range_for_the_batches_of_a_loader(ranges):
+    loader = DataLoader(Samples(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    seen = []
+
+    class Seeing(Task):
+        def train_step(self, batch):
+            if self.mode == "train":
+                seen.append(batch)
+            return super().train_step(batch)
+
+    assert make(Seeing).run(2, loader, valid_loader=DataLoader(Samples(), batch_size=4))["step"] == 8
+    assert len(ranges) <= 1  # The trial of the validation takes its first batch from the loader itself.
+    ranges.clear()
+    loader.generator.manual_seed(3)
+    expected = [*loader, *loader]
+    assert len(ranges) == 10
+    assert torch.equal(torch.stack(seen), torch.stack(expected))
+
+
+@pytest.mark.covers("P-33")
+def test_what_somebody_has_put_around_a_loaders_batches_is_called(monkeypatch):
+    kind, called = type(iter(DataLoader(Samples()))), []
+    plain = kind.__next__
+    monkeypatch.setattr(kind, "__next__", lambda self: (called.append(self), plain(self))[1])
+    make(Task).run(1, DataLoader(Samples(), batch_size=2))
+    assert len(called) >= 4
+
+
+@pytest.mark.covers("P-33")
+def test_a_dataset_that_ends_early_ends_the_epoch_as_in_torch():
+    class Short(Samples):
+        def __getitem__(self, index):
+            if index == 5:
+                raise StopIteration
+            return super().__getitem__(index)
+
+    loader = DataLoader(Short(), batch_size=2)
+    assert len([*loader]) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert make(Task).run(1, loader)["step"] == 2
 
 
 @pytest.mark.covers("P-33")
