@@ -289,8 +289,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         ConfigError, LoaderError
             Before the first batch.
         """
-        limits = RunLimits.parse(n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch,
-                                 max_time, limit_batches, overfit_batches)  # fmt: skip
+        limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
+        limits.check(loader, valid_loader)
         (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
         if is_rehearsal:
             preview.Preview(self.current_run.new_call(loader, valid_loader, limits)).rehearse(try_save)

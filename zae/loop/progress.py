@@ -323,71 +323,47 @@ class EvaluationAborted(BaseException):
     """A validation was left between two batches because a signal asks for the end; caught by the run."""
 
 
-class RunLimits(NamedTuple):
-    """How long a call of ``run`` trains, and when it validates."""
+class RunLimits:
+    """The arguments of ``run`` and ``plan`` beside the loaders: how long a call trains, and when it validates."""
 
-    n_epoch: int | None = None
-    max_steps: int | None = None
-    valid_every: Every = Every(epochs=1)
-    steps_per_epoch: int | None = None
-    max_time: float | None = None  # Seconds.
-    batches: BatchLimits = BatchLimits()
+    def __init__(
+        self,
+        n_epoch: int | None = None,
+        max_steps: int | None = None,
+        valid_every: Every | int | None = None,
+        steps_per_epoch: int | None = None,
+        max_time: float | timedelta | None = None,
+        limit_batches: Any = None,
+        overfit_batches: int | None = None,
+    ) -> None:
+        seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
+        if seconds is not None:
+            check_number("max_time", seconds)
+        self.max_time = seconds
+        self.n_epoch = check_count("n_epoch", n_epoch, optional=True)
+        self.max_steps = check_count("max_steps", max_steps, optional=True)
+        self.steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch, optional=True)
+        self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
+        self.batches = BatchLimits.parse(limit_batches, overfit_batches)
 
-    @classmethod
-    def parse(
-        cls,
-        n_epoch: Any,
-        loader: Any,
-        valid_loader: Any,
-        max_steps: Any,
-        valid_every: Any,
-        steps_per_epoch: Any,
-        max_time: Any,
-        limit_batches: Any,
-        overfit_batches: Any,
-    ) -> RunLimits:
-        """Return the limits of a call of ``run``; refuse invalid arguments."""
-        if n_epoch is None and max_steps is None and max_time is None:
+    def check(self, loader: Any, valid_loader: Any) -> None:
+        """Refuse a call that would not end, and loaders that it cannot iterate over, or limit."""
+        if self.n_epoch is None and self.max_steps is None and self.max_time is None:
             raise ConfigError(
                 "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."
             )
-        if isinstance(max_time, timedelta):
-            max_time = max_time.total_seconds()
-        if max_time is not None:
-            check_number("max_time", max_time)
-        check_count("n_epoch", n_epoch, optional=True)
-        check_count("max_steps", max_steps, optional=True)
-        check_count("steps_per_epoch", steps_per_epoch, optional=True)
         check_loader(loader)
         if isinstance(valid_loader, Mapping) and not valid_loader:
             raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
         for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
             if each is not None:
                 check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
-        every = Every.parse(valid_every, "valid_every", Every(epochs=1))
-        batches = _batch_limits(limit_batches, overfit_batches)
-        batches.check(loader, valid_loader)
-        return cls(n_epoch, max_steps, every, steps_per_epoch, max_time, batches)
+        self.batches.check(loader, valid_loader)
 
     def total_steps(self, in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
         whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
         return min((count for count in (whole, self.max_steps) if count is not None), default=None)
-
-
-def _batch_limits(limit: Any, overfit: Any) -> BatchLimits:
-    """Return the limits that the arguments of ``run`` set."""
-    pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
-    if len(pair) != 2:
-        raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
-    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
-    check_count("overfit_batches", overfit, optional=True)
-    if overfit is not None and train is not None:
-        raise ConfigError(
-            f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
-            f"limit_batches=(None, {valid}) to limit those of the validation alone"
-        )
-    return BatchLimits(overfit if train is None else train, valid, overfit is not None)
 
 
 def remaining(

@@ -36,13 +36,11 @@ from zae.loop.step_output import explain_failure, read_output
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["NotTried", "Trial", "Tried", "borrowed", "first_batch", "independent_copy", "state_after_a_step"]
+__all__ = ["NotTried", "Trial", "Tried", "borrowed", "copy_trainer", "first_batch", "state_after_a_step"]
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
 _DEPTH = 4
-_SHARED_BY_COPIES = (ModuleType, DataLoader, Dataset, Sampler, logging.Logger)
-_SHARED = (*_SHARED_BY_COPIES, Optimizer, LRScheduler)
 
 
 class NotTried(Exception):
@@ -80,7 +78,7 @@ class Trial:
             return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
         batch, is_train = first_batch(loader), split == "train"
         with random_state.isolated():
-            twin = self._copy()
+            twin = copy_trainer(self.trainer, is_whole=False)
             twin.mode = "train" if is_train else "test"
             twin.model.train(is_train)
             with torch.set_grad_enabled(is_train):
@@ -106,50 +104,6 @@ class Trial:
         except Exception as fault:
             return Tried(names, fault)
         return Tried([*names, *(name for name in own if name not in names)])
-
-    def _copy(self) -> Any:
-        """Copy the trainer: the model, the attributes of its own classes, the records; share optimizers and loaders."""
-        trainer, module = self.trainer, self.trainer.unwrap()
-        if optim.has_lazy([*module.parameters(), *module.buffers()]):
-            raise NotTried("the model is lazy: its first batch makes its weights")
-        if any(trainer.layout(each) != "replicated" for each in module.parameters()):
-            raise NotTried("its parameters lie in parts on several ranks")
-        twin = object.__new__(type(trainer))
-        memo, held = {id(trainer): twin}, trainer.current_run.binding.unbound()
-        own = _share(trainer, held, memo, _SHARED)
-        try:
-            twin._module = twin.model = copy.deepcopy(module, memo)  # A compiled one would be compiled again.
-            copies = copy.deepcopy(own, memo)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
-        shared = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in held.items() if k not in own}
-        vars(twin).update({**shared, **copies, "_module": twin._module, "model": twin._module})
-        twin.optimization = copy.copy(trainer.optimization)
-        twin.current_run = type(trainer.current_run)(twin)
-        twin.history, twin.progress_checker = trainer.history.fork(), copy.deepcopy(trainer.progress_checker)
-        vars(twin)["log"] = _taken_by_nobody
-        first = next(iter(twin._module.parameters()), None)
-        twin.device = trainer.device if first is None else first.device
-        return twin
-
-
-def independent_copy(trainer: Trainer, cls: Any) -> Any:
-    """Return a copy of a trainer, of another class, with its own model and optimizers; `NotTried` says why it cannot.
-
-    Datasets, loaders and loggers among the attributes of the task are shared.
-    """
-    memo: dict[int, Any] = {}
-    _share(trainer, trainer.current_run.binding.unbound(), memo, _SHARED_BY_COPIES)
-    try:
-        twin = copy.deepcopy(trainer, memo)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise NotTried(f"the trainer cannot be copied ({type(error).__name__}: {error})") from error
-    twin.__class__ = cls
-    return twin
 
 
 def _differentiate(twin: Any, out: Any, values: Mapping[str, Any], batch: Any) -> None:
@@ -244,7 +198,49 @@ def _fill(container: Any, entries: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the copies
 
 
-def _taken_by_nobody(metrics: Any, step: int) -> None:
+def copy_trainer(trainer: Any, cls: Any = None, is_whole: bool = True) -> Any:
+    """Return a copy of a trainer with its own model, task and progress; raise `NotTried` if it cannot be copied.
+
+    Datasets, loaders and loggers among the attributes of the task are shared.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        It is not changed.
+    cls : type, optional
+        The class of the copy.
+    is_whole : bool
+        Whether the copy can train: it has its own optimizers and add-ons. Else these are shared, and the copy, with an
+        empty history that nobody saves, is for a forward and a backward.
+    """
+    module = trainer.unwrap()
+    if any(trainer.layout(each) != "replicated" for each in module.parameters()):
+        raise NotTried("its parameters lie in parts on several ranks")
+    if not is_whole and optim.has_lazy([*module.parameters(), *module.buffers()]):
+        raise NotTried("the model is lazy: its first batch makes its weights")
+    state = trainer.__getstate__() if is_whole else trainer.current_run.binding.unbound()
+    own = {name: value for name, value in state.items() if name not in _names_of_zae(type(trainer))}
+    twin = object.__new__(cls or type(trainer))
+    memo = {id(trainer): twin, **_shared_by_copies(own, module, is_whole)}
+    # Without its wrappers: a compiled model would be compiled again.
+    parts = {**own, "_module": module, "model": module, "progress_checker": trainer.progress_checker}
+    try:
+        copies = copy.deepcopy(state if is_whole else parts, memo)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise NotTried(f"the model or the task cannot be copied ({type(error).__name__}: {error})") from error
+    if is_whole:
+        twin.__setstate__(copies)
+        return twin
+    shared = {name: copy.copy(value) if type(value) in (list, dict, set) else value for name, value in state.items()}
+    vars(twin).update({**shared, **copies}, current_run=type(trainer.current_run)(twin), log=_check_only)
+    twin.optimization, twin.history = copy.copy(trainer.optimization), trainer.history.fork()
+    twin.device = next((each.device for each in twin.model.parameters()), trainer.device)
+    return twin
+
+
+def _check_only(metrics: Any, step: int) -> None:
     """Replace ``log`` in a copy: check the metrics, and record nothing."""
     plain(metrics)
 
@@ -259,25 +255,18 @@ def _names_of_zae(cls: type) -> frozenset[str]:
     return frozenset().union(*(_names_of(c) for c in cls.__mro__ if c.__module__.partition(".")[0] == "zae"))
 
 
-def _share(trainer: Any, held: Mapping[str, Any], memo: dict[int, Any], shared: tuple[type, ...]) -> dict[str, Any]:
-    """Return the attributes of the task, with what a copy shares marked in the memo; refuse large ones."""
-    own = {name: value for name, value in held.items() if name not in _names_of_zae(type(trainer))}
-    bytes_held = _prepare(list(own.values()), memo, set(map(id, trainer.unwrap().modules())), shared)
-    if bytes_held > _LARGE:
-        raise NotTried(f"the attributes of {type(trainer).__name__} hold {bytes_held} bytes of tensors")
-    return own
-
-
-def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int], shared: tuple[type, ...]) -> int:
-    """Mark what is shared instead of copied, and return the bytes of the tensors in the rest."""
-    total, seen, waiting = 0, set(inside), [(value, _DEPTH) for value in values]
+def _shared_by_copies(own: Mapping[str, Any], module: nn.Module, is_whole: bool) -> dict[int, Any]:
+    """Return, by id, the objects among the attributes of the task that a copy shares; refuse many tensors in others."""
+    kinds = (ModuleType, DataLoader, Dataset, Sampler, logging.Logger) + (() if is_whole else (Optimizer, LRScheduler))
+    shared, total = dict[int, Any](), 0
+    seen, waiting = set(map(id, module.modules())), [(value, _DEPTH) for value in own.values()]
     while waiting:
         value, depth = waiting.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, shared):
-            memo[id(value)] = value
+        if isinstance(value, kinds):
+            shared[id(value)] = value
         elif isinstance(value, (Tensor, np.ndarray)):
             total += 0 if isinstance(value, Tensor) and optim.has_lazy([value]) else value.nbytes
         elif isinstance(value, nn.Module):
@@ -286,7 +275,9 @@ def _prepare(values: list[Any], memo: dict[int, Any], inside: set[int], shared: 
             waiting += [(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)]
         elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
             waiting += [(each, depth - 1) for each in vars(value).values()]
-    return total
+    if total > _LARGE:
+        raise NotTried(f"the attributes of the task hold {total} bytes of tensors")
+    return shared
 
 
 # ------------------------------------------------------------------------------------------ an optimizer's state

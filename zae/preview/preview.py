@@ -405,7 +405,6 @@ def plan(
       memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
       monitor    loss; there are loss, accuracy
     """
-    limits = RunLimits.parse(
-        n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
-    )
+    limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
+    limits.check(loader, valid_loader)
     return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()

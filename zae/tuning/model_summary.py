@@ -17,7 +17,7 @@ from zae.common.device import to_device
 from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
 from zae.errors import ConfigError, kind_of
-from zae.preview.dry_run import NotTried, independent_copy
+from zae.preview.dry_run import copy_trainer
 from zae.preview.memory import format_size
 from zae.trainer import Trainer
 
@@ -184,9 +184,7 @@ def _copy(module: nn.Module, trainer: Trainer | None) -> tuple[nn.Module, Any]:
     """Return a copy of the model, and a function that sends a batch through it."""
     try:
         if trainer is not None:
-            if any(trainer.layout(each) != "replicated" for each in module.parameters()):
-                raise NotTried("its parameters lie in parts on several ranks")
-            twin = independent_copy(trainer, type(trainer))
+            twin = copy_trainer(trainer)
             return twin.unwrap(), lambda batch: _train_step(twin, batch)
         own = copy.deepcopy(module)
     except torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.progress import ProgressChecker
 from zae.loop.step_output import StepOutput
-from zae.preview.dry_run import NotTried, borrowed, independent_copy
+from zae.preview.dry_run import NotTried, borrowed, copy_trainer
 
 __all__ = ["trial", "trial_loader"]
 
@@ -82,7 +82,7 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
         # What root itself derives from cannot be left out.
         if writing := [a.__name__ for a in root.__mro__ if getattr(a, "_is_addon", False) and a.layer in _LEFT_OUT]:
             raise NotTried(f"it derives from {writing[0]}, which writes files; add it last, Task.add_on({writing[0]})")
-        twin = independent_copy(trainer, compose(root, [*_steps_only(add_ons), *more, TrialAddon]))
+        twin = copy_trainer(trainer, compose(root, [*_steps_only(add_ons), *more, TrialAddon]))
     except NotTried as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
     twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
