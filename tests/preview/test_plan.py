@@ -354,7 +354,10 @@ def test_plan_refuses_what_run_refuses() -> None:
 def test_plan_reports_a_step_that_fails() -> None:
     loader, _ = loaders()
     plan = make().plan(1, loader, [(torch.ones(4, 99), torch.ones(4, 2))])
-    assert any("one batch was tried, and RuntimeError: mat1 and mat2" in note for note in plan.notes)
+    (fault,) = plan.faults
+    assert fault.startswith("one batch of valid_loader was tried, and RuntimeError: mat1 and mat2")
+    assert "the batch was" in fault
+    assert f"fails      {fault}" in str(plan)
 
 
 # -------------------------------------------------------------------------------------------------- how it shows

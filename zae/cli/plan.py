@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     script.add_arguments(parser)
     parser.description = (
         f"{parser.description}\n\nNothing is trained, and zae writes nothing: one batch is tried with a copy of the\n"
-        "model for the names of the metrics. What the run would refuse is status 1."
+        "model for the names of the metrics. What the run would refuse, or fail with, is\nstatus 1."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of the run, or what it would refuse; return 1 in the second case."""
+    """Print the plan of the run, or what it would refuse; return 1 where it would refuse something, or fail."""
     with script.made_by(arguments) as (trainer, options):
         if options is None:
             raise ConfigError(
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         status, found = 0, {}
         try:
             plan = trainer.plan(**options)
-            text, found = str(plan), fields_of(plan)
+            text, found, status = str(plan), fields_of(plan), int(bool(plan.faults))
         except Exception as error:
             words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
             status, found["refused"] = 1, f"{type(error).__name__}: {error}"

@@ -52,6 +52,8 @@ class RunPreview:
     kernels : dict of str to str
         For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
         kernel removes the entry.
+    faults : list of str
+        What the run would fail with: a step that was tried with one batch.
     notes : list of str
         Remarks of add-ons, and what is uncertain.
     """
@@ -78,6 +80,7 @@ class RunPreview:
     disk: int = 0
     memory: Memory | None = None
     kernels: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
     _within_epoch: list[int] = field(default_factory=lambda: [0, 0], repr=False)
@@ -164,7 +167,7 @@ class RunPreview:
             )
         if self.metrics is not None:
             rows.append(("monitor", f"{self.monitor}; there are {', '.join(self.metrics)}"))
-        return rows + [("note", note) for note in self.notes]
+        return rows + [("fails", fault) for fault in self.faults] + [("note", note) for note in self.notes]
 
     def __str__(self) -> str:
         rows = self.rows()

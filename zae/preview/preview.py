@@ -253,13 +253,15 @@ class Preview:
         split = "train" if self.run.valid_loader is None or self.trainer.history.watches_training else "valid"
         try:
             tried = Trial(self.trainer).of(self.run.loader if split == "train" else self.run.valid_loader, split)
-            if tried.fault is not None:
-                raise tried.fault
         except NotTried as reason:
             self.found.notes.append(f"{split} metrics are not known: {reason}")
             return
         except Exception as error:
-            said = f"one batch was tried, and {type(error).__name__}: {error}"
+            whose = "loader" if split == "train" else "valid_loader"
+            self.found.faults.append(f"one batch of {whose} was tried, and {_in_words(error)}")
+            return
+        if tried.fault is not None:  # It may need more than one batch.
+            said = f"metric_on_epoch_end was tried with one batch, and {_in_words(tried.fault)}"
             self.found.notes.append(f"{split} metrics are not known: {said}")
             return
         self.found.metrics = tried.names
