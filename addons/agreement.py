@@ -16,7 +16,7 @@ from zae.errors import DistributedError
 from zae.launch import shards
 from zae.launch.drift import DriftCheck, Meetings
 from zae.launch.stop_flag import StopFlag
-from zae.loop.addon_state import ALONE, ENTRIES, is_loading
+from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.sinks.fingerprint import fingerprints
 
 __all__ = ["AgreementAddon"]
@@ -118,7 +118,7 @@ class AgreementAddon(AddOnPart):
 
     def state_dict(self) -> dict[str, Any]:
         """Compare the weights of the ranks before they are saved."""
-        if self._world > 1 and not self._is_failing() and not is_loading(self, ENTRIES, ALONE):
+        if self._world > 1 and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE):
             self._check_drift()
         return super().state_dict()
 

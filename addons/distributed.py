@@ -24,7 +24,7 @@ from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, tell_failures_early
-from zae.loop.addon_state import ALONE, ENTRIES, is_loading
+from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
@@ -327,7 +327,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the position, random streams and log of each rank; all ranks call it."""
-        asks = self._world > 1 and not self._is_failing() and not is_loading(self, ENTRIES, ALONE)
+        asks = self._world > 1 and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE)
         if asks:
             self.meet("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
@@ -342,7 +342,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
         name = engine_of(type(self), state)
         own, rest = self.take(state, name, strict=False)
-        if is_loading(self, ENTRIES):
+        if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
         saved, world, is_known = RankStates.parse(name, own), self._mesh().data_size, self._world > 1
         super().load_state_dict(saved.state_for(rest, self._data_rank, world, is_known=is_known), strict)
@@ -356,7 +356,7 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
     tell_failures_early()
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker")}
-    return result, RankStates.add_entries(trainer, trainer.state_dict()), rest
+    return result, RankStates.read_state(trainer, in_parts=False), rest
 
 
 def _is_known(backend: str) -> bool:

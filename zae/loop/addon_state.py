@@ -29,7 +29,6 @@ __all__ = [
     "ENTRIES",
     "FROM_FILE",
     "GENERATORS",
-    "MAIN",
     "PARTS",
     "Generators",
     "as_saved",
@@ -37,10 +36,10 @@ __all__ = [
     "declaring",
     "digest",
     "gathered",
-    "is_loading",
+    "is_in_mode",
     "key_of",
-    "loading_as",
     "read_declared",
+    "state_mode",
 ]
 
 _log = logging.getLogger("zae")
@@ -48,45 +47,35 @@ GENERATORS = "generators"
 """The key of `Generators` in a state; it is there once an add-on has drawn from one."""
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
-
-FROM_FILE, ENTRIES, PARTS, MAIN = "from a file", "entries alone", "in parts", "whole on the main rank"
+FROM_FILE = "from a file"
+"""A state is loaded whose tensors nobody else holds: they need not be copied."""
+ENTRIES = "entries alone"
+"""One rank alone reads or loads only the entries of add-ons."""
+PARTS = "in parts"
+"""A state is read with the parts of the tensors that each rank holds."""
 ALONE = "in parts, by one rank alone"
-_loading: ContextVar[tuple[Any, str]] = ContextVar("_loading", default=(None, ""))
+"""The same, where the other ranks do not take part."""
+_mode: ContextVar[tuple[Any, str]] = ContextVar("_mode", default=(None, ""))
 
 
-def is_loading(trainer: Trainer, *ways: str) -> bool:
-    """Return whether a trainer loads or reads its state in one of these ways.
-
-    It loads it from a file, whose tensors nobody else holds; or the entries of add-ons alone; or it reads it in parts:
-    each rank what it holds of a tensor, or one rank, while the others do not; or rank 0 alone whole weights and slots,
-    which it writes.
-    """
-    return _loading.get()[0] is trainer and _loading.get()[1] in ways
+def is_in_mode(trainer: Trainer, *modes: str) -> bool:
+    """Return whether the state of a trainer is being read or loaded in one of these modes."""
+    return _mode.get()[0] is trainer and _mode.get()[1] in modes
 
 
 @contextmanager
-def loading_as(trainer: Trainer, how: str) -> Iterator[None]:
-    token = _loading.set((trainer, how))
+def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
+    """Read or load the state of a trainer in a mode, within the block."""
+    token = _mode.set((trainer, mode))
     try:
         yield
     finally:
-        _loading.reset(token)
+        _mode.reset(token)
 
 
-def gathered(trainer: Trainer, value: Any, *, for_all: bool = False) -> Any:
-    """Return a value with whole tensors, unless each rank writes its parts.
-
-    Where rank 0 alone writes, the others have them on the meta device, unless they are for all.
-    """
-    if is_loading(trainer, PARTS, ALONE):
-        return value
-    is_spare = is_loading(trainer, MAIN) and trainer.rank > 0 and not for_all
-
-    def whole(tensor: Tensor) -> Tensor:
-        found = trainer.whole(tensor)
-        return found.to("meta") if is_spare and found is not tensor else found
-
-    return map_tensors(whole, value)
+def gathered(trainer: Trainer, value: Any) -> Any:
+    """Return a value with whole tensors on every rank, unless each rank reads its parts."""
+    return value if is_in_mode(trainer, PARTS, ALONE) else map_tensors(trainer.whole, value)
 
 
 # -------------------------------------------------------------------------------------------- declared attributes
@@ -122,10 +111,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"{owner.__name__} declares the state attribute {missing[0]!r}, which it has not set; set "
                 f"self.{missing[0]} in __init__"
             )
-        entry = {key: getattr(trainer, name) for key, name in names.items()}
-        if not is_loading(trainer, ENTRIES):  # One rank alone reads then.
-            own = {key_of(name) for name in owner.__dict__.get("rank_state_attributes", ())}
-            entry = {key: gathered(trainer, value, for_all=key in own) for key, value in entry.items()}
+        entry = {key: gathered(trainer, getattr(trainer, name)) for key, name in names.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}
@@ -150,7 +136,7 @@ def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
                 f"the state of {owner.__name__} does not fit: {key} {misfit}; build the trainer as it was saved"
             )
     on_host = entry.get(_ON_HOST, ())
-    if is_loading(trainer, FROM_FILE) and trainer.device.type == "cpu":
+    if is_in_mode(trainer, FROM_FILE) and trainer.device.type == "cpu":
         return {name: entry[key] for key, name in names.items()}
     return {name: copy_of(entry[key], None if key in on_host else trainer.device) for key, name in names.items()}
 

@@ -51,7 +51,7 @@ class CoreState:
         optimization.note_settings()
         trainer.nonfinite.read_pending(progress, trainer)
         weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
-        if not addon_state.is_loading(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
+        if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
             optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
         # A pending validation may read a training metric of the epoch that was just closed.
@@ -70,7 +70,7 @@ class CoreState:
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Check the whole state, and only then load it; on an error nothing is loaded."""
         trainer, optimization, position = self.trainer, self.optimization, self.trainer.loader_position
-        if addon_state.is_loading(trainer, addon_state.ENTRIES):
+        if addon_state.is_in_mode(trainer, addon_state.ENTRIES):
             return
         _check_keys(state, strict)
         module = trainer.unwrap()
@@ -78,7 +78,7 @@ class CoreState:
             optimization.build(trainer.build_optimizer, trainer.build_scheduler)
         optimization.note_settings()
         load_optimizer: Callable[[str, Any], None] = trainer.load_optimizer_state
-        if not addon_state.is_loading(trainer, addon_state.FROM_FILE):  # It keeps the tensors, which others hold too.
+        if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):  # It keeps the tensors, which others hold too.
             load_optimizer = _copying(load_optimizer)
         weights = _fitting_weights(module, state, strict)
         with _explaining_misfits():

@@ -303,7 +303,7 @@ class Preview:
         """Find the size of a checkpoint with these states of the optimizers."""
         trainer, found = self.trainer, self.found
         try:
-            with addon_state.loading_as(trainer, addon_state.ALONE):
+            with addon_state.state_mode(trainer, addon_state.ALONE):
                 state = trainer.state_dict()
             add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
             archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"

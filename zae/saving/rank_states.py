@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from zae.common import random_state
 from zae.common.walk import map_tensors
@@ -20,13 +21,11 @@ from zae.loop.addon_state import (
     ENTRIES,
     FROM_FILE,
     GENERATORS,
-    MAIN,
     PARTS,
     declaring,
     digest,
-    is_loading,
     key_of,
-    loading_as,
+    state_mode,
 )
 from zae.loop.epoch_log import EpochLog, merge_logs, to_host
 
@@ -72,33 +71,27 @@ class RankStates:
 
     @staticmethod
     def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a rank saves for itself, of its own state; the entries of add-ons follow in `add_entries`."""
+        """Return what a rank saves for itself, of its own state; the entries of add-ons follow in `read_state`."""
         return {"position": state["position"], "log_train": state["records"]["log_train"]}
 
     @classmethod
     def read_state(cls, trainer: Trainer, *, in_parts: bool) -> dict[str, Any]:
         """Return the state to save, with the entries of all ranks, which all call it.
 
-        Each rank has its parts of the tensors, or rank 0 alone has whole weights and slots: those of the others are on
-        the meta device.
+        Each rank has its parts of the tensors, or rank 0 alone has whole ones: those of the others are on the meta
+        device. Of the entries that may differ from rank to rank, digests are compared first: only what differs is sent,
+        and saved for each rank.
         """
-        with loading_as(trainer, PARTS if in_parts else MAIN) if trainer.world_size > 1 else nullcontext():
-            return cls.add_entries(trainer, trainer.state_dict())
-
-    @classmethod
-    def add_entries(cls, trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Add to a whole state what differs from rank to rank in the entries of add-ons; all ranks call it.
-
-        Digests are compared first: only what differs is sent, and saved for each rank.
-        """
-        name, world = engine_of(type(trainer)), trainer.data_size
-        if trainer.world_size > 1:  # Of add-ons that do not declare what they keep; the rest is whole already.
-            whole = _varying(type(trainer)) if is_loading(trainer, PARTS) else state
-            state = {key: map_tensors(trainer.whole, each) if key in whole else each for key, each in state.items()}
+        with state_mode(trainer, PARTS):
+            state = dict(trainer.state_dict())
+        name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying(type(trainer))
+        for key, each in state.items() if trainer.world_size > 1 else ():
+            if key in varying or not in_parts:
+                state[key] = _gather(trainer, each, keeps=key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
-            return dict(state)
+            return state
         own = {}
-        for owner, keys in _varying(type(trainer)).items():
+        for owner, keys in varying.items():
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
         digests = trainer.gather_data({owner: digest(entry) for owner, entry in own.items()})
@@ -186,6 +179,16 @@ class RankStates:
             )  # fmt: skip
 
 
+def _gather(trainer: Trainer, value: Any, keeps: bool) -> Any:
+    """Return a value with whole tensors, on the meta device unless this rank keeps them; all ranks call it."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        found = trainer.whole(tensor)
+        return found if keeps or found is tensor else found.to("meta")
+
+    return map_tensors(whole, value)
+
+
 def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
     engine = slots_of(cls).get("parallel")
@@ -198,7 +201,7 @@ def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> 
     """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
     name = engine_of(type(trainer), state)
     own = RankStates.with_entries_of(state, name, trainer.data_size, trainer.data_rank)
-    with loading_as(trainer, FROM_FILE):
+    with state_mode(trainer, FROM_FILE):
         trainer.load_state_dict(own, strict)
 
 
@@ -206,7 +209,7 @@ def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
     """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
     if not entries or trainer.rank == 0:
         return
-    with loading_as(trainer, ENTRIES):
+    with state_mode(trainer, ENTRIES):
         state = trainer.state_dict()
         trainer.load_state_dict({**state, **_complete(state, entries)})
 
