@@ -177,12 +177,12 @@ class StateManagerAddon(AddOnBase):
         is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
-            found = self.checkpointer.find(resumption.resume, self.held_parts())
+            found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.held_parts())
             if found is None:
                 resumption.start.apply(self)
             else:
-                resumption.path, content = found
-                self._resume_from(resumption.path, content)
+                resumption.path = found[0]
+                self._resume_from(*found)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
         self.checkpointer.run_id = self.checkpointer.run_id or secrets.token_hex(8)
 
@@ -196,7 +196,7 @@ class StateManagerAddon(AddOnBase):
         self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
-            self._resume_from(path)
+            self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.held_parts()))
             # The position in the run and in the data stays as the beginning of this call has checked it.
             progress.pending_validation = self.progress_checker.pending_validation
             self.progress_checker = progress
@@ -353,15 +353,14 @@ class StateManagerAddon(AddOnBase):
             With what to do.
         """
         self.checkpointer.settle()
-        found = Path(path).expanduser() if path is not None else self.save_path
-        found, content = self.checkpointer.newest(found, self.held_parts())
-        self._load_content(found, content, strict, check_partial(allow_partial))
+        place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
+        found, content = self.checkpointer.newest(place, files, self.held_parts())
+        self._load_content(found, content, strict, files)
 
-    def _resume_from(self, found: Path, content: Content | None = None) -> None:
+    def _resume_from(self, found: Path, content: Content) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         made = self.progress_checker.run_calls.made
         try:
-            content = content or self.checkpointer.read(found, self._resumption.allow_partial, self.held_parts())
             self._resumption.check_ranks(found, content, self.world_size, self.data_size)
             self._load_content(found, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
@@ -371,9 +370,9 @@ class StateManagerAddon(AddOnBase):
             raise
         self.progress_checker.run_calls.made = made
 
-    def _load_content(self, found: Path, content: Content | None, strict: bool, allow_partial: Sequence[str]) -> None:
+    def _load_content(self, found: Path, content: Content, strict: bool, allow_partial: Sequence[str]) -> None:
         """Load what was read of a checkpoint."""
-        manifest, model, state = content or self.checkpointer.read(found, allow_partial)
+        manifest, model, state = content
         if allow_partial and not (model and state):
             rest = "all but the weights" if model else "the model"
             _log.warning("%s is damaged: %s starts a new run", found, rest)

@@ -217,16 +217,15 @@ class Checkpointer:
 
     # -------------------------------------------------------------------------------------------------------- loading
 
-    def find(self, resume: bool | str | Path, held: _Held = _NONE) -> tuple[Path, Content | None] | None:
-        """Find the checkpoint that the option ``resume`` means, and read it if that is how it was found.
-
-        ``held`` is that of `read`.
+    def find(
+        self, resume: bool | str | Path, allow_partial: Collection[str] = (), held: _Held = _NONE
+    ) -> tuple[Path, Content] | None:
+        """Find the checkpoint that the option ``resume`` means, and read it as `read` does.
 
         Returns
         -------
         path, content : tuple, or None
-            The checkpoint, and what ``load_checkpoint`` returned for it; None for one that is given by its path. None
-            to start from scratch.
+            The checkpoint, and what ``load_checkpoint`` returned for it; None to start from scratch.
 
         Raises
         ------
@@ -237,7 +236,7 @@ class Checkpointer:
             return None
         folder = self.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
         if folder != self.folder and not list_checkpoints(folder):
-            return folder, None
+            return folder, self.read(folder, allow_partial, held)
         found = newest_valid(folder, partial(self.read, held=held))
         _refuse_links(folder, found[0] if found else None)
         if found is None:
@@ -257,10 +256,10 @@ class Checkpointer:
         self._damaged = {damaged.name for damaged, _ in passed_over}
         return path, content
 
-    def newest(self, path: Path, held: _Held = _NONE) -> tuple[Path, Content | None]:
-        """Read the newest whole checkpoint in a folder; a path that is not a folder of checkpoints is left unread."""
-        found, content, _ = newest_valid(path, partial(self.read, held=held)) or (path, None, [])
-        return found, content
+    def newest(self, path: Path, allow_partial: Collection[str], held: _Held) -> tuple[Path, Content]:
+        """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
+        found = newest_valid(path, partial(self.read, held=held))
+        return (path, self.read(path, allow_partial, held)) if found is None else found[:2]
 
     def read(self, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
         """Read a checkpoint, and warn if other ranks have lost their part of it.
