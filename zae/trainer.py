@@ -704,7 +704,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         iterable
             Batches.
         """
-        return self.loader_position.resharded(loader) if training else loader
+        return self.loader_position.pad_loader(loader) if training else loader
 
     @seam
     def batches(self, loader: Any) -> Iterator[Any]:

@@ -28,15 +28,7 @@ _CALLED = {"clip": "gradient_norm"}  # A seam that a default calls in turn: with
 class Binding:
     """What is bound on a trainer in the place of its seams; its `Run` owns it.
 
-    Parameters
-    ----------
-    owner : callable
-        Returns the trainer.
-
-    Attributes
-    ----------
-    bound : dict of str to callable
-        The seams that are bound now; the outermost override of each is one of an idle add-on.
+    ``bound`` has the seams that are bound now; the outermost override of each is one of an idle add-on.
     """
 
     def __init__(self, owner: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from zae.common import random_state
 from zae.data.loader_state import as_begun, capture_parts, changes_of, facts_of, is_exhausted, restore_parts
 from zae.data.loaders import describe, has_pinned_batches, is_stateful, length_of
-from zae.data.reshard import own_batch_sampler, padded, place_of, why_not_reshard
+from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
 from zae.data.skip import iterate_on, skip_batches
 from zae.data.workers import abandon_workers, deaths_expected, mute_workers, unmute_workers
 from zae.errors import CheckpointMismatch, LoaderError
@@ -97,43 +97,30 @@ class LoaderPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, which is restored when the next epoch, or the rest of this one, begins.
 
-        Parameters
-        ----------
-        state : mapping
-            What `state_dict` returned. With ``"may_reshard": True``, another batch size or another number of ranks
-            (it was saved by ``"ranks"``) may continue with the samples that are left.
+        With ``"may_reshard": True``, another batch size or another number of ranks (it was saved by ``"ranks"``) may
+        continue with the samples that are left.
         """
         made, absent = dict(state), list(state["absent"])  # These may fail: nothing is changed before.
         self._pad, self._absent_before = int(state.get("pad", 0)), int(state["absent_before"])
         self._resume, self._absent = made, absent
 
-    def limited(self, loader: Any, limits: BatchLimits) -> Any:
+    def view_of(self, loader: Any, limits: BatchLimits) -> Any:
         """Return the view of a training loader; in the next call of ``run`` with both the same one, to continue it."""
         before, known, view = self.view
         is_changed = isinstance(view, (list, tuple)) and not all(map(operator.is_, view, loader))
         is_known = before is loader and known == limits and not is_changed
         return view if is_known else limits.of_training(loader)
 
-    def resharded(self, loader: Any) -> Any:
+    def pad_loader(self, loader: Any) -> Any:
         """Return the loader to train on; in an epoch that was resharded, its order begins with the used entries."""
         if self._pad and self._padded[0] is not loader:
-            self._padded = (loader, padded(loader, self._pad))
+            self._padded = (loader, pad_order(loader, self._pad))
         return self._padded[1] if self._pad else loader
 
     def reshard(self, trainer: Trainer, given: Any) -> None:
         """Continue, where that is allowed, with another batch size or number of ranks: each remaining sample once.
 
-        Parameters
-        ----------
-        trainer : Trainer
-            Its progress in the epoch is counted in the new batches from here on.
-        given : iterable
-            The user's loader.
-
-        Raises
-        ------
-        CheckpointMismatch
-            The dataset or the sampler is another one, or the loader is a stream.
+        The progress in the epoch is counted in the new batches from here on.
         """
         resume, progress, world = self._resume, trainer.progress_checker, trainer.data_size
         if resume is None or not resume.get("may_reshard") or not resume["facts"]:
@@ -166,13 +153,7 @@ class LoaderPosition:
         self._absent = []
 
     def restart(self, used_before: int) -> None:
-        """Begin the epoch again at its first batch, with the present random state; an iterator continues.
-
-        Parameters
-        ----------
-        used_before : int
-            The number of batches that were used in all epochs.
-        """
+        """Begin the epoch again at its first batch, with the present random state; an iterator continues."""
         self._absent, self._absent_before, self._pad = [], -used_before, 0
         if self._resume is not None:
             absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
@@ -182,19 +163,9 @@ class LoaderPosition:
             self._resume = {**self._resume, **unset, "present": present, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
-        """Refuse to resume with another loader than the run was saved with.
+        """Refuse to resume with another loader, after ``wrap_loader``, than the run was saved with.
 
-        Parameters
-        ----------
-        loader : iterable
-            The loader, after ``wrap_loader``.
-        new_run : bool
-            Whether a call of ``run`` begins that had not begun when the state was saved: it takes any loader.
-
-        Raises
-        ------
-        CheckpointMismatch
-            The error names the differences.
+        A new call of ``run``, which had not begun when the state was saved, takes any loader.
         """
         before = {} if self._resume is None else self._resume["facts"]
         changes = changes_of(before, facts_of(loader)) if before else []
@@ -215,13 +186,7 @@ class LoaderPosition:
         self._another = True
 
     def note_loader(self, loader: Any) -> None:
-        """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one.
-
-        Parameters
-        ----------
-        loader : iterable
-            The loader, after ``wrap_loader``.
-        """
+        """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one."""
         self._ended_with = None if self._resume is None else loader
 
     def restore_random(self) -> None:
@@ -249,21 +214,10 @@ class LoaderPosition:
         return (self._resume is not None and not self._another) or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
-        """Iterate over the batches that are left in the epoch.
+        """Iterate over the batches that are left in the epoch, without those that are None.
 
-        Parameters
-        ----------
-        loader : iterable
-            The loader, after ``wrap_loader``.
-        used : int
-            The number of batches of this epoch that were used already.
-        used_before : int
-            The number that was used in all epochs: an iterator, which cannot start again, has to skip as many.
-
-        Returns
-        -------
-        iterator
-            The batches, without those that are None.
+        ``used`` of them were used in this epoch, and ``used_before`` in all: an iterator, which cannot start again,
+        skips as many.
         """
         resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
         self._note_workers(loader, used, resume)

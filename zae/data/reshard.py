@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zae.data.loader_state import changes_of, facts_of
 from zae.data.loaders import SamplerProxy, with_entries
 
-__all__ = ["own_batch_sampler", "padded", "place_of", "why_not_reshard"]
+__all__ = ["own_batch_sampler", "pad_order", "place_of", "why_not_reshard"]
 
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
@@ -46,7 +46,7 @@ class _PaddedList(Sequence[Any]):
         return self._batches[max(0, range(len(self))[index] - self._count)]
 
 
-def padded(loader: Any, count: int) -> Any:
+def pad_order(loader: Any, count: int) -> Any:
     """Return a loader whose order begins with placeholders, which are never loaded."""
     if not count:
         return loader

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.data.gather import batches_of
-from zae.data.loaders import copy_with
+from zae.data.loaders import SamplerProxy, copy_with
 
 __all__ = ["iterate_on", "skip_batches"]
 
@@ -53,42 +53,34 @@ def iterate_on(iterator: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-class _SkipFirst:
+class _SkipFirst(SamplerProxy):
     """A batch sampler (or sampler) without its first entries."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
         self._skip = skip
-        self._rest: Iterator[Any] | None = None
+        self.rest: Iterator[Any] | None = None  # Once the loader iterates over it.
         self._turn = threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
         # Nothing is skipped here: a DataLoader draws its base seed after this call and before the first entry.
-        self._rest = iter(self._sampler)
+        self.rest = iter(self.passed)
         return self._entries()
 
     def _entries(self) -> Iterator[Any]:
         self.skip()
-        assert self._rest is not None
-        yield from self._rest
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the loader has begun to iterate over it."""
-        return self._rest is not None
+        assert self.rest is not None
+        yield from self.rest
 
     def skip(self) -> None:
         """Drop the first entries now, while the random state is that of the beginning of the epoch."""
-        assert self._rest is not None
+        assert self.rest is not None
         with self._turn:  # A loader may fetch its batches in a thread.
             count, self._skip = self._skip, 0
-            _drop(self._rest, count, f"sampler {type(getattr(self._sampler, 'sampler', self._sampler)).__name__}")
+            _drop(self.rest, count, f"sampler {type(getattr(self.passed, 'sampler', self.passed)).__name__}")
 
     def __len__(self) -> int:
-        return len(self._sampler) - self._skip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
+        return super().__len__() - self._skip
 
 
 def _global_streams() -> tuple[Any, ...]:
@@ -116,7 +108,7 @@ def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[A
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = _SkipFirst(getattr(loader, name), count)
     iterator = batches_of(copy_with(loader, **{name: sampler}), fast)
-    if not sampler.has_begun:  # The __iter__ of a subclass is a generator, for example.
+    if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
         return None
     if loader.num_workers:
         _log.warning("resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random "

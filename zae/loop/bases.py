@@ -78,23 +78,7 @@ class Attributes:
         self.log_test.clear()
 
     def score_of(self, metrics: Mapping[str, float]) -> float | None:
-        """Look the monitored metric up.
-
-        Parameters
-        ----------
-        metrics : mapping
-            The metrics of a validation, or of an epoch of training.
-
-        Returns
-        -------
-        float or None
-            None only for the default monitor, where no step returns a loss.
-
-        Raises
-        ------
-        MonitorError
-            With the names there are.
-        """
+        """Return the monitored metric of a row; None only for the default monitor, where no step returns a loss."""
         return self.history.score_of(metrics)
 
 

@@ -127,15 +127,7 @@ class EpochLog(Mapping[str, list[Any]]):
         self._carried: dict[str, tuple[float, float]] = {}
 
     def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
-        """Take over what one step returned.
-
-        Parameters
-        ----------
-        step_dict : mapping
-            Numbers, 0-dimensional tensors, nested dicts of them, or anything else.
-        weight : float or Tensor
-            How many samples (or targets) the numbers are the mean over; a tensor is read with them.
-        """
+        """Record what one step returned; its numbers are means over ``weight`` samples (or targets)."""
         # Of a dict this takes less time than `items`; what is read like one may give something else where it is walked.
         for key in step_dict if type(step_dict) is dict else step_dict.keys():
             value = step_dict[key]
@@ -276,18 +268,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return merge_logs(gather(self))
 
     def state_dict(self, is_open: bool = True) -> dict[str, Any]:
-        """Return what was recorded, for the rest of the epoch to go on from.
-
-        Parameters
-        ----------
-        is_open : bool
-            Whether the epoch goes on; else only what no record has seen yet is of use to anybody.
-
-        Returns
-        -------
-        dict
-            Tensors and plain values.
-        """
+        """Return what was recorded; of a closed epoch, only what no record has seen yet."""
         if not is_open:
             carried = {key: since for key, since in self._since().items() if since[1]}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
@@ -302,13 +283,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried), **dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
-
-        Parameters
-        ----------
-        state : mapping
-            The state of a log.
-        """
+        """Load what ``state_dict`` returned."""
         self.clear()
         for key, (values, weights) in state["series"].items():
             series = self._series[key] = _Series()

@@ -157,7 +157,7 @@ class Evaluation:
             run.is_loading = not is_last
             return all(ends for ends, _ in parts)
 
-        def walked(batches: Iterator[Any]) -> Iterator[Any]:
+        def walk(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
                 held.append(None)
                 yield batch
@@ -167,7 +167,7 @@ class Evaluation:
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
         with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
-            self._walk(loader, walked(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
+            self._walk(loader, walk(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
             while not pass_on(True):
                 continue
 

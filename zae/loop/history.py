@@ -244,19 +244,7 @@ class History:
         place: Mapping[str, int],
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Add the row of an epoch, or of a validation.
-
-        Parameters
-        ----------
-        split : {"train", "valid"}
-            Which of the two it is.
-        metrics : mapping
-            The means.
-        place : mapping
-            "epoch" and "step".
-        more : mapping, optional
-            What else stands in the row, such as the learning rates.
-        """
+        """Add the row of an epoch ("train"), or of a validation ("valid"): its means, its place, and learning rates."""
         row = Metrics({**_row(split, metrics, place), **(more or {})})
         if split == "train":
             self.train_metrics = Metrics(metrics)
@@ -268,23 +256,9 @@ class History:
     def summarize(
         self, split: str, gather: Callable[[Any], list[Any]], world_size: int, further: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
-        """Return the means of a log over all ranks, with the further metrics that are computed from it.
+        """Return the means of ``log_train`` or ``log_test`` over all ranks, with the further metrics computed from it.
 
-        Parameters
-        ----------
-        split : {"train", "test"}
-            Whose log it is. That of training is this rank's own again afterwards.
-        gather : callable
-            Lists a value of every rank.
-        world_size : int
-            The number of ranks.
-        further : callable
-            `Trainer.metric_on_epoch_end`. What it returns on rank 0 is used, so that all ranks decide by the same.
-
-        Returns
-        -------
-        Metrics
-            Means by weight.
+        ``further`` is `Trainer.metric_on_epoch_end`: all ranks use what it returns on rank 0, to decide by the same.
         """
         name = f"log_{split}"
         own: EpochLog = getattr(self, name)
@@ -296,13 +270,7 @@ class History:
                 self.log_train = own
 
     def further_metrics(self, split: str, further: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
-        """Compute further metrics on this rank; none where they read what the log of the other mode does not hold yet.
-
-        Parameters
-        ----------
-        split, further
-            As for `summarize`.
-        """
+        """Compute further metrics on this rank; none if they read what the log of the other mode does not have yet."""
         try:
             return check_metrics(f"{self._owner}.metric_on_epoch_end", further())
         except MonitorError as error:
@@ -322,22 +290,9 @@ class History:
         return split_prefix(self.monitor)[0] == "train"
 
     def score_of(self, metrics: Mapping[str, float]) -> float | None:
-        """Look up the monitored metric, under its own name or without a split before it.
+        """Return the monitored metric of a row, under its own name or without a split before it.
 
-        Parameters
-        ----------
-        metrics : mapping
-            Of a validation, or of an epoch of training.
-
-        Returns
-        -------
-        float or None
-            None only for the default monitor, where no step returns a loss.
-
-        Raises
-        ------
-        MonitorError
-            With the names there are.
+        None is only for the default monitor, where no step returns a loss.
         """
         prefix, bare = split_prefix(self.monitor)
         source = self.train_metrics if prefix == "train" and self.monitor not in list(metrics) else metrics
@@ -355,12 +310,7 @@ class History:
     def score_at(self, step: int, has_validation: bool) -> float | None:
         """Return the monitored metric if it was measured at this step, else None.
 
-        Parameters
-        ----------
-        step : int
-            The present step.
-        has_validation : bool
-            Whether the present run validates; without any validation, training is measured at the end of an epoch.
+        Without any validation, training is measured at the end of an epoch.
         """
         by_training = self.watches_training or not (self.valid or has_validation)
         rows, metrics = (self.train, self.train_metrics) if by_training else (self.valid, self.test_metrics)
@@ -451,10 +401,7 @@ class History:
     def has_criterion_of(self, records: Mapping[str, Any]) -> bool:
         """Return whether saved scores compare with those of now: same monitor, same direction.
 
-        Parameters
-        ----------
-        records : mapping
-            What ``state_dict`` returned; an older zae did not save the monitor, and is believed.
+        An older zae did not save the monitor, and is believed.
         """
         return records.get("monitor") in (None, self.criterion)
 
@@ -471,7 +418,7 @@ class History:
             "monitor": self.criterion,
         }
 
-    def loaded(self, records: Mapping[str, Any]) -> History:
+    def with_records(self, records: Mapping[str, Any]) -> History:
         """Return a history with this one's settings and the records of a state; this one stays as it is."""
         made = copy.copy(self)
         made.log_train = self.log_train.empty_copy()

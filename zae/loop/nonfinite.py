@@ -74,44 +74,22 @@ class NonFiniteGuard:
         return {**self.__dict__, "_waiting": [], "_steps": [], "_unreported": []}
 
     def may_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
-        """Decide whether the optimizer may step.
+        """Return whether the optimizer may step: False only with "skip"; "raise" raises before anything is stepped.
 
-        Parameters
-        ----------
-        outputs : sequence of StepOutput
-            What the steps of the window returned.
-        progress : ProgressChecker
-            The position of the run; it counts the steps that are not finite.
-        processes : Processes
-            The seams of a trainer that concern several ranks.
-
-        Returns
-        -------
-        bool
-            False only with "skip".
-
-        Raises
-        ------
-        NonFiniteError
-            With "raise": nothing has been stepped.
+        ``progress`` counts the steps that are not finite; ``processes`` are the seams of the trainer for several ranks.
         """
-        bad = False
+        bad, norm, looked_at = False, self.optimization.grad_norm, []
         for values, _ in outputs:
-            loss = values["loss"]
-            if type(loss) is Tensor and loss.is_cpu:
-                value = loss.item()
+            looked_at.append(values["loss"])
+        if norm is not None and not self.scaled:
+            looked_at.append(norm)
+        for each in looked_at:
+            if type(each) is Tensor and each.is_cpu:
+                value = each.item()
                 if value - value:  # Of NaN and of the infinities this is NaN.
                     bad = True
             else:
-                bad = self._look(loss, progress) or bad
-        norm = self.optimization.grad_norm
-        if norm is not None and not self.scaled:
-            if norm.is_cpu:
-                value = norm.item()
-                if value - value:
-                    bad = True
-            else:
-                bad = self._look(norm, progress) or bad
+                bad = self._look(each, progress) or bad
         own = bad
         if self.policy == "skip" and processes.world_size > 1:
             # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.

@@ -88,7 +88,7 @@ class Optimization:
         self.grad_norm: Tensor | None = None
         self.grad_norms: dict[str, Tensor] = {}
         self.settings = ScriptSettings()
-        self._clipped: list[list[Tensor]] = []
+        self.clipped_parameters: list[list[Tensor]] = []  # Together: all for one optimizer, else those of each.
         self.as_clipped: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
@@ -138,7 +138,7 @@ class Optimization:
 
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
-        self._clipped, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
+        self.clipped_parameters, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
 
     def release(self) -> None:
         """Stop to follow the groups of the optimizers."""
@@ -178,7 +178,7 @@ class Optimization:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
         if self.gradient_clip:
             norms = []
-            for parameters in self._clipped:  # In turn: two optimizers may share a parameter.
+            for parameters in self.clipped_parameters:  # In turn: two optimizers may share a parameter.
                 norms.append(norm_of(parameters))
                 if self.gradient_clip != math.inf:
                     nn.utils.clip_grads_with_norm_(self.as_clipped(parameters), self.gradient_clip, norms[-1])
@@ -294,11 +294,6 @@ class Optimization:
             yield name, optimizer
 
     # ------------------------------------------------------------------------------------------------ the state
-
-    @property
-    def clipped_parameters(self) -> list[list[Tensor]]:
-        """The parameters whose gradients are clipped together: all for one optimizer, else those of each."""
-        return self._clipped
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each group, named as `log` records it."""

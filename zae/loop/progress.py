@@ -85,22 +85,7 @@ class Every:
 
     @classmethod
     def parse(cls, value: Every | int | None, name: str, default: Every) -> Every:
-        """Accept an Every, a number of steps, or None for the default.
-
-        Parameters
-        ----------
-        value : Every, int or None
-            What the user gave.
-        name : str
-            The argument's name, for the error.
-        default : Every
-            What None means.
-
-        Returns
-        -------
-        Every
-            The cadence.
-        """
+        """Return an Every, also of a number of steps; None is the default. ``name`` is the argument, for the error."""
         if value is None:
             return default
         if isinstance(value, cls):
@@ -278,7 +263,7 @@ class ProgressChecker:
         return {"progress": self.state_dict(), **pending}
 
     @classmethod
-    def loaded(cls, state: Mapping[str, Any]) -> ProgressChecker:
+    def from_state(cls, state: Mapping[str, Any]) -> ProgressChecker:
         """Return the progress in a whole state."""
         made, pending = cls(), state.get("validation", "")
         made.load_state_dict(state["progress"])

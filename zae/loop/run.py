@@ -97,7 +97,7 @@ class Run:
         """Return a call of ``run``; the trainer may be set up already."""
         trainer, batches = self.trainer, limits.batches
         is_training = trainer.mode == "train"
-        view = trainer.loader_position.limited(loader, batches) if is_training else batches.of_validation(loader)
+        view = trainer.loader_position.view_of(loader, batches) if is_training else batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits)
         call.given = loader
         call.is_ready, call.binding = self.is_ready, self.binding

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,15 +77,17 @@ class CoreState:
         if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
             optimization.build(trainer.build_optimizer, trainer.build_scheduler)
         optimization.note_settings()
-        load_optimizer: Callable[[str, Any], None] = trainer.load_optimizer_state
-        if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):  # It keeps the tensors, which others hold too.
-            load_optimizer = _copying(load_optimizer)
+        is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
+
+        def load_optimizer(name: str, values: Any) -> None:
+            trainer.load_optimizer_state(name, values if is_ours else copy.deepcopy(values))
+
         weights = _fitting_weights(module, state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
             load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
             outside = optimization.pair_outside(state["outside"], module)
-            progress, history = ProgressChecker.loaded(state), trainer.history.loaded(state["records"])
+            progress, history = ProgressChecker.from_state(state), trainer.history.with_records(state["records"])
         # A seed overrides the random streams of a state before any run.
         is_unused = trainer.seed is not None and not progress.batch and not progress.run_starts
 
@@ -121,10 +123,6 @@ class CoreState:
         self.trainer.load_model_state(fitted, strict)
         optimizer_modes.treat_as_evaluation(self.optimization.optimizers)
         return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
-
-
-def _copying(load: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    return lambda name, state: load(name, copy.deepcopy(state))
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:

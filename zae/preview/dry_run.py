@@ -36,7 +36,7 @@ from zae.loop.step_output import explain_failure, read_output
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["NotTried", "Trial", "Tried", "borrowed", "copy_trainer", "first_batch", "state_after_a_step"]
+__all__ = ["NotTried", "Trial", "Tried", "borrow", "copy_trainer", "first_batch", "state_after_a_step"]
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
@@ -121,7 +121,7 @@ def _differentiate(twin: Any, out: Any, values: Mapping[str, Any], batch: Any) -
 
 def first_batch(loader: Any) -> Any:
     """Take a batch, with the loader, its parts and every random stream as they were; else raise `NotTried`."""
-    with borrowed(loader) as twin:
+    with borrow(loader) as twin:
         try:
             batch = next((batch for batch in twin if batch is not None), None)
         except Exception as error:
@@ -134,7 +134,7 @@ def first_batch(loader: Any) -> Any:
 
 
 @contextmanager
-def borrowed(loader: Any) -> Iterator[Any]:
+def borrow(loader: Any) -> Iterator[Any]:
     """Yield a loader with the same batches, loaded in this process, and put back what it reads; or raise `NotTried`."""
     if isinstance(loader, (list, tuple)):
         yield _Copies(loader)
@@ -201,17 +201,8 @@ def _fill(container: Any, entries: Any) -> None:
 def copy_trainer(trainer: Any, cls: Any = None, is_whole: bool = True) -> Any:
     """Return a copy of a trainer with its own model, task and progress; raise `NotTried` if it cannot be copied.
 
-    Datasets, loaders and loggers among the attributes of the task are shared.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        It is not changed.
-    cls : type, optional
-        The class of the copy.
-    is_whole : bool
-        Whether the copy can train: it has its own optimizers and add-ons. Else these are shared, and the copy, with an
-        empty history that nobody saves, is for a forward and a backward.
+    A whole copy has its own optimizers and add-ons, and can train. Else these are shared, and the copy, with an
+    empty history, is for a forward and a backward. Datasets, loaders and loggers of the task are always shared.
     """
     module = trainer.unwrap()
     if any(trainer.layout(each) != "replicated" for each in module.parameters()):

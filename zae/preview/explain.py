@@ -155,7 +155,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
     dropped: list[int] = []  # Depths of enclosing blocks that are not shown: their content moves to the left.
     closed: int | None = None  # The depth of a block that an add-on replaces.
     for raw in LOOP.strip("\n").splitlines():
-        optional, text, comment, depth = _parsed(raw)
+        optional, text, comment, depth = _split_line(raw)
         if closed is not None and text and depth > closed:
             continue
         closed = None
@@ -172,17 +172,17 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             text = text.replace("for out in outputs: ", "")
             text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "scale_loss") else text
         shown_comment = _switch(text, comment, instance)
-        notes = [f"{owner.__name__}{_described(owner, name)}" for name, owner in mine]
+        notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in mine]
         if not mine or (instance is not None and "scheduler_step" in calls):
             notes += shown_comment
-        replaced = [n for n, owner in mine if n in _BLOCKS and _replaces(owner, n)]
+        replaced = [n for n, owner in mine if n in _BLOCKS and is_marked(owner.__dict__[n], "__replaces__")]
         closed = depth if replaced else None
         text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
         lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))
     return _without_empty_blocks(lines)
 
 
-def _parsed(raw: str) -> tuple[bool, str, str, int]:
+def _split_line(raw: str) -> tuple[bool, str, str, int]:
     """Split a line of `LOOP` into its mark, its text, its comment and its depth."""
     optional = raw.lstrip().startswith("?")
     spaced = raw.replace("?", "", 1) if optional else raw
@@ -226,11 +226,7 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
     return [comment] if comment else []
 
 
-def _replaces(owner: Any, name: str) -> bool:
-    return is_marked(owner.__dict__[name], "__replaces__")
-
-
-def _described(owner: Any, name: str) -> str:
+def _describe_override(owner: Any, name: str) -> str:
     """Describe an override by the first line of its docstring."""
     if name in ("train_step", "test_step"):
         return ""

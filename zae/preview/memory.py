@@ -94,15 +94,9 @@ class Memory:
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizers: Iterable[tuple[Optimizer, list[Tensor], Any]] = ()) -> Memory:
-        """Return the memory of one process.
+        """Return the memory of one process; each optimizer comes with its parameters and its state after a step.
 
-        Parameters
-        ----------
-        model : Module
-            The model.
-        optimizers : iterable of (Optimizer, list of Tensor, object)
-            Each with its parameters and its state after a step. One whose parameters are all outside of the model was
-            made to look at: it trains the whole model.
+        An optimizer whose parameters are all outside of the model was made to look at: it trains the whole model.
         """
         parts = {id(each): _part(each) for each in model.parameters()}
         names = {id(each): name for name, each in model.named_parameters()}

@@ -45,18 +45,7 @@ _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show
 
 
 class Preview:
-    """A call of `Trainer.run` that is looked at before it is made: what it will do, and what would fail.
-
-    Parameters
-    ----------
-    run : Run
-        The call. Neither it nor its trainer is changed.
-
-    Attributes
-    ----------
-    found : RunPreview
-        What is known so far.
-    """
+    """What a call of `Trainer.run` will do, and what of it would fail; neither the run nor its trainer is changed."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, run.trainer

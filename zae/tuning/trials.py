@@ -14,7 +14,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.progress import ProgressChecker
 from zae.loop.step_output import StepOutput
-from zae.preview.dry_run import NotTried, borrowed, copy_trainer
+from zae.preview.dry_run import NotTried, borrow, copy_trainer
 
 __all__ = ["trial", "trial_loader"]
 
@@ -101,7 +101,7 @@ def trial_loader(loader: Any, what: str) -> Iterator[Any]:
     """Yield a loader with the batches of another one; put that one and all random streams back when the block ends."""
     with random_state.isolated():
         try:
-            with borrowed(loader) as own:
+            with borrow(loader) as own:
                 yield own
         except NotTried as reason:
             raise ConfigError(f"{what}: {reason}; give a DataLoader, or a list of batches") from reason
