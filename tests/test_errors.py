@@ -102,7 +102,9 @@ def test_an_absent_name_is_explained():
     assert not hasattr(Own, "fit")
     assert getattr(trainer, "fit", 3) == 3
     assert "fit" not in dir(trainer) + dir(Own)
-    with pytest.raises(zae.MissingError, match=r"^Own has no attribute 'load_from_checkpoint'; here it is apply_weights"):
+    with pytest.raises(
+        zae.MissingError, match=r"^Own has no attribute 'load_from_checkpoint'; here it is apply_weights"
+    ):
         Own.load_from_checkpoint("last.ckpt")
     assert trainer.predict_batch() == "predicted"
     assert {"predict_batch", "run"} <= set(dir(trainer))

@@ -387,9 +387,7 @@ def test_a_misspelt_hook_in_a_plain_mixin_is_refused():
     class Hooks:
         def on_train_epoch_end(self): ...
 
-    with pytest.raises(
-        TaskError, match=r"Hooks.on_train_epoch_end would never be called; here it is on_epoch_end\(\)"
-    ):
+    with pytest.raises(TaskError, match=r"Hooks.on_train_epoch_end would never be called; here it is on_epoch_end\(\)"):
 
         class Mixed(Hooks, Task):
             pass
