@@ -98,6 +98,7 @@ def test_one_is_described(capsys: pytest.CaptureFixture[str]) -> None:
                   "saves      count", "options    angle=30.0", "More of it."):  # fmt: skip
         assert words in said
     assert "\x1b" not in said
+    assert called(capsys, "tilt")[1] == called(capsys, "TILTADDON")[1] == said
     found = json.loads(called(capsys, "EMAAddon", "--json")[1])
     options = {"decay": "0.999", "averaging": "'exponential'", "average_start": "0"}
     assert (found["options"], found["saves"], found["layer"]) == (options, ["average", "averaged"], EMAAddon.layer)

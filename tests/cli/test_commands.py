@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import zae
 from zae.cli import COMMANDS, main
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "help.txt"
@@ -58,6 +59,18 @@ def test_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no command 'docter'; did you mean 'doctor'? Commands: doctor, " in capsys.readouterr().err
     assert main([]) == 2
     assert "usage: python -m zae" in capsys.readouterr().err
+    for command, words in {
+        "plan script.py --lr 3": "unknown arguments: --lr 3; arguments for the script go after --",
+        "plan": "are required: script.py:FUNCTION\n",
+        "new": "are required: project|addon, NAME\n",
+        "doctor --jsn": "usage: python -m zae doctor",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(command.split())
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"zae {zae.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["consolidate absent out.pt", "diff absent other", "doctor absent",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ def test_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     """One run and two, in braille and in ASCII, linear and logarithmic, wide and narrow."""
     drawn = []
     for arguments in (
+        "a train/loss --width 48 --height 8",
         "a train/loss valid/loss --width 48 --height 8",
-        "a train/loss valid/loss --width 48 --height 8 --ascii",
         "a train/loss --width 48 --height 6 --log",
         "a b train/loss --width 60 --height 8 --ascii",
         "a lr --width 20 --height 3",
@@ -47,7 +49,7 @@ def test_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         assert (status, error) == (0, "")
         width = int(arguments.split("--width ")[1].split()[0])
         assert max(map(len, said.splitlines())) <= width
-        assert said.isascii() or "--ascii" not in arguments
+        assert said.isascii() == ("--ascii" in arguments or "valid" in arguments), "two curves look unlike"
         drawn.append(f"$ zae plot {arguments}\n{said}")
     assert "\n".join(drawn) == GOLDEN.read_text(encoding="utf-8")
 
@@ -59,7 +61,7 @@ def test_the_width_is_that_of_the_terminal(capsys: pytest.CaptureFixture[str], m
         said = plot(capsys, "a", "b")[1]
         assert max(map(len, said.splitlines())) == columns
         assert said.splitlines()[-3:] == [
-            "a train/loss: 1 -> 0.03125", "a valid/loss: 0.5 -> 0.5", "b train/loss: 0.03125 -> 1",
+            "* a train/loss: 1 -> 0.03125", "o a valid/loss: 0.5 -> 0.5", "+ b train/loss: 0.03125 -> 1",
         ]  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def test_json_holds_the_points(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (("a", "train/los"), "a has no metric 'train/los'; did you mean 'train/loss'? Available: train/loss, valid/l"),
-        (("nowhere", "lr"), "nowhere does not exist; give the folder of a run, or its log, first"),
+        (("nowhere", "lr"), "nowhere does not exist; give the folder or the log of a run, then metrics"),
         (("b", "lr"), "b has no metric 'lr'; available: train/loss"),
     ],
 )
@@ -80,6 +82,25 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[st
     status, said, error = plot(capsys, *arguments)
     assert (status, said) == (2, "")
     assert words in error
+
+
+def test_colours_tell_curves_apart_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, in a pipe or with NO_COLOR, marks do; the characters are the same but for the colours."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    said = plot(capsys, "a", "--width", "48", "--height", "8")[1]
+    lines = said.splitlines()
+    assert lines[-2:] == ["\x1b[34m━━\x1b[0m train/loss: 1 -> 0.03125", "\x1b[33m━━\x1b[0m valid/loss: 0.5 -> 0.5"]
+    bare = [re.sub(r"\x1b\[\d+m", "", line) for line in lines]
+    assert bare[0] == "      1 │⡇"
+    assert lines[0] == "      1 │\x1b[34m⡇\x1b[0m"
+    assert max(map(len, bare)) == 48
+    assert "\x1b" not in plot(capsys, "a", "train/loss")[1], "one curve needs no colour"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert plot(capsys, "a")[1].isascii()
 
 
 @pytest.mark.parametrize("is_ascii", [False, True])

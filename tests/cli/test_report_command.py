@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_what_cannot_be_a_report_is_refused(folder: Path, capsys: pytest.Capture
     Path("empty").mkdir()
     for arguments, words in [
         (("empty",), "empty contains neither a log nor checkpoints; give the folder of a run"),
-        (("nowhere",), "nowhere contains neither a log nor checkpoints"),
+        (("nowhere",), "nowhere does not exist; give the folder of a run"),
         ((folder, "-o", folder / "log.jsonl"), "would not be opened as a page; end it with .html"),
     ]:
         status, said, error = report(capsys, *arguments)
@@ -97,3 +98,22 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert names_of([tmp_path / "a.jsonl"]) == ["a"]
     assert names_of([Path("runs/v1.5")]) == ["v1.5"]
     assert [name[-3:] for name in names_of([Path("same"), Path("same")])] == ["(1)", "(2)"]
+
+
+def test_a_folder_of_runs_is_not_taken_for_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run in it is that run, with its checkpoints; several are named, to choose from."""
+    above = tmp_path / "above"
+    shutil.copytree(folder, above / "first")
+    run = load_run(above, "a")
+    assert (next(iter(run.records.series)), run.checkpoints[0]["healthy"]) == ("train/loss", True)
+    shutil.copytree(folder / "saved", above / "second")
+    for command in ("report", "plot"):
+        assert main([command, str(above)]) == 2
+        said = f"{above} contains 2 runs; give the ones that you mean: {above / 'first'} {above / 'second'}\n"
+        assert capsys.readouterr().err == said
+    assert main(["doctor", str(above)]) == 1
+    assert f"python -m zae doctor {above / 'first' / 'saved'} examines" in capsys.readouterr().out
+    assert main(["consolidate", str(above), "out.pt"]) == 2
+    assert f"contains no checkpoint; give {above / 'first' / 'saved'} or {above / 'second'}" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import zae
 from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 
 __all__ = ["COMMANDS", "main"]
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the module of the given command is imported; the help of all commands needs no module.
     name = next((word for word in given if not word.startswith("-")), None)
     parser = _Parser(prog="python -m zae", description="Tools around runs of zae.")
+    parser.add_argument("--version", action="version", version=f"zae {zae.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
     for command, line in COMMANDS.items():
         sub = commands.add_parser(command, help=line, description=line[0].upper() + line[1:] + ".")
@@ -58,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is not None and name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "."
         parser.error(f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
-    arguments = parser.parse_args(given)
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        hint = "; arguments for the script go after --" if name in ("plan", "explain") else ""
+        commands.choices.get(name or "", parser).error(f"unknown arguments: {' '.join(unknown)}{hint}")
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -122,8 +122,11 @@ def _table(found: list[Listed]) -> list[str]:
 def _find(name: str, found: list[Listed]) -> Listed:
     """Return the add-on of this name, which may lack the word Addon."""
     known = {each.name: each for each in found}
-    if name in known or f"{name}Addon" in known:
-        return known.get(name) or known[f"{name}Addon"]
+    of_word = {each.lower(): each for each in known}
+    exact = next((each for each in (name, f"{name}Addon") if each in known), None)
+    word = exact or of_word.get(name.lower()) or of_word.get(f"{name.lower()}addon")
+    if word is not None:
+        return known[word]
     hint = (
         did_you_mean(name, known)
         or did_you_mean(f"{name}Addon", known, cutoff=0.75)

@@ -23,14 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify the checkpoint, and write its weights; return 0."""
     # It imports torch, which takes seconds: not for --help.
+    from zae.cli.doctor import folders_below
     from zae.storage.checkpoint import load_weights, newest_valid, save_weights
     from zae.storage.manifest import verify
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a checkpoint, or a save_path")
-    newest = None if (path / "manifest.json").exists() else newest_valid(path, verify)
-    path = path if newest is None else newest[0]
+    if not (path / "manifest.json").exists():
+        newest = newest_valid(path, verify)
+        if newest is None:
+            below = folders_below(path)[:9]
+            hint = "give " + " or ".join(below) if below else "give a checkpoint, or a save_path"
+            raise ConfigError(f"{path} contains no checkpoint; {hint}")
+        path = newest[0]
     weights = load_weights(path)
     save_weights(out, weights)
     found = {"checkpoint": str(path), "file": str(out), "tensors": len(weights)}

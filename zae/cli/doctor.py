@@ -14,7 +14,7 @@ from zae.errors import CheckpointError, ConfigError, printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["add_arguments", "examine", "run"]
+__all__ = ["add_arguments", "examine", "folders_below", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +58,18 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
         "crashes": [_examined(each, reads_all) for each in crashes],
         "left_behind": _left_behind(folder) if paths != [folder] else [],
         "holder": _holder(folder),
-        "advice": _advice(checkpoints, whole) if reads_all else [f"python -m zae doctor {folder} verifies them"],
+        "advice": _advice(folder, checkpoints, whole)
+        if reads_all
+        else [f"python -m zae doctor {folder} verifies them"],
     }
+
+
+def folders_below(folder: Path) -> list[str]:
+    """Return the folders of checkpoints that are in a folder, at most two levels below, as they are to be given."""
+    from zae.storage.checkpoint import list_checkpoints
+
+    near = [each for pattern in ("*", "*/*") for each in folder.glob(pattern)]
+    return sorted(str(each) for each in near if each.is_dir() and not each.is_symlink() and list_checkpoints(each))
 
 
 def _examined(path: Path, reads_all: bool) -> dict[str, Any]:
@@ -77,10 +87,11 @@ def _examined(path: Path, reads_all: bool) -> dict[str, Any]:
     return {**found, "whole": True, **facts, **info, **({} if reads_all else {"verified": False})}
 
 
-def _advice(checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
+def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
     """Return what to do, one line for each action."""
     if not checkpoints:
-        return ['there is no checkpoint: resume="auto" starts a new run here']
+        below = [f"python -m zae doctor {each} examines those in it" for each in folders_below(folder)[:9]]
+        return ['there is no checkpoint: resume="auto" starts a new run here', *below]
     damaged = [each["name"] for each in checkpoints if not each["whole"]]
     if not damaged:
         return [f"all are intact: resume=True resumes from {whole[0]['name']}"]

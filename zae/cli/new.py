@@ -24,8 +24,9 @@ _NEXT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("kind", choices=[*_NEXT], help="project: a script that trains on real data, a package, tests; "
-                        "addon: a distribution with an entry point, and a test with zae's kit")  # fmt: skip
+    parser.add_argument("kind", metavar="project|addon", choices=[*_NEXT], help="project: a script that trains on real "
+                        "data, a package, tests; addon: a distribution with an entry point, and a test with "
+                        "zae's kit")  # fmt: skip
     parser.add_argument("name", metavar="NAME", help="the name, my-digits for instance; an add-on my-noise is called "
                         "MyNoiseAddon, in zae-my-noise")  # fmt: skip
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="where to write it, a folder that does not exist "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("names", metavar="RUN or METRIC", nargs="+", help="folders or logs of runs, then metrics: "
                         "run/ train/loss valid/loss (default: every loss)")  # fmt: skip
-    parser.add_argument("--ascii", action="store_true", help="draw without characters outside of ASCII")
+    parser.add_argument("--ascii", action="store_true", help="draw each curve with a mark of its own, as is done "
+                        "without colours too")  # fmt: skip
     parser.add_argument("--log", action="store_true", help="draw the values on a logarithmic scale")
     parser.add_argument("--width", type=int, help="columns (default: those of the terminal)")
     parser.add_argument("--height", type=int, default=16, help="lines of the plot (default: 16)")
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     paths = [path for path in map(Path, arguments.names) if path.expanduser().exists()]
     metrics = [name for name in arguments.names if not Path(name).expanduser().exists()]
     if not paths:
-        raise ConfigError(f"{arguments.names[0]} does not exist; give the folder of a run, or its log, first")
+        raise ConfigError(f"{arguments.names[0]} does not exist; give the folder or the log of a run, then metrics")
     runs = [load_run(path.expanduser(), name) for path, name in zip(paths, names_of(paths))]
     curves: dict[str, Series] = {}
     for each in runs:
@@ -52,8 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(json_safe(points)) + "\n")
         return 0
     width = arguments.width or shutil.get_terminal_size().columns
-    is_ascii = arguments.ascii or not _can_draw()
-    sys.stdout.write(draw(curves, width, arguments.height, is_ascii=is_ascii, is_log=arguments.log))
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_ascii = arguments.ascii or not _can_draw() or (len(curves) > 1 and not is_coloured)  # Marks tell them apart.
+    style = {"is_ascii": is_ascii, "is_log": arguments.log, "is_coloured": is_coloured and len(curves) > 1}
+    sys.stdout.write(draw(curves, width, arguments.height, **style))
     return 0
 
 

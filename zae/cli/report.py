@@ -59,7 +59,12 @@ def load_run(path: Path, name: str) -> Run:
     """Read what a folder, or a log, tells about a run; ConfigError where there is nothing."""
     from zae.report.records import Run, find_log, read_log
 
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give the folder of a run, or its log")
     log = path if path.is_file() else find_log(path)
+    if log is None:
+        path = _only_run_in(path)
+        log = find_log(path)
     records = None if log is None else read_log(log)
     reports = _examined(path, records)
     if records is None and not reports:
@@ -72,6 +77,22 @@ def load_run(path: Path, name: str) -> Run:
     if records is None:
         records = _records_in(newest)
     return Run(name, records, reports, newest[1]["composition"] if newest else [])
+
+
+def _only_run_in(folder: Path) -> Path:
+    """Return a folder without a log, or the folder in it that has the one run; ConfigError where there are several."""
+    from zae.report.records import find_log
+    from zae.storage.checkpoint import list_checkpoints
+
+    if (folder / "manifest.json").exists() or list_checkpoints(folder):
+        return folder
+    near = sorted(each for each in folder.iterdir() if each.is_dir() and not each.is_symlink())
+    logged = [each for each in near if find_log(each) is not None]
+    runs = [each for each in near if each in logged or list_checkpoints(each)]
+    if len(runs) > 1:
+        names = " ".join(str(each) for each in runs[:9])
+        raise ConfigError(f"{folder} contains {len(runs)} runs; give the ones that you mean: {names}")
+    return logged[0] if logged else folder
 
 
 def _examined(path: Path, records: Records | None) -> list[dict[str, Any]]:

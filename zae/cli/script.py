@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n\n{EXECUTED}"
     parser.add_argument("script", metavar="script.py:FUNCTION", help="a script, and the function in it that makes the "
                         "trainer (default: make_trainer)")  # fmt: skip
-    parser.add_argument("given", metavar="ARGUMENT", nargs="*", help="arguments for the script's sys.argv, after --")
+    parser.add_argument(
+        "given", metavar="ARGUMENT", nargs="*", default=[], help="arguments for the script's sys.argv, after --"
+    )
 
 
 @contextlib.contextmanager

@@ -83,6 +83,11 @@ class Every:
                 raise ConfigError(f"Every({name}={value!r}): {name} must be a whole number of at least {least}")
             object.__setattr__(self, name, int(value))
 
+    def __repr__(self) -> str:
+        """Return it as it is written in a script."""
+        fields = {"steps": self.steps, "epochs": self.epochs, "after": self.after or None}
+        return f"Every({', '.join(f'{name}={value}' for name, value in fields.items() if value is not None)})"
+
     @classmethod
     def parse(cls, value: Every | int | None, name: str, default: Every) -> Every:
         """Return an Every, also of a number of steps; None is the default. ``name`` is the argument, for the error."""

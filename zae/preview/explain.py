@@ -222,7 +222,7 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
             if not is_set and when == "batch" and instance.optimization.steps_schedulers(when):
                 comment = "its schedule counts optimizer steps"
         elif text.startswith("when log_every"):
-            comment = f"log_every={_shown_every(instance.log_every)}"
+            comment = f"log_every={instance.log_every}"
     return [comment] if comment else []
 
 
@@ -266,18 +266,10 @@ def shown_option(name: str, value: Any) -> str:
     """Return an option's value, unless it is long or may be secret."""
     if _SECRET.search(name) or isinstance(value, (dict, set)):
         return "..."
-    if isinstance(value, Every):
-        return _shown_every(value)
-    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and len(value) <= 60):
+    if isinstance(value, (bool, int, float, type(None), Every)) or (isinstance(value, str) and len(value) <= 60):
         return repr(value)
     if isinstance(value, Path):
         return repr(str(value))
     if isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float)) for item in value):
         return repr(value)
     return f"<{type(value).__name__}>"
-
-
-def _shown_every(every: Every) -> str:
-    """Return a cadence as it is written in a script."""
-    fields = {"steps": every.steps, "epochs": every.epochs, "after": every.after or None}
-    return f"Every({', '.join(f'{name}={value}' for name, value in fields.items() if value is not None)})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -107,7 +106,7 @@ def _described(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
         names = list(dict.fromkeys(name for each in found for name in each if name != "composition"))
         if not names:
             return ""
-        rows = {name: [_value(each.get(name)) for each in found] for name in names}
+        rows = {name: [_value(each[name]) if name in each else "-" for each in found] for name in names}
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
             return _section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
@@ -239,8 +238,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[s
 
 
 def _value(value: Any) -> str:
-    """Return the value of an option."""
-    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    """Return the value of an option as a script has it, but for the quotes of a text."""
+    text = value if isinstance(value, str) else repr(value)
     return f"<code>{text_of(text if len(text) <= 300 else text[:300] + ' ...')}</code>"
 
 

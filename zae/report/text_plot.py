@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _MARKS = "*o+x#@%&"
+_COLOURS = ("34", "33", "32", "35", "36", "31")  # Of a terminal: each can be read on black and on white.
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # The dot of each column and row of a character.
 
 
@@ -25,12 +26,14 @@ def draw(
     *,
     is_ascii: bool = False,
     is_log: bool = False,
+    is_coloured: bool = False,
     ends: tuple[str, str] | None = None,
 ) -> str:
     """Return a plot of curves, at most ``width`` columns wide; points that are not finite are left out.
 
-    With braille characters each curve has two by four dots in a character, and all look alike: the legend tells the
-    values at their ends. In ASCII each curve has its own mark. ``ends`` are the labels below, by default the steps.
+    With braille characters each curve has two by four dots in a character, and only colours tell curves apart; where
+    two cross, the later one gives the colour. In ASCII each curve has its own mark. ``ends`` are the labels below, by
+    default the steps.
     """
     points = {name: _scaled(each, is_log) for name, each in curves.items()}
     steps, values = ([pair[at] for each in points.values() for pair in each] for at in (0, 1))
@@ -39,24 +42,37 @@ def draw(
     low, high = min(values), max(values)
     labels = [number(10**at if is_log else at) for at in (high, (low + high) / 2, low)]
     margin = max(map(len, labels))
-    columns, rows = max(8, width - margin - 2), max(3, height)
-    fine = (1, 1) if is_ascii else (2, 4)
+    columns, rows, fine = max(8, width - margin - 2), max(3, height), (1, 1) if is_ascii else (2, 4)
     grid = [[" " if is_ascii else chr(0x2800)] * columns for _ in range(rows)]
+    colours = [[""] * columns for _ in range(rows)]
     first, last = min(steps), max(steps)
     for at, each in enumerate(points.values()):
         for x, y in _dots(each, (first, last, columns * fine[0]), (high, low, rows * fine[1])):
             row, column = y // fine[1], x // fine[0]
             dot = 0 if is_ascii else _BRAILLE[x % 2][y % 4]
             grid[row][column] = _MARKS[at % 8] if is_ascii else chr(ord(grid[row][column]) | dot)
+            colours[row][column] = _COLOURS[at % len(_COLOURS)] if is_coloured else ""
     beside = {0: labels[0], rows // 2: labels[1], rows - 1: labels[2]}
-    bar = "|" if is_ascii else "│"
-    lines = [f"{beside.get(at, ''):>{margin}} {bar}{''.join(row)}" for at, row in enumerate(grid)]
+    lines = [f"{beside.get(at, ''):>{margin}} {'│|'[is_ascii]}{''.join(row)}" for at, row in enumerate(grid)]
     ends = ends or (f"{first:,}", f"step {last:,}")
     lines.append(f"{'':{margin + 2}}{ends[0]}{ends[1]:>{max(1, columns - len(ends[0]))}}")
     for at, (name, series) in enumerate(curves.items()):
-        mark = f"{_MARKS[at % 8]} " if is_ascii else ""
+        mark = f"{_MARKS[at % 8]} " if is_ascii else "━━ " if is_coloured else ""
         lines.append(f"{mark}{printable(name, kept='')}: {number(series.values[0])} -> {number(series.values[-1])}")
-    return "\n".join(line.replace(chr(0x2800), " ").rstrip()[:width] for line in lines) + "\n"
+    lines = [line.replace(chr(0x2800), " ").rstrip()[:width] for line in lines]
+    if is_coloured:
+        legend = [[_COLOURS[at % len(_COLOURS)]] * 2 for at in range(len(curves))]
+        begins = [*[margin + 2] * (rows + 1), *[0] * len(curves)]
+        lines = [_coloured(*each) for each in zip(lines, begins, [*colours, [], *legend])]
+    return "\n".join(lines) + "\n"
+
+
+def _coloured(line: str, begin: int, colours: list[str]) -> str:
+    """Return a line whose characters from ``begin`` on have colours."""
+    pieces = itertools.groupby(zip(line[begin:], colours), key=lambda pair: pair[1])
+    texts = [(colour, "".join(each for each, _ in pairs)) for colour, pairs in pieces]
+    drawn = "".join(f"\x1b[{colour}m{text}\x1b[0m" if colour else text for colour, text in texts)
+    return line[:begin] + drawn + line[begin + len(colours) :]
 
 
 def _scaled(series: Series, is_log: bool) -> list[tuple[int, float]]:
