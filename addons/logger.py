@@ -16,14 +16,15 @@ from torch import Tensor
 from zae.addon import AddOnBase, seam
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
-from zae.errors import CheckpointMismatch, ConfigError, ZaeError, did_you_mean
+from zae.errors import AddOnRequirement, CheckpointMismatch, ConfigError, ZaeError, did_you_mean
 from zae.preview.describe import describe
 from zae.sinks.base import RunInfo, Sink
+from zae.sinks.client import ClientSink
 from zae.sinks.media import figure_pixels, histogram_of, image_pixels
 from zae.sinks.redact import redact, secrets_in
 from zae.sinks.worker import SinkWorker
 
-__all__ = ["LoggerAddon", "WebLoggerAddon", "is_installed"]
+__all__ = ["LoggerAddon", "WebLoggerAddon", "check_installed", "is_installed"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,36}")
 
@@ -312,12 +313,18 @@ class WebLoggerAddon(LoggerAddon):
     Examples
     --------
     >>> from zae.addons.logger import WebLoggerAddon
+    >>> from zae.sinks.client import ClientSink
+    >>> class PaperSink(ClientSink):
+    ...     name, function = "paper", "paper.begin"  # Of the package paper; the entries are its arguments.
+    ...     def write(self, metrics, step):
+    ...         self.client.print(step, metrics)
     >>> class PaperLoggerAddon(WebLoggerAddon):
     ...     "Send records to a printer, which web_logger={'paper': {...}} sets."
-    ...     web_key = "paper"
+    ...     web_key, web_sink = "paper", PaperSink
     """
 
     web_key: ClassVar[str] = ""
+    web_sink: ClassVar[type[ClientSink] | None] = None
     web_example: ClassVar[str] = '{"project": "my-project"}'
 
     def __init__(self, *args: Any, web_logger: Mapping[str, Mapping[str, Any]], **kwargs: Any) -> None:
@@ -332,18 +339,34 @@ class WebLoggerAddon(LoggerAddon):
                 found = f"a {type(web_logger[key]).__name__} for" if key in web_logger else "no entry"
                 raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={line}')
         self.web_logger = _Entries({key: _Entries(entries) for key, entries in web_logger.items()})
+        for owner in self._web_loggers():
+            sink, entries = owner.web_sink, self.web_logger[owner.web_key]
+            if sink is not None and (sink.requires_client or self.logger_required):
+                check_installed(owner.web_key, owner)
+            if sink is not None and is_installed(owner.web_key):
+                sink.check(entries)
+                if sink.needed and not any(entries.get(name) for name in sink.needed):
+                    raise ConfigError(f'web_logger["{owner.web_key}"] has no {sink.needed[0]}; write web_logger={line}')
+
+    def sinks(self) -> list[Sink]:
+        """Add a run of each service."""
+        owners = [owner for owner in self._web_loggers() if owner.web_sink is not None]
+        return [*super().sinks(), *(owner.web_sink(self.web_logger[owner.web_key]) for owner in owners)]
+
+    @classmethod
+    def _web_loggers(cls) -> list[Any]:
+        """Return the loggers of this class that have a key, the innermost first."""
+        return [owner for owner in reversed(cls.__mro__) if owner.__dict__.get("web_key")]
 
     @classmethod
     def _web_keys(cls) -> dict[str, str]:
         """Map the keys that the web loggers of this class read to their owners."""
-        owners = {c.__dict__.get("web_key"): c.__name__ for c in cls.__mro__}
-        return dict(sorted((key, name) for key, name in owners.items() if key))
+        return dict(sorted((owner.web_key, owner.__name__) for owner in cls._web_loggers()))
 
     @classmethod
     def _option_example(cls, name: str) -> str:
         """Return a value to write for an option that is missing."""
-        owners = (c for c in cls.__mro__ if issubclass(c, WebLoggerAddon) and c.__dict__.get("web_key"))
-        entries = ", ".join(sorted(f'"{owner.web_key}": {owner.web_example}' for owner in owners))
+        entries = ", ".join(sorted(f'"{owner.web_key}": {owner.web_example}' for owner in cls._web_loggers()))
         return f"{{{entries}}}" if name == "web_logger" else "..."
 
     def _check_key(self, key: Any) -> None:
@@ -366,6 +389,13 @@ class _Entries(dict[str, Any]):
 
     def __repr__(self) -> str:
         return repr(redact(dict(self)))
+
+
+def check_installed(package: str, owner: type) -> None:
+    """Raise AddOnRequirement if a package that an add-on needs is not installed."""
+    if not is_installed(package):
+        what = f'"zae[{package}]"' if owner.__module__.startswith("zae.") else package
+        raise AddOnRequirement(f"{owner.__name__} needs {package}, which is not installed: pip install {what}")
 
 
 def is_installed(package: str) -> bool:

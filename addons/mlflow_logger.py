@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.errors import AddOnRequirement, ConfigError, did_you_mean
-from zae.sinks.base import RunInfo, Sink
-from zae.sinks.redact import redact
+from zae.addons.logger import WebLoggerAddon
+from zae.sinks.base import RunInfo
+from zae.sinks.client import ClientSink
 
 __all__ = ["MLflowLoggerAddon", "MLflowSink"]
 
@@ -19,6 +18,93 @@ _KNOWN = ("experiment_name", "tracking_uri", "run_id", "run_name", "tags")
 _REFUSED = re.compile(r"[^\w\-. /]")  # What MLflow does not take in the name of a metric or a parameter.
 _LONGEST = 500
 _TAG = "zae.run_id"
+
+
+class MLflowSink(ClientSink):
+    """A run of MLflow; its ``client`` is a pair of the MlflowClient and the id of the run."""
+
+    name = "mlflow"
+    remedy: ClassVar[str] = (
+        "check the network and MLFLOW_TRACKING_URI, raise logger_timeout, or log to a database: "
+        'web_logger={"mlflow": {"tracking_uri": "sqlite:///mlflow.db", ...}}'
+    )
+    needed = ("experiment_name", "run_id")
+    shown = ("run_name", "tags")
+    _mlflow: Any = None
+
+    @classmethod
+    def check(cls, entries: Mapping[str, Any]) -> None:
+        """Refuse entries that are not known."""
+        cls.refuse_unknown(entries, _KNOWN, "MLflowLoggerAddon")
+
+    def load(self) -> None:
+        """Import mlflow and make its client, which may first create the tables of a database."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # Read as it is imported.
+        # The time until a retry would be drawn from Python's random stream, which is that of training.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
+        import mlflow
+
+        self._mlflow = mlflow.MlflowClient(tracking_uri=self.entries.get("tracking_uri"))
+
+    def open(self, info: RunInfo) -> None:
+        """Create a run, or continue the one with this id."""
+        client, entries = self._mlflow, self.entries
+        run_id = entries.get("run_id") or self._find(info)
+        if run_id is not None:
+            client.update_run(run_id, status="RUNNING")
+            self.client = (client, run_id)
+            return
+        versions = {f"zae.{name}": str(value) for name, value in info.environment.items()}
+        shown = self.public_entries(entries)
+        tags = {**versions, _TAG: info.id, **(shown.get("tags") or {})}
+        name = shown.get("run_name") or info.id
+        run_id = client.create_run(self._experiment(), tags=tags, run_name=name).info.run_id
+        self.client = (client, run_id)
+        from mlflow.entities import Param
+
+        options = [Param(_REFUSED.sub("_", key), str(value)[:_LONGEST]) for key, value in info.flat_config.items()]
+        for start in range(0, len(options), 100):  # The most that a server takes at once.
+            client.log_batch(run_id, params=options[start : start + 100])
+
+    def _experiment(self) -> str:
+        """Return the id of the experiment, which is created if it is not there."""
+        name = self.entries["experiment_name"]
+        found = self._mlflow.get_experiment_by_name(name)
+        experiment_id: str = self._mlflow.create_experiment(name) if found is None else found.experiment_id
+        return experiment_id
+
+    def _find(self, info: RunInfo) -> str | None:
+        """Return the id of the run that is continued; None where it is a new one."""
+        if not info.continued:
+            return None
+        found = self._mlflow.search_runs([self._experiment()], f"tags.`{_TAG}` = '{info.id}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log a metric for each number, and a tag for anything else."""
+        from mlflow.entities import Metric, RunTag
+
+        client, run_id = self.client
+        at = round((self.logged_at or time.time()) * 1000)
+        names = {key: _REFUSED.sub("_", key) for key in metrics}
+        texts = [RunTag(names[key], value) for key, value in metrics.items() if isinstance(value, str)]
+        numbers = [
+            Metric(names[key], float(value), at, step) for key, value in metrics.items() if not isinstance(value, str)
+        ]
+        client.log_batch(run_id, metrics=numbers, tags=texts)
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Log an image among the artifacts of the run."""
+        client, run_id = self.client
+        pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
+        client.log_image(run_id, pixels, key=name, step=step, synchronous=True)
+
+    def close(self, failed: bool) -> None:
+        """End the run, which may be continued later."""
+        if self.client is not None:
+            client, run_id = self.client
+            client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
+        self.client = None
 
 
 class MLflowLoggerAddon(WebLoggerAddon):
@@ -62,122 +148,4 @@ class MLflowLoggerAddon(WebLoggerAddon):
 
     web_key = "mlflow"
     web_example = '{"experiment_name": "my-project"}'
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        entries = self.web_logger["mlflow"]
-        if not is_installed("mlflow"):
-            raise AddOnRequirement('MLflowLoggerAddon needs mlflow, which is not installed: pip install "zae[mlflow]"')
-        for name in entries:
-            if name not in _KNOWN:
-                hint = did_you_mean(str(name), _KNOWN) or f"; available: {', '.join(_KNOWN)}"
-                raise ConfigError(f'web_logger["mlflow"] has an unknown entry {redact(name)!r}{hint}')
-        if not (entries.get("experiment_name") or entries.get("run_id")):
-            line = self._option_example("web_logger")
-            raise ConfigError(f'web_logger["mlflow"] has no experiment_name; write web_logger={line}')
-
-    def sinks(self) -> list[Sink]:
-        """Add the run of MLflow."""
-        return [*super().sinks(), MLflowSink(self.web_logger["mlflow"])]
-
-
-class MLflowSink(Sink):
-    """A run of MLflow; its ``client`` is a pair of the MlflowClient and the id of the run.
-
-    Parameters
-    ----------
-    entries : mapping
-        As for `MLflowLoggerAddon`.
-
-    Examples
-    --------
-    >>> import os, tempfile
-    >>> os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     sink = MLflowSink({"experiment_name": "demo", "tracking_uri": f"file:{folder}"})
-    ...     sink.load()
-    ...     sink.open(RunInfo(id="0123456789abcdef"))
-    ...     sink.write({"train/loss": 0.5, "epoch": 1}, 10)
-    ...     client, run_id = sink.client
-    ...     print(client.get_run(run_id).data.metrics["train/loss"])
-    ...     sink.close(False)
-    0.5
-    """
-
-    name = "mlflow"
-    remedy: ClassVar[str] = (
-        "check the network and MLFLOW_TRACKING_URI, raise logger_timeout, or log to a database: "
-        'web_logger={"mlflow": {"tracking_uri": "sqlite:///mlflow.db", ...}}'
-    )
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = dict(entries)
-        self._mlflow: Any = None
-
-    def load(self) -> None:
-        """Import mlflow and make its client, which may first create the tables of a database."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # Read as it is imported.
-        # The time until a retry would be drawn from Python's random stream, which is that of training.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
-        import mlflow
-
-        self._mlflow = mlflow.MlflowClient(tracking_uri=self._entries.get("tracking_uri"))
-
-    def open(self, info: RunInfo) -> None:
-        """Create a run, or continue the one with this id."""
-        client, entries = self._mlflow, self._entries
-        run_id = entries.get("run_id") or self._find(info)
-        if run_id is not None:
-            client.update_run(run_id, status="RUNNING")
-            self.client = (client, run_id)
-            return
-        versions = {f"zae.{name}": str(value) for name, value in info.environment.items()}
-        tags = {**versions, _TAG: info.id, **redact(dict(entries.get("tags") or {}))}
-        name = redact(entries.get("run_name") or info.id)
-        run_id = client.create_run(self._experiment(), tags=tags, run_name=name).info.run_id
-        self.client = (client, run_id)
-        from mlflow.entities import Param
-
-        options = [Param(_REFUSED.sub("_", key), str(value)[:_LONGEST]) for key, value in info.flat_config.items()]
-        for start in range(0, len(options), 100):  # The most that a server takes at once.
-            client.log_batch(run_id, params=options[start : start + 100])
-
-    def _experiment(self) -> str:
-        """Return the id of the experiment, which is created if it is not there."""
-        name = self._entries["experiment_name"]
-        found = self._mlflow.get_experiment_by_name(name)
-        experiment_id: str = self._mlflow.create_experiment(name) if found is None else found.experiment_id
-        return experiment_id
-
-    def _find(self, info: RunInfo) -> str | None:
-        """Return the id of the run that is continued; None where it is a new one."""
-        if not info.continued:
-            return None
-        found = self._mlflow.search_runs([self._experiment()], f"tags.`{_TAG}` = '{info.id}'", max_results=1)
-        return found[0].info.run_id if found else None
-
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log a metric for each number, and a tag for anything else."""
-        from mlflow.entities import Metric, RunTag
-
-        client, run_id = self.client
-        at = round((self.logged_at or time.time()) * 1000)
-        names = {key: _REFUSED.sub("_", key) for key in metrics}
-        texts = [RunTag(names[key], value) for key, value in metrics.items() if isinstance(value, str)]
-        numbers = [
-            Metric(names[key], float(value), at, step) for key, value in metrics.items() if not isinstance(value, str)
-        ]
-        client.log_batch(run_id, metrics=numbers, tags=texts)
-
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image among the artifacts of the run."""
-        client, run_id = self.client
-        pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
-        client.log_image(run_id, pixels, key=name, step=step, synchronous=True)
-
-    def close(self, failed: bool) -> None:
-        """End the run, which may be continued later."""
-        if self.client is not None:
-            client, run_id = self.client
-            client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
-        self.client = None
+    web_sink = MLflowSink

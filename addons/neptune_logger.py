@@ -2,21 +2,90 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.errors import AddOnRequirement, ConfigError, did_you_mean
-from zae.sinks.base import RunInfo, Sink
-from zae.sinks.redact import redact
+from zae.addons.logger import WebLoggerAddon
+from zae.errors import AddOnRequirement
+from zae.sinks.base import RunInfo
+from zae.sinks.client import ClientSink
 
 __all__ = ["NeptuneLoggerAddon", "NeptuneSink"]
 
 _LOCAL = ("offline", "debug")
 _OFFLINE = 'web_logger={"neptune": {"mode": "offline"}}'
+
+
+class NeptuneSink(ClientSink):
+    """A run of the Neptune client."""
+
+    name = "neptune"
+    remedy = (
+        f"note that Neptune's hosted service has ended: set NEPTUNE_API_TOKEN to one of your own server, log to files "
+        f'with {_OFFLINE} (pip install "zae[neptune]"), or take TensorBoardLoggerAddon or JSONLLoggerAddon instead'
+    )
+
+    function = "neptune.init_run"
+    shown = ("name", "description", "tags")
+    requires_client = False
+    _timeout = 5.0
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        if "api_tkn" in self.entries:
+            self.entries["api_token"] = self.entries.pop("api_tkn")
+
+    @classmethod
+    def check(cls, entries: Mapping[str, Any]) -> None:
+        """Refuse a run that needs a token and has none."""
+        mode = entries.get("mode") or os.environ.get("NEPTUNE_MODE") or "async"
+        has_token = entries.get("api_token") or entries.get("api_tkn") or os.environ.get("NEPTUNE_API_TOKEN")
+        if mode not in _LOCAL and not has_token:
+            raise AddOnRequirement(
+                "NeptuneLoggerAddon has no API token; log in with: export NEPTUNE_API_TOKEN=... (the hosted service "
+                f"has ended, so you need your own server), or log to files: {_OFFLINE}"
+            )
+
+    def open(self, info: RunInfo) -> None:
+        """Start the run, or continue the one with this id."""
+        import neptune
+        from neptune.utils import stringify_unsupported
+
+        entries = dict(self.entries)
+        if "with_id" not in entries:
+            entries.setdefault("custom_run_id", info.id)
+        self._timeout = info.timeout
+        self.client = neptune.init_run(**{**entries, **self.public_entries(entries)})
+        self.client["config"] = stringify_unsupported(dict(info.config))
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Append to each series; values that are not finite, which Neptune would skip, go to a series of texts."""
+        for key, value in metrics.items():
+            if isinstance(value, str) or not math.isfinite(value):
+                self.client[f"texts/{key}"].append(str(value), step=step)
+            else:
+                self.client[key].append(value, step=step)
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Append to a series of files; Neptune has no histograms."""
+        from neptune.types import File
+
+        self.client[name].append(File.as_image(pixels / 255), step=step)
+
+    def flush(self) -> None:
+        """Wait until the client has written its calls to the disk, from where it sends them."""
+        if self.client is not None:
+            self.client.wait(disk_only=True)
+
+    def close(self, failed: bool) -> None:
+        """Stop the run."""
+        if self.client is not None:
+            if failed:
+                self.client["sys/failed"] = True
+            self.client.stop(seconds=self._timeout * 0.9)
+        self.client = None
 
 
 class NeptuneLoggerAddon(WebLoggerAddon):
@@ -58,108 +127,4 @@ class NeptuneLoggerAddon(WebLoggerAddon):
     """
 
     web_key = "neptune"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        entries = self.web_logger["neptune"]
-        if "api_tkn" in entries:
-            entries["api_token"] = entries.pop("api_tkn")
-        if not is_installed("neptune"):
-            if self.logger_required:
-                raise AddOnRequirement(
-                    'NeptuneLoggerAddon needs neptune, which is not installed: pip install "zae[neptune]"'
-                )
-        elif _mode(entries) not in _LOCAL and not (entries.get("api_token") or os.environ.get("NEPTUNE_API_TOKEN")):
-            raise AddOnRequirement(
-                "NeptuneLoggerAddon has no API token; log in with: export NEPTUNE_API_TOKEN=... (the hosted service "
-                f"has ended, so you need your own server), or log to files: {_OFFLINE}"
-            )
-
-    def sinks(self) -> list[Sink]:
-        """Add the run of the Neptune client."""
-        return [*super().sinks(), NeptuneSink(self.web_logger["neptune"])]
-
-
-class NeptuneSink(Sink):
-    """A run of the Neptune client.
-
-    Parameters
-    ----------
-    entries : mapping
-        For ``neptune.init_run``.
-
-    Examples
-    --------
-    >>> import logging, neptune
-    >>> logging.getLogger("neptune").setLevel("WARNING")
-    >>> quiet = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
-    >>> sink = NeptuneSink({"mode": "debug", **quiet})
-    >>> sink.load()
-    >>> sink.open(RunInfo(id="0123456789abcdef"))
-    >>> sink.write({"train/loss": 0.5, "epoch": 1}, 10)
-    >>> sink.close(False)
-    """
-
-    name = "neptune"
-    remedy = (
-        f"note that Neptune's hosted service has ended: set NEPTUNE_API_TOKEN to one of your own server, log to files "
-        f'with {_OFFLINE} (pip install "zae[neptune]"), or take TensorBoardLoggerAddon or JSONLLoggerAddon instead'
-    )
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = dict(entries)
-        self._timeout = 5.0
-
-    def load(self) -> None:
-        """Import neptune, and refuse arguments that ``init_run`` does not take."""
-        import neptune
-
-        known = inspect.signature(neptune.Run.__init__).parameters
-        for name in self._entries:
-            if name not in known:
-                raise ConfigError(f'web_logger["neptune"] has an entry {name!r} that neptune.init_run does not take'
-                                  f"{did_you_mean(name, known)}")  # fmt: skip
-
-    def open(self, info: RunInfo) -> None:
-        """Start the run, or continue the one with this id."""
-        import neptune
-        from neptune.utils import stringify_unsupported
-
-        entries = dict(self._entries)
-        if "with_id" not in entries:
-            entries.setdefault("custom_run_id", info.id)
-        self._timeout = info.timeout
-        shown = redact({key: entries[key] for key in ("name", "description", "tags") if key in entries})
-        self.client = neptune.init_run(**{**entries, **shown})
-        self.client["config"] = stringify_unsupported(dict(info.config))
-
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Append to each series; values that are not finite, which Neptune would skip, go to a series of texts."""
-        for key, value in metrics.items():
-            if isinstance(value, str) or not math.isfinite(value):
-                self.client[f"texts/{key}"].append(str(value), step=step)
-            else:
-                self.client[key].append(value, step=step)
-
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Append to a series of files; Neptune has no histograms."""
-        from neptune.types import File
-
-        self.client[name].append(File.as_image(pixels / 255), step=step)
-
-    def flush(self) -> None:
-        """Wait until the client has written its calls to the disk, from where it sends them."""
-        if self.client is not None:
-            self.client.wait(disk_only=True)
-
-    def close(self, failed: bool) -> None:
-        """Stop the run."""
-        if self.client is not None:
-            if failed:
-                self.client["sys/failed"] = True
-            self.client.stop(seconds=self._timeout * 0.9)
-        self.client = None
-
-
-def _mode(entries: Mapping[str, Any]) -> str:
-    return str(entries.get("mode") or os.environ.get("NEPTUNE_MODE") or "async")
+    web_sink = NeptuneSink

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zae.addons.logger import LoggerAddon, is_installed
+from zae.addons.logger import LoggerAddon, check_installed
 from zae.common.argument_checks import check_folder
-from zae.errors import AddOnRequirement
 from zae.sinks.base import RunInfo, Sink
 
 __all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
@@ -55,10 +54,7 @@ class TensorBoardLoggerAddon(LoggerAddon):
 
     def __init__(self, *args: Any, log_dir: str | Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not is_installed("tensorboard"):
-            raise AddOnRequirement(
-                'TensorBoardLoggerAddon needs tensorboard, which is not installed: pip install "zae[tensorboard]"'
-            )
+        check_installed("tensorboard", TensorBoardLoggerAddon)
         self.log_dir = check_folder(log_dir, "log_dir").absolute()
 
     def sinks(self) -> list[Sink]:
@@ -67,23 +63,7 @@ class TensorBoardLoggerAddon(LoggerAddon):
 
 
 class TensorBoardSink(Sink):
-    """Event files in one folder.
-
-    Parameters
-    ----------
-    folder : Path
-        It is created.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     sink = TensorBoardSink(Path(folder))
-    ...     sink.load()
-    ...     sink.open(RunInfo(id="0123456789abcdef"))
-    ...     sink.write({"train/loss": 0.5, "epoch": 1}, 10)
-    ...     sink.close(False)
-    """
+    """Event files in one folder, which is created."""
 
     name = "tensorboard"
     remedy = "free some space, or give another log_dir"

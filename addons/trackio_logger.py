@@ -3,17 +3,70 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 from collections.abc import Mapping
 from typing import Any
 
-from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.errors import AddOnRequirement, ConfigError, did_you_mean
-from zae.sinks.base import RunInfo, Sink
-from zae.sinks.redact import redact
+from zae.addons.logger import WebLoggerAddon
+from zae.sinks.base import RunInfo
+from zae.sinks.client import ClientSink
 
 __all__ = ["TrackioLoggerAddon", "TrackioSink"]
+
+
+class TrackioSink(ClientSink):
+    """A run of Trackio."""
+
+    name = "trackio"
+    remedy = "check the network and space_id, raise logger_timeout, or leave space_id out, which logs to this machine"
+    function = "trackio.init"
+    needed = ("project",)
+    shown = ("config", "name")
+    _is_new = False  # Whether something was written since the last flush.
+
+    def open(self, info: RunInfo) -> None:
+        """Start the run, or continue the one with this name."""
+        config = {**info.config, **(self.entries.get("config") or {}), "zae.environment": dict(info.environment)}
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, "resume": "allow"}
+        entries = {**quiet, **self.entries, "config": config, "name": self.entries.get("name") or info.id}
+        self.entries = {**entries, **self.public_entries(entries)}
+        self._begin()
+
+    def _begin(self) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):  # It prints how to show the dashboard.
+            self.client = trackio.init(**self.entries)
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log one row."""
+        self.client.log(dict(metrics), step=step)
+        self._is_new = True
+
+    def write_image(self, name: str, pixels: Any, step: int) -> None:
+        """Log an image, in a row of its own."""
+        import trackio
+
+        self.write({name: trackio.Image(pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels)}, step)
+
+    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        """Log a histogram, in a row of its own."""
+        import trackio
+
+        self.write({name: trackio.Histogram(np_histogram=(counts, edges))}, step)
+
+    def flush(self) -> None:
+        """Finish the run and continue it: there is no other call that waits until the rows are written."""
+        if self._is_new:
+            self.close(False)
+            self._begin()
+
+    def close(self, failed: bool) -> None:
+        """Finish the run, which may be continued later."""
+        if self.client is not None:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.client.finish()
+        self.client, self._is_new = None, False
 
 
 class TrackioLoggerAddon(WebLoggerAddon):
@@ -53,96 +106,4 @@ class TrackioLoggerAddon(WebLoggerAddon):
     """
 
     web_key = "trackio"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not is_installed("trackio"):
-            raise AddOnRequirement(
-                'TrackioLoggerAddon needs trackio, which is not installed: pip install "zae[trackio]"'
-            )
-        if not self.web_logger["trackio"].get("project"):
-            line = self._option_example("web_logger")
-            raise ConfigError(f'web_logger["trackio"] has no project; write web_logger={line}')
-
-    def sinks(self) -> list[Sink]:
-        """Add the run of Trackio."""
-        return [*super().sinks(), TrackioSink(self.web_logger["trackio"])]
-
-
-class TrackioSink(Sink):
-    """A run of Trackio.
-
-    Parameters
-    ----------
-    entries : mapping
-        For ``trackio.init``.
-
-    Examples
-    --------
-    >>> sink = TrackioSink({"project": "demo"})
-    >>> sink.load()
-    >>> sink.open(RunInfo(id="0123456789abcdef"))
-    >>> sink.write({"train/loss": 0.5, "epoch": 1}, 10)
-    >>> sink.close(False)
-    """
-
-    name = "trackio"
-    remedy = "check the network and space_id, raise logger_timeout, or leave space_id out, which logs to this machine"
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = dict(entries)
-        self._is_new = False  # Whether something was written since the last flush.
-
-    def load(self) -> None:
-        """Import trackio, and refuse arguments that ``trackio.init`` does not take."""
-        import trackio
-
-        known = inspect.signature(trackio.init).parameters
-        for name in self._entries:
-            if name not in known:
-                raise ConfigError(f'web_logger["trackio"] has an entry {name!r} that trackio.init does not take'
-                                  f"{did_you_mean(name, known)}")  # fmt: skip
-
-    def open(self, info: RunInfo) -> None:
-        """Start the run, or continue the one with this name."""
-        config = self._entries.get("config") or {}
-        given = {**self._entries, "config": {**info.config, **config, "zae.environment": dict(info.environment)}}
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, "name": info.id, "resume": "allow"}
-        self._entries = {**quiet, **given, "name": redact(given.get("name") or info.id)}
-        self._begin()
-
-    def _begin(self) -> None:
-        import trackio
-
-        with contextlib.redirect_stdout(io.StringIO()):  # It prints how to show the dashboard.
-            self.client = trackio.init(**self._entries)
-
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log one row."""
-        self.client.log(dict(metrics), step=step)
-        self._is_new = True
-
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image, in a row of its own."""
-        import trackio
-
-        self.write({name: trackio.Image(pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels)}, step)
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Log a histogram, in a row of its own."""
-        import trackio
-
-        self.write({name: trackio.Histogram(np_histogram=(counts, edges))}, step)
-
-    def flush(self) -> None:
-        """Finish the run and continue it: there is no other call that waits until the rows are written."""
-        if self._is_new:
-            self.close(False)
-            self._begin()
-
-    def close(self, failed: bool) -> None:
-        """Finish the run, which may be continued later."""
-        if self.client is not None:
-            with contextlib.redirect_stdout(io.StringIO()):
-                self.client.finish()
-        self.client, self._is_new = None, False
+    web_sink = TrackioSink

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import inspect
 import netrc
 import os
 import time
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from zae.addons.logger import WebLoggerAddon, is_installed
-from zae.errors import AddOnRequirement, ConfigError, did_you_mean
-from zae.sinks.base import RunInfo, Sink
-from zae.sinks.redact import redact, secrets_in
+from zae.addons.logger import WebLoggerAddon
+from zae.errors import AddOnRequirement
+from zae.sinks.base import RunInfo
+from zae.sinks.client import ClientSink
+from zae.sinks.redact import redact
 
 __all__ = ["WandBLoggerAddon", "WandBSink"]
 
@@ -24,114 +24,41 @@ _HOST = "https://api.wandb.ai"
 _INTERVAL, _SECONDS = "x_transaction_log_flush_interval", 0.05
 """The interval in which the client writes its file; at its default of 15 s, a kill loses the records since."""
 
-_SHOWN = ("config", "name", "notes", "tags", "group", "job_type")
-"""What W&B shows to others."""
 
-
-class WandBLoggerAddon(WebLoggerAddon):
-    """Log to Weights & Biases.
-
-    ``web_logger["wandb"]`` goes to ``wandb.init``: project, entity, name, tags, mode and so on; ``api_key`` is accepted
-    too. Records have their own ``step``, the x axis of every chart, so that none is dropped. A run that is active
-    already, in a sweep for instance, is used and left open.
-
-    Parameters
-    ----------
-    web_logger : dict
-        Declared by `WebLoggerAddon`, and shared by all web loggers.
-
-    Raises
-    ------
-    AddOnRequirement
-        At construction, when wandb is not installed, or there is no API key in online mode.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from zae import Trainer
-    >>> from zae.addons.wandb_logger import WandBLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> trainer = Task.add_on(WandBLoggerAddon)(
-    ...     model, "cpu", optimizer=optimizer, web_logger={"wandb": {"project": "demo", "mode": "disabled"}}
-    ... )
-    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
-    2
-    """
-
-    web_key = "wandb"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not is_installed("wandb"):
-            raise AddOnRequirement('WandBLoggerAddon needs wandb, which is not installed: pip install "zae[wandb]"')
-        mode, host = _mode_and_host(self.web_logger["wandb"])
-        if mode in ("online", "shared") and not _has_key(self.web_logger["wandb"], host):
-            raise AddOnRequirement(
-                f"WandBLoggerAddon has no API key for {redact(host)}; log in with: wandb login (or set WANDB_API_KEY); "
-                'or log to files: web_logger={"wandb": {"mode": "offline", ...}}'
-            )
-
-    def sinks(self) -> list[Sink]:
-        """Add the run at Weights & Biases."""
-        return [*super().sinks(), WandBSink(self.web_logger["wandb"])]
-
-
-class WandBSink(Sink):
-    """A run of the wandb client.
-
-    Parameters
-    ----------
-    entries : mapping
-        For ``wandb.init``.
-
-    Examples
-    --------
-    >>> sink = WandBSink({"mode": "disabled"})
-    >>> sink.load()
-    >>> sink.open(RunInfo(id="0123456789abcdef"))
-    >>> sink.write({"train/loss": 0.5, "epoch": 1}, 10)
-    >>> sink.close(False)
-    """
+class WandBSink(ClientSink):
+    """A run of the wandb client."""
 
     name = "wandb"
     remedy = (
         "check the network and WANDB_BASE_URL, raise logger_timeout, or log to files with "
         'web_logger={"wandb": {"mode": "offline"}} and send them with `wandb sync` later'
     )
-
+    function = "wandb.init"
+    accepted = ("api_key",)
+    shown = ("config", "name", "notes", "tags", "group", "job_type")
     _last_second: ClassVar[int] = 0
+    _is_own, _written, _size = True, False, 0
 
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = dict(entries)
-        self._is_own = True
-        self._written = False
-        self._size = 0
-
-    def load(self) -> None:
-        """Import wandb, and refuse arguments that ``wandb.init`` does not take."""
-        import wandb
-
-        known = inspect.signature(wandb.init).parameters
-        for name in self._entries:
-            if name not in known and name != "api_key":
-                raise ConfigError(f'web_logger["wandb"] has an entry {name!r} that wandb.init does not take'
-                                  f"{did_you_mean(name, known)}")  # fmt: skip
+    @classmethod
+    def check(cls, entries: Mapping[str, Any]) -> None:
+        """Refuse an online run without an API key, for which the client would prompt."""
+        mode, host = _mode_and_host(entries)
+        if mode in ("online", "shared") and not _has_key(entries, host):
+            raise AddOnRequirement(
+                f"WandBLoggerAddon has no API key for {redact(host)}; log in with: wandb login (or set WANDB_API_KEY); "
+                'or log to files: web_logger={"wandb": {"mode": "offline", ...}}'
+            )
 
     def open(self, info: RunInfo) -> None:
         """Start the run, or continue the one with this id."""
         import wandb
 
         # The client names its folder by the second, so that two runs within one would share a file.
-        if info.continued and _mode_and_host(self._entries)[0] != "disabled":
+        if info.continued and _mode_and_host(self.entries)[0] != "disabled":
             time.sleep(max(0.0, WandBSink._last_second + 1 - time.time()))
         WandBSink._last_second = int(time.time())
         self._is_own = wandb.run is None
-        entries = dict(self._entries)
+        entries = dict(self.entries)
         settings = _settings_of(entries)
         if _is_disabled():
             entries["mode"] = "disabled"
@@ -148,7 +75,7 @@ class WandBSink(Sink):
         settings = {**{key: value for key, value in ours.items() if key in known}, **settings}
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
-        shown = redact({key: entries[key] for key in _SHOWN if key in entries}, secrets_in(self._entries))
+        shown = self.public_entries(entries)
         self.client = wandb.init(**{"id": info.id, "resume": "allow", **entries, **shown, "settings": settings})
         self.client.define_metric("step")
         self.client.define_metric("*", step_metric="step")
@@ -191,6 +118,45 @@ class WandBSink(Sink):
         if self.client is not None and self._is_own:
             self.client.finish(exit_code=int(failed))
         self.client = None
+
+
+class WandBLoggerAddon(WebLoggerAddon):
+    """Log to Weights & Biases.
+
+    ``web_logger["wandb"]`` goes to ``wandb.init``: project, entity, name, tags, mode and so on; ``api_key`` is accepted
+    too. Records have their own ``step``, the x axis of every chart, so that none is dropped. A run that is active
+    already, in a sweep for instance, is used and left open.
+
+    Parameters
+    ----------
+    web_logger : dict
+        Declared by `WebLoggerAddon`, and shared by all web loggers.
+
+    Raises
+    ------
+    AddOnRequirement
+        At construction, when wandb is not installed, or there is no API key in online mode.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from zae import Trainer
+    >>> from zae.addons.wandb_logger import WandBLoggerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(WandBLoggerAddon)(
+    ...     model, "cpu", optimizer=optimizer, web_logger={"wandb": {"project": "demo", "mode": "disabled"}}
+    ... )
+    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    2
+    """
+
+    web_key = "wandb"
+    web_sink = WandBSink
 
 
 def _settings_of(entries: dict[str, Any]) -> dict[str, Any]:

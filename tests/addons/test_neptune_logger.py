@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import os
@@ -107,7 +108,13 @@ def test_a_run_that_goes_on_has_one_name(monkeypatch):
     import neptune
 
     given, real = [], neptune.init_run
-    monkeypatch.setattr(neptune, "init_run", lambda **kwargs: (given.append(kwargs), real(**kwargs))[1])
+
+    @functools.wraps(real)
+    def init_run(**kwargs):
+        given.append(kwargs)
+        return real(**kwargs)
+
+    monkeypatch.setattr(neptune, "init_run", init_run)
     trainer = logger()
     trainer.run(1, loader())
     trainer.run(1, loader())
