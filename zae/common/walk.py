@@ -17,6 +17,7 @@ __all__ = [
     "children_of",
     "copy_of",
     "fields_of",
+    "flatten",
     "has_same_bits",
     "is_dataclass",
     "is_sharded",
@@ -65,6 +66,16 @@ def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, each in items:
         yield from leaves_of(each, f"{place}[{key!r}]" if place else "")
+
+
+def flatten(values: Mapping[Any, Any], separator: str, prefix: str = "", depth: int = 8) -> dict[str, Any]:
+    """Return the entries of nested mappings by joined names; a mapping that lies deeper stays as it is."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        is_open = isinstance(value, Mapping) and depth > 0
+        found |= flatten(value, separator, f"{name}{separator}", depth - 1) if is_open else {name: value}
+    return found
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

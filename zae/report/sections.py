@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from zae.common.walk import flatten
 from zae.display.text import duration, number
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
@@ -102,7 +103,7 @@ def _described(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
     """Return the section of a part of the description, where runs are compared: what differs comes first."""
 
     def section(runs: Sequence[Run]) -> str:
-        found = [_flat(run.records.described(part)) for run in runs]
+        found = [flatten(run.records.described(part), ".") for run in runs]
         names = list(dict.fromkeys(name for each in found for name in each if name != "composition"))
         if not names:
             return ""
@@ -226,15 +227,6 @@ def _run(runs: Sequence[Run], at: int) -> str:
 
 def _noted(value: str, note: str) -> str:
     return f"{text_of(value)} <small>{text_of(note)}</small>" if note else text_of(value)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
-    """Return the entries of nested mappings by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.", depth + 1) if isinstance(value, Mapping) and depth < 8 else {name: value}
-    return found
 
 
 def _value(value: Any) -> str:

@@ -10,12 +10,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from zae.common.walk import json_safe
+from zae.common.walk import flatten, json_safe
 
 __all__ = ["JSONLSink", "RunInfo", "Sink"]
 
@@ -64,15 +64,8 @@ class RunInfo:
     @property
     def flat_config(self) -> dict[str, bool | int | float | str]:
         """The config for a client that takes no nested values: ``{"optimizer/lr": 0.1}``."""
-
-        def walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-            if isinstance(value, Mapping):
-                for key, inner in value.items():
-                    yield from walk(inner, f"{name}/{key}" if name else str(key))
-            else:
-                yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
-
-        return dict(walk(self.config, ""))
+        flat = flatten(self.config, "/")
+        return {name: v if isinstance(v, (bool, int, float, str)) else str(v) for name, v in flat.items()}
 
 
 class Sink:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zae.common.torch_private import sparse_parts
+from zae.common.walk import local_part
 
 __all__ = ["fingerprint", "fingerprints"]
 
@@ -27,7 +28,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     sums: dict[torch.device, list[Tensor]] = {}
     small: dict[torch.device, list[Tensor]] = {}
     shapes = []
-    for tensor in (part for each in tensors for part in _parts(_local(each).detach())):
+    for tensor in (part for each in tensors for part in _parts(local_part(each).detach())):
         shapes.append((str(tensor.dtype), tuple(tensor.shape)))
         if not tensor.numel():
             continue
@@ -46,7 +47,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """Hash each tensor on its device in 64 bits, as `fingerprint` does, and copy all hashes to the host at once."""
     totals: list[Tensor] = []
     for tensor in tensors:
-        parts = [each for part in _parts(_local(tensor).detach()) if part.numel() for each in _sums(_bytes(part))]
+        parts = [each for part in _parts(local_part(tensor).detach()) if part.numel() for each in _sums(_bytes(part))]
         if not parts:
             totals.append(torch.zeros((), dtype=torch.int64))
             continue
@@ -64,11 +65,6 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a distributed tensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
