@@ -29,6 +29,7 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.common.walk import tensors_in
+from zae.display.text import number
 from zae.tuning.learning_rate import RangeTest
 
 SETS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -151,10 +152,11 @@ def test_the_curve_is_exponential_smoothed_and_ends_where_the_loss_diverges() ->
     assert 1e-3 < found.suggestion < 0.5
 
     text, picture = str(found), found._repr_html_()
-    assert text.splitlines()[-1] == f"suggestion: lr={found.suggestion:.2g}; {found.stopped}"
-    assert "lr 0.0001" in text
+    assert text.splitlines()[-1] == f"suggestion: lr={number(found.suggestion, 3)}; {found.stopped}"
+    assert "lr 1e-4" in text
     assert picture.count("<polyline") == 2
-    assert f"suggestion: lr={found.suggestion:.2g}" in picture
+    assert picture.count("stroke-dasharray") == 1  # The suggestion.
+    assert f"suggestion: lr={number(found.suggestion, 3)}" in picture
 
 
 def test_a_loss_that_is_not_finite_or_does_not_fall_has_no_suggestion() -> None:
@@ -163,7 +165,7 @@ def test_a_loss_that_is_not_finite_or_does_not_fall_has_no_suggestion() -> None:
             return {"loss": sum(p.sum() for p in self.model.parameters()) * 0 + self.value}
 
     trainer = Flat(network(), "cpu", optimizer=torch.optim.AdamW, log_bar=False)
-    for trainer.value, text in ((1.0, "the highest rate, 10, was tried"), (math.nan, "the loss was nan at 1e-07")):
+    for trainer.value, text in ((1.0, "the highest rate, 10, was tried"), (math.nan, "the loss was nan at 1e-7")):
         found = zae.find_lr(trainer, loader(), steps=12)
         assert found.suggestion is None
         assert found.stopped == text

@@ -10,7 +10,17 @@ from typing import Any
 
 from zae.display.text import cell, columns_of, number
 
-__all__ = ["block", "curves", "escape", "facts_html", "is_shown_above", "metrics_html", "note_shown", "rows_html"]
+__all__ = [
+    "block",
+    "chart",
+    "curves",
+    "escape",
+    "facts_html",
+    "is_shown_above",
+    "metrics_html",
+    "note_shown",
+    "rows_html",
+]
 
 _COLORS = ("#3b82f6", "#dd6b10", "#0d9b68", "#a855f7", "#d6336c", "#7a8699")
 """Each has a contrast of at least 3 to white and to #111."""
@@ -68,23 +78,30 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
         if split in _SPLITS and metric:
             points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
             metrics.setdefault(metric, {})[split] = [point for point in points if math.isfinite(point[1])]
-    drawn = [_chart(name, series) for name, series in metrics.items() if any(series.values())][:_CHARTS]
+    drawn = [chart(name, series) for name, series in metrics.items() if any(series.values())][:_CHARTS]
     return f"<div style='display:flex;flex-wrap:wrap;gap:8px 20px'>{''.join(drawn)}</div>" if drawn else ""
 
 
-def _chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return the chart of one metric as an SVG element."""
+def chart(
+    name: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    ends: tuple[str, str] | None = None,
+    mark: float | None = None,
+) -> str:
+    """Return curves as an SVG element; ``ends`` are the labels below, by default the steps, ``mark`` is a step."""
+    series = {label: points for label, points in series.items() if points}
+    colors = {label: _COLORS[_SPLITS.index(label) if label in _SPLITS else at] for at, label in enumerate(series)}
     steps, values = ([pair[at] for points in series.values() for pair in points] for at in (0, 1))
     across, down = (min(steps), max(steps)), (min(values), max(values))
-    said = "; ".join(f"{split} {number(points[-1][1])}" for split, points in series.items() if points)
-    label = escape(f"{name} by step, {across[0]} to {across[1]}; last: {said}")
+    ends = ends or (f"{across[0]:,}" if across[0] < across[1] else "", f"step {across[1]:,}")
+    said = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
+    title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
     x = float(_WIDTH - _RIGHT)
-    for split in reversed([split for split, points in series.items() if points]):  # From the right to the left.
-        x -= 6.2 * len(split)
-        color = _COLORS[_SPLITS.index(split)]
-        parts.append(f"<text x='{x:.0f}' y='12' fill='currentColor'>{split}</text>")
-        parts.append(f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{color}'/>")
+    for label in reversed(series):  # From the right to the left.
+        x -= 6.2 * len(label)
+        parts.append(f"<text x='{x:.0f}' y='12' fill='currentColor'>{escape(label)}</text>")
+        parts.append(f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{colors[label]}'/>")
         x -= 26
     for share, value in ((0, down[1]), (1, down[0])) if down[0] < down[1] else ((0.5, down[0]),):
         y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
@@ -93,12 +110,19 @@ def _chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> st
         parts.append(
             f"<text x='{_LEFT - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
         )
-    for at, anchor, step in ((_LEFT, "start", across[0]), (_WIDTH - _RIGHT, "end", across[1])):
-        text = f"step {step:,}" if anchor == "end" else f"{step:,}" if across[0] < across[1] else ""
-        parts.append(f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{text}</text>")
-    parts += [_curve(points, across, down, _COLORS[_SPLITS.index(split)]) for split, points in series.items() if points]
+    for at, anchor, text in zip((_LEFT, _WIDTH - _RIGHT), ("start", "end"), ends):
+        parts.append(
+            f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{escape(text)}</text>"
+        )
+    if mark is not None:
+        x = _place(mark, 0, across, down)[0]
+        parts.append(
+            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{_HEIGHT - _BOTTOM}' stroke='currentColor' "
+            "stroke-dasharray='4 3'/>"
+        )
+    parts += [_curve(points, across, down, colors[label]) for label, points in series.items()]
     return (
-        f"<svg role='img' aria-label='{label}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
+        f"<svg role='img' aria-label='{title}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
         f"style='max-width:100%;height:auto' font-size='11' font-family='system-ui,sans-serif'>{''.join(parts)}</svg>"
     )
 
@@ -109,15 +133,18 @@ def _curve(
     """Return the line through points, of a long one every so many; few points have dots."""
     every = math.ceil(len(points) / _POINTS)
     kept = [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
-    places = []
-    for step, value in kept:
-        x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
-        y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
-        places.append((_LEFT + x * (_WIDTH - _LEFT - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)))
+    places = [_place(step, value, across, down) for step, value in kept]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.2' fill='{color}'/>" for x, y in places)
     line = f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.75' stroke-linejoin='round'/>"
     return line + (dots if len(places) <= 25 else "")
+
+
+def _place(step: float, value: float, across: tuple[float, float], down: tuple[float, float]) -> tuple[float, float]:
+    """Return where a point is drawn, in pixels."""
+    x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
+    y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
+    return _LEFT + x * (_WIDTH - _LEFT - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
 
 
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count
 from zae.common.optim import as_dict
+from zae.display.html import block, chart, escape
+from zae.display.text import number
 from zae.errors import ConfigError
 from zae.report.records import Series
 from zae.report.text_plot import draw
@@ -23,7 +24,6 @@ __all__ = ["RangeTest", "find_lr"]
 _DIVERGED = 4.0  # Times the lowest smoothed loss, as in fastai and Lightning.
 _SMOOTHING = 0.98
 _SHORTEST = 5  # Losses in a row of falling ones, for a suggestion.
-_WIDTH, _HEIGHT, _MARGIN = 480, 200, 40  # Of the picture, in pixels.
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RangeTest:
     def add(self, rate: float, loss: float) -> bool:
         """Record a step; return whether the loss has diverged."""
         if not math.isfinite(loss):
-            self.stopped = f"the loss was {loss} at {rate:.3g}"
+            self.stopped = f"the loss was {loss} at {number(rate, 3)}"
             return True
         count = len(self.losses) + 1
         past = self.smoothed[-1] * (1 - _SMOOTHING ** (count - 1)) if self.smoothed else 0.0
@@ -64,58 +64,39 @@ class RangeTest:
         self.losses.append(loss)
         self.smoothed.append((_SMOOTHING * past + (1 - _SMOOTHING) * loss) / (1 - _SMOOTHING**count))
         if self.smoothed[-1] > self.smoothed[0] and self.smoothed[-1] > _DIVERGED * abs(min(self.smoothed)):
-            self.stopped = f"the loss diverged at {rate:.3g}"
+            self.stopped = f"the loss diverged at {number(rate, 3)}"
             return True
         return False
 
     def __str__(self) -> str:
         if not self.losses:
             return f"learning-rate range test: {self.stopped}"
-        steps = [*range(1, len(self.losses) + 1)]
-        losses, smoothed = self._drawn()
-        curves = {"loss": Series(steps, losses, []), "smoothed loss": Series(steps, smoothed, [])}
-        ends = f"lr {self.learning_rates[0]:.2g}", f"lr {self.learning_rates[-1]:.2g}"
-        plot = draw(curves, 78, 12, ends=ends).splitlines()[: -len(curves)]  # Its legend has values that are cut off.
+        steps = [*range(len(self.losses))]
+        curves = {name: Series(steps, values, []) for name, values in self._curves().items()}
+        plot = draw(curves, 78, 12, ends=self._ends()).splitlines()[: -len(curves)]  # The legend has cut off values.
         return "\n".join([*plot, self._conclusion()])
 
-    def _drawn(self) -> tuple[list[float], list[float]]:
+    def _curves(self) -> dict[str, list[float]]:
         """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
         low, first = min(self.losses), self.smoothed[0]
         top = first + max(first - low, 0.1 * abs(first))
-        return [min(each, top) for each in self.losses], [min(each, top) for each in self.smoothed]
+        curves = {"each step": self.losses, "smoothed": self.smoothed}
+        return {name: [min(each, top) for each in values] for name, values in curves.items()}
+
+    def _ends(self) -> tuple[str, str]:
+        return f"lr {number(self.learning_rates[0], 3)}", f"lr {number(self.learning_rates[-1], 3)}"
 
     def _conclusion(self) -> str:
         found = self.suggestion
-        text = "no suggestion: the loss does not fall" if found is None else f"suggestion: lr={found:.2g}"
+        text = "no suggestion: the loss does not fall" if found is None else f"suggestion: lr={number(found, 3)}"
         return f"{text}; {self.stopped}"
 
     def _repr_html_(self) -> str:
         if not self.losses:
-            return f"<p>{html.escape(str(self))}</p>"
-        found, (losses, smoothed) = self.suggestion, self._drawn()
-        low, high = min(losses + smoothed), max(losses + smoothed)
-        last, span = max(1, len(self.losses) - 1), high - low or 1.0
-
-        def points(values: Sequence[float]) -> str:
-            places = ((_MARGIN + _WIDTH * x / last, 10 + _HEIGHT * (high - y) / span) for x, y in enumerate(values))
-            return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-
-        line, text = 'fill="none" stroke="currentColor"', 'fill="currentColor" font-size="11"'
-        parts = [
-            f'<polyline {line} opacity="0.35" points="{points(losses)}"/>',
-            f'<polyline {line} stroke-width="2" points="{points(smoothed)}"/>',
-            f'<text {text} x="0" y="18">{high:.3g}</text><text {text} x="0" y="{_HEIGHT + 10}">{low:.3g}</text>',
-            f'<text {text} x="{_MARGIN}" y="{_HEIGHT + 26}">{self.learning_rates[0]:.2g}</text>',
-            f'<text {text} x="{_MARGIN + _WIDTH}" y="{_HEIGHT + 26}" text-anchor="end">'
-            f"{self.learning_rates[-1]:.2g}</text>",
-        ]
-        if found is not None:
-            x = _MARGIN + _WIDTH * self.learning_rates.index(found) / last
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="10" y2="{_HEIGHT + 10}" stroke="#d62728"/>')
-        size = f'viewBox="0 0 {_WIDTH + _MARGIN + 10} {_HEIGHT + 34}" style="width:100%;max-width:{_WIDTH + 50}px"'
-        conclusion = html.escape(self._conclusion())
-        picture = f'<svg {size} role="img" aria-label="loss by learning rate; {conclusion}">{"".join(parts)}</svg>'
-        return f"<figure>{picture}<figcaption>{conclusion}</figcaption></figure>"
+            return block(escape(str(self)))
+        curves = {name: [*enumerate(values)] for name, values in self._curves().items()}
+        mark = None if self.suggestion is None else self.learning_rates.index(self.suggestion)
+        return block(chart("loss", curves, self._ends(), mark), f"<div>{escape(self._conclusion())}</div>")
 
 
 def find_lr(
@@ -199,7 +180,7 @@ def find_lr(
     twin.before_step, twin.after_step = set_rate, look
     with trial_loader(loader, "find_lr") as own:
         twin.run(None, own, max_steps=steps)
-    result.stopped = result.stopped or f"the highest rate, {max_lr:.3g}, was tried"
+    result.stopped = result.stopped or f"the highest rate, {number(max_lr, 3)}, was tried"
     return result
 
 
