@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zae.display.text import cell, columns_of, number
@@ -97,12 +97,7 @@ def chart(
     said = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
     title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
-    x = float(_WIDTH - _RIGHT)
-    for label in reversed(series):  # From the right to the left.
-        x -= 6.2 * len(label)
-        parts.append(f"<text x='{x:.0f}' y='12' fill='currentColor'>{escape(label)}</text>")
-        parts.append(f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{colors[label]}'/>")
-        x -= 26
+    parts += _legend(colors)
     for share, value in ((0, down[1]), (1, down[0])) if down[0] < down[1] else ((0.5, down[0]),):
         y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
         parts.append(f"<line x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' "
@@ -125,6 +120,16 @@ def chart(
         f"<svg role='img' aria-label='{title}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
         f"style='max-width:100%;height:auto' font-size='11' font-family='system-ui,sans-serif'>{''.join(parts)}</svg>"
     )
+
+
+def _legend(colors: dict[str, str]) -> Iterator[str]:
+    """Yield the label of each curve with its colour, from the right to the left."""
+    x = float(_WIDTH - _RIGHT)
+    for label, color in reversed(colors.items()):
+        x -= 6.2 * len(label)
+        yield f"<text x='{x:.0f}' y='12' fill='currentColor'>{escape(label)}</text>"
+        yield f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{color}'/>"
+        x -= 26
 
 
 def _curve(
