@@ -272,13 +272,18 @@ class FSDPAddon(DistributedAddon):
 
     def plan_memory(self, plan: Any) -> None:
         """Divide all that belongs to the model, and add the blocks that are gathered."""
+        memory, whole = plan.memory, plan.memory.parameters
+        largest = max((each.bytes for each in memory.parts.values()), default=0)
         super().plan_memory(plan)
         if plan.world_size == 1:
             return
         groups = split_by_block((name for name, _ in self.unwrap().named_parameters()), self.blocks())
         keeps, accumulates = not self.reshard_after_forward, plan.batches_per_step > 1
-        bucket = None if self.meta_init else BUCKET
-        shard_memory(plan.memory, groups, plan.mesh.get("shard", 1), self.mp_policy, keeps, accumulates, bucket)
+        shard_memory(memory, groups, plan.mesh.get("shard", 1), self.mp_policy, keeps, accumulates)
+        memory.is_offloaded = self.cpu_offload
+        # Each rank has the whole model, and gets the weights of rank 0 in buckets. With meta_init only rank 0 has it,
+        # beside its part, and sends one tensor at a time.
+        memory.start = whole + (memory.parameters + largest if self.meta_init else min(whole, BUCKET))
 
     # ------------------------------------------------------------------------------------------------ a step
 

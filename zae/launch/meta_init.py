@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zae.common import random_state
 from zae.common.argument_checks import check_model
@@ -67,10 +67,15 @@ class MetaInit:
         made = self.make(seed) if is_main else None
         module.to_empty(device=device)
         sources = {} if made is None else {**dict(made.named_parameters()), **dict(made.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                if made is not None:
-                    value.copy_(sources[name])
-                broadcast([value] if value.numel() else [])
-                tensor.copy_(shards.like(value, tensor))
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            _send(tensor, sources.get(name), device)
+
+
+@torch.no_grad()
+def _send(tensor: Tensor, source: Tensor | None, device: torch.device) -> None:
+    """Copy into a tensor of all ranks, which may be sharded, what rank 0 has."""
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if source is not None:
+        value.copy_(source)
+    broadcast([value] if value.numel() else [])
+    tensor.copy_(shards.like(value, tensor))

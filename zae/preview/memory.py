@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from torch.optim import Optimizer
 from zae.common.walk import tensors_in
 
 __all__ = ["Memory", "Part", "format_size", "shard_memory"]
+
+
+_STEP = "the optimizer's step"
 
 
 @dataclass
@@ -75,6 +79,8 @@ class Memory:
         What is there for a moment of a step, by name; only the largest of them counts.
     start : int
         The bytes of all together before an engine has divided the model.
+    is_offloaded : bool
+        Whether parameters, gradients and states of the optimizer are in the memory of the host (``cpu_offload``).
 
     Examples
     --------
@@ -91,6 +97,7 @@ class Memory:
     held: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     start: int = 0
+    is_offloaded: bool = False
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizers: Iterable[tuple[Optimizer, list[Tensor], Any]] = ()) -> Memory:
@@ -112,7 +119,7 @@ class Memory:
             sizes = [each.bytes for each in held]
             peak = max(peak, _temporaries(optimizer, slots, sizes))
         named = {names.get(key, f"outside {index}"): each for index, (key, each) in enumerate(parts.items())}
-        return cls(named, _bytes(model.buffers()), peaks={"the optimizer's step": peak})
+        return cls(named, _bytes(model.buffers()), peaks={_STEP: peak})
 
     @property
     def parameters(self) -> int:
@@ -131,21 +138,30 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The bytes of all together, in the moment in which they are most."""
+        """The bytes of all together on the device, in the moment in which they are most."""
         return max(self.start, sum(self.entries().values()))
 
+    @property
+    def host(self) -> int:
+        """The bytes in the memory of the host, where the state is offloaded; pinned memory, if the device is a GPU."""
+        return sum(self._state().values()) + self.peaks.get(_STEP, 0) if self.is_offloaded else 0
+
+    def _state(self) -> dict[str, int]:
+        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+
     def entries(self) -> dict[str, int]:
-        """Return the bytes of a step by name, with the largest peak."""
-        found = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer, **self.held}
-        peak = max(self.peaks, key=self.peaks.__getitem__, default="")
-        return {name: size for name, size in {**found, peak: self.peaks.get(peak, 0)}.items() if size}
+        """Return the bytes of a step on the device by name, with the largest peak."""
+        found = {**({} if self.is_offloaded else self._state()), **self.held}
+        peaks = {name: size for name, size in self.peaks.items() if not (self.is_offloaded and name == _STEP)}
+        peak = max(peaks, key=peaks.__getitem__, default="")
+        return {name: size for name, size in {**found, peak: peaks.get(peak, 0)}.items() if size}
 
     def __str__(self) -> str:
         entries = self.entries()
         step = sum(entries.values())
         before = f"; {format_size(self.start)} before the model is divided" if self.start > step else ""
-        each = ", ".join(f"{name} {format_size(size)}" for name, size in entries.items())
-        return f"{format_size(step)} and activations: {each}{before}"
+        host = f"; {format_size(self.host)} on the host ({_list(self._state())})" if self.is_offloaded else ""
+        return f"{format_size(step)} and activations: {_list(entries)}{before}{host}"
 
 
 class _Gathered(NamedTuple):
@@ -178,7 +194,6 @@ def shard_memory(
     policy: Any = None,
     keeps: bool = False,
     accumulates: bool = False,
-    bucket: int | None = None,
 ) -> None:
     """Divide a model among ranks as ``fully_shard`` does, and add what it gathers.
 
@@ -196,18 +211,11 @@ def shard_memory(
         Whether blocks stay gathered from the forward to the backward.
     accumulates : bool
         Whether whole gradients are accumulated before they are sent.
-    bucket : int, optional
-        The bytes of weights that rank 0 sends to the others at once; None where it alone makes the whole model, on the
-        host.
     """
-    own = [memory.parts[name] for names in groups for name in names]
     rest, *blocks = (_Gathered.of([memory.parts[name] for name in names], ranks, policy) for names in groups)
     memory.peaks["gathered blocks"] = _gathered_bytes(rest, blocks, keeps, accumulates)
-    whole = sum(each.bytes for each in own)
-    for each in own:
-        each.divide(0, ranks)
-    # Each rank has the whole model, and gets the weights of rank 0 in buckets; or rank 0 alone has it, and its part.
-    memory.start = max(memory.start, whole + (memory.parameters if bucket is None else min(whole, bucket)))
+    for name in itertools.chain.from_iterable(groups):
+        memory.parts[name].divide(0, ranks)
 
 
 def _gathered_bytes(rest: _Gathered, blocks: Sequence[_Gathered], keeps: bool, accumulates: bool) -> int:
@@ -221,7 +229,8 @@ def _gathered_bytes(rest: _Gathered, blocks: Sequence[_Gathered], keeps: bool, a
     end = rest.gradients + rest.sent + block.sent
     begin = block.sent - sum(each.shards for each in groups)
     begin += sum(each.parameters for each in groups) if keeps else rest.parameters + 2 * block.parameters
-    begin += sum(each.gradients for each in groups) if accumulates else rest.gradients + block.gradients
+    # Gradients are accumulated in the type in which they are sent.
+    begin += sum(each.sent for each in groups) if accumulates else rest.gradients + block.gradients
     return max(within, end, begin if keeps or accumulates else 0)
 
 
@@ -229,6 +238,10 @@ def format_size(count: float) -> str:
     """Format a number of bytes with a unit."""
     power = min(4, (len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _list(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_size(size)}" for name, size in sizes.items() if size)
 
 
 def _part(parameter: Tensor) -> Part:
