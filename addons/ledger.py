@@ -27,7 +27,7 @@ from zae.common import random_state as rng
 from zae.common.argument_checks import check_file
 from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
-from zae.data.loaders import SamplerProxy, length_of
+from zae.data.loaders import Proxy, length_of
 from zae.errors import ConfigError
 from zae.launch import shards
 from zae.loop.progress import Every
@@ -314,7 +314,7 @@ def _is_cut_short(path: Path) -> bool:
         return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
 
 
-class _NotingSampler(SamplerProxy):
+class _NotingSampler(Proxy):
     """A batch sampler that remembers its batches."""
 
     def __init__(self, sampler: Any) -> None:

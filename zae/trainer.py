@@ -62,7 +62,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     optimizer : Optimizer, callable, or a list or dict of them
         One or several, or functions that make them of the model's parameters. None is for mode "test". Where one has
         ``train`` and ``eval`` (schedule-free ones), you call neither: evaluation, ``save_model`` and the weights in a
-        checkpoint are those of its evaluation mode, and training goes on from its training weights, bitwise.
+        checkpoint are those of its evaluation mode, and training continues from its training weights, bitwise.
     scheduler : LRScheduler, callable, or a list or dict of them, optional
         One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
         optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
@@ -215,7 +215,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Return further metrics of an epoch, of what ``log_train`` or ``log_test`` hold.
 
-        It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` tells which. When it
+        It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` says which. When it
         asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch. What
         ``train_step`` returns beside numbers is kept only with ``keep_train_outputs=True``.
 
@@ -779,7 +779,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def on_exception(self, error: BaseException) -> None:
-        """Called when a run ends by an exception, which goes on afterwards with a note of where it happened.
+        """Called when a run ends by an exception, which is raised again with a note of where it happened.
 
         Parameters
         ----------
@@ -988,7 +988,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
-        """Take of a state only what evaluation needs: the weights. Training goes on from them."""
+        """Load only the weights of a state, for an evaluation; training would continue from them."""
         CoreState(self).load_weights(state["model"], strict=True)
 
     def save_model(self, path: str | Path) -> Path:
@@ -1017,7 +1017,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         weights : str, Path or mapping
             A file of ``save_model``, or a state dict; prefixes that wrappers leave are taken off.
         strict : bool
-            Refuse missing and unexpected keys; a shape that differs is refused all the same.
+            Refuse missing and unexpected keys; a shape that differs is refused in any case.
 
         Returns
         -------

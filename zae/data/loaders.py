@@ -16,7 +16,7 @@ from zae.errors import ConfigError, LoaderError
 
 __all__ = [
     "BatchLimits",
-    "SamplerProxy",
+    "Proxy",
     "check_loader",
     "copy_with",
     "describe",
@@ -109,8 +109,8 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-class SamplerProxy:
-    """A sampler with the entries and attributes of another one."""
+class Proxy:
+    """A sampler, or a loader, with the length and the attributes of another one."""
 
     def __init__(self, entries: Any) -> None:
         self.passed = entries
@@ -125,8 +125,8 @@ class SamplerProxy:
 
 
 def unwrap_sampler(sampler: Any) -> Any:
-    """Return the sampler in a `SamplerProxy`, at any depth; any other sampler unchanged."""
-    while isinstance(sampler, SamplerProxy):
+    """Return the sampler in a `Proxy`, at any depth; any other sampler unchanged."""
+    while isinstance(sampler, Proxy):
         sampler = sampler.passed
     return sampler
 
@@ -214,11 +214,10 @@ def _first_of(loader: Any, count: int, repeats: bool = False) -> Any:
         if repeats:
             loader = with_entries(loader, lambda entries, size: SequentialSampler(loader.dataset))
         return with_entries(loader, partial(_FirstEntries, count))
-    kind = _FirstOfStateful if is_stateful(loader) else _FirstOfStream
-    return kind(loader, count) if length_of(loader) is None else _with_length(kind)(loader, count)
+    return (_FirstOfStateful if is_stateful(loader) else _FirstOfStream)(loader, count)
 
 
-class _FirstEntries(SamplerProxy):
+class _FirstEntries(Proxy):
     """A sampler, or a batch sampler, without the entries after the first batches."""
 
     def __init__(self, batches: int, entries: Any, batch_size: int) -> None:
@@ -232,24 +231,23 @@ class _FirstEntries(SamplerProxy):
         return islice(iter(self.passed), self._count)
 
 
-class _FirstOfStream:
+class _FirstOfStream(Proxy):
     """The first batches of an iterable; of a stream that each rank reads by itself, those of each rank."""
 
     def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count = loader, count
+        super().__init__(loader)
+        self.count = count
+
+    def __len__(self) -> int:
+        return min(self.count, super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.count)
+        return islice(iter(self.passed), self.count)
 
     @property
     def is_sharded(self) -> bool:
         """Whether each rank gets other batches without help."""
-        return any(getattr(each, "is_sharded", False) for each in (self.loader, getattr(self.loader, "dataset", None)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+        return any(getattr(each, "is_sharded", False) for each in (self.passed, getattr(self.passed, "dataset", None)))
 
 
 class _FirstOfStateful(_FirstOfStream):
@@ -259,25 +257,20 @@ class _FirstOfStateful(_FirstOfStream):
 
     def __iter__(self) -> Iterator[Any]:
         if self._begin == self.count:  # The loaded state is at the end of our epoch, and within one of the loader.
-            next(iter(self.loader), None)  # Its next iteration begins at its first batch.
+            next(iter(self.passed), None)  # Its next iteration begins at its first batch.
             self._begin = 0 if self._has_ended else self._begin
         self._used, self._begin, self._has_ended = self._begin, 0, False
-        for batch in islice(iter(self.loader), self.count - self._used):
+        for batch in islice(iter(self.passed), self.count - self._used):
             self._used += 1
             yield batch
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, how many batches of the epoch were used, and whether that was its end."""
-        return {"loader": self.loader.state_dict(), "used": self._used, "has_ended": self._has_ended}
+        return {"loader": self.passed.state_dict(), "used": self._used, "has_ended": self._has_ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; the next iteration yields what is left of the epoch, or the next one."""
-        self.loader.load_state_dict(state["loader"])
+        self.passed.load_state_dict(state["loader"])
         self._has_ended = state["has_ended"]
         self._begin = state["used"] if not self._has_ended or state["used"] == self.count else 0
-
-
-def _with_length(kind: type[_FirstOfStream]) -> type[_FirstOfStream]:
-    """Return the class of a view whose loader has a length."""
-    return type(kind.__name__, (kind,), {"__len__": lambda self: min(self.count, len(self.loader))})

@@ -8,14 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zae.data.loader_state import changes_of, facts_of
-from zae.data.loaders import SamplerProxy, with_entries
+from zae.data.loaders import Proxy, with_entries
 
 __all__ = ["own_batch_sampler", "pad_order", "place_of", "why_not_reshard"]
 
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
 
-class _Padded(SamplerProxy):
+class _Padded(Proxy):
     """A sampler with placeholders for used entries before those of another one: they are skipped, never loaded."""
 
     def __init__(self, entries: Any, count: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.data.gather import batches_of
-from zae.data.loaders import SamplerProxy, copy_with
+from zae.data.loaders import Proxy, copy_with
 
 __all__ = ["iterate_on", "skip_batches"]
 
@@ -53,7 +53,7 @@ def iterate_on(iterator: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-class _SkipFirst(SamplerProxy):
+class _SkipFirst(Proxy):
     """A batch sampler (or sampler) without its first entries."""
 
     def __init__(self, sampler: Any, skip: int) -> None:

@@ -82,7 +82,7 @@ def gathered(trainer: Trainer, value: Any) -> Any:
 
 
 def as_saved(value: Any) -> Any:
-    """Return a value as a checkpoint gives it back; raise CheckpointError where none can contain it."""
+    """Return a value as it is after a save and a load; raise CheckpointError where none can contain it."""
     return decode(*encode(value))
 
 
@@ -203,7 +203,7 @@ class Generators:
         return {"seed": self._seed, "states": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that `check` accepts; the generators in use stay the same objects."""
+        """Load a state that `check` accepts; the generators in use stay the same objects."""
         self._saved = dict(state.get("states", {}))
         self._seed = state.get("seed", self._seed)
         for name in self._open:
@@ -227,7 +227,7 @@ class Generators:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, which makes its own generators and goes on where these are."""
+        """Return the attributes of a copy, which makes its own generators and continues where these are."""
         return {**vars(self), "_open": {}, "_ranks": {}, "_saved": self.state_dict().get("states", {})}
 
 

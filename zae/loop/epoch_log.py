@@ -36,7 +36,7 @@ class _Late:
         self._chunks: list[Tensor] = []
 
     def add(self, value: Tensor) -> None:
-        # Read late, a buffer that the step goes on using would be as it is then; a tensor with a graph is not a buffer.
+        # A buffer that the step continues to use would have changed until it is read; one with a graph is not a buffer.
         self._waiting.append(value.detach().clone() if value.grad_fn is None else value.detach())
         if len(self._waiting) == _CHUNK:
             self._chunks.append(torch.stack(self._waiting))
@@ -128,7 +128,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
         """Record what one step returned; its numbers are means over ``weight`` samples (or targets)."""
-        # Of a dict this takes less time than `items`; what is read like one may give something else where it is walked.
+        # Of a dict this takes less time than `items`; another mapping may iterate over something else.
         for key in step_dict if type(step_dict) is dict else step_dict.keys():
             value = step_dict[key]
             series, kind = self._series.get(key), type(value)
@@ -315,7 +315,7 @@ def _can_be_saved(value: Any) -> bool:
 def to_host(value: Any) -> Any:
     """Detach a tensor, or the tensors in a container or an object, and bring them to the host; copy an array."""
     if isinstance(value, Tensor):
-        # A view of what the step goes on using would change under the log's hands.
+        # A view of what the step continues to use would change later.
         return value.detach().clone() if value.is_cpu else value.detach().cpu()
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -345,7 +345,7 @@ def _free(value: Any, twins: dict[int, Any]) -> Any:
         items = [_free(item, twins) for item in value]
         return value if all(map(operator.is_, items, value)) else kind(items)
     own = value if kind is dict else getattr(value, "__dict__", None)
-    if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These live on anyhow.
+    if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These stay alive in any case.
         return value
     if id(value) not in twins:
         try:
@@ -374,7 +374,7 @@ def _is_number(value: Any) -> bool:
 
 
 def merge_logs(parts: list[EpochLog]) -> EpochLog:
-    """Put the logs of all ranks together, batch by batch in turn: evaluation deals its batches to the ranks so."""
+    """Put the logs of all ranks together, batch by batch in turn, as an evaluation shares its batches."""
     if len(parts) == 1:
         return parts[0]
     merged = parts[0].empty_copy()

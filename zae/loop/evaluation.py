@@ -33,7 +33,7 @@ _TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
 
 
 class DistributedStopFlag:
-    """Whether a signal has come to any rank, agreed on by all while each walks its share of a validation.
+    """Whether a signal has come to any rank, agreed on by all while each evaluates its share of a validation.
 
     The ranks ask each other before the first batch, and then about every two seconds: before batches whose numbers
     follow from times that all of them know, and that every rank has. A rank with more batches waits for no other.
@@ -45,7 +45,7 @@ class DistributedStopFlag:
         self.signals = [number for numbers, _ in found for number in numbers]
         self._least = min(count for _, count in found)
 
-    def walk(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of this rank, and ask the others between them."""
         ask_at, began = 1, time.monotonic()
         for index, batch in enumerate(batches):
@@ -111,10 +111,10 @@ class Evaluation:
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
-                count = self._walk(loader, batches, trainer.logging, self.signals)
+                count = self._test_batches(loader, batches, trainer.logging, self.signals)
             else:
                 flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
-                count = self._walk(loader, flag.walk(batches), trainer.logging, flag.signals)
+                count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals)
                 count = None if flag.signals else count
             if count is not None:
                 further = trainer.metric_on_epoch_end
@@ -135,7 +135,7 @@ class Evaluation:
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
         with NOTHING if self.trainer.current_run.is_evaluating else self._testing(None):
-            self._walk(None, iter([batch]), self.trainer.logging)
+            self._test_batches(None, iter([batch]), self.trainer.logging)
 
     def outputs(self, loader: Any, take: Callable[[int | None, Any], None]) -> None:
         """Call ``take`` with the samples of each batch and what ``predict_step`` returns for it, on the host.
@@ -157,7 +157,7 @@ class Evaluation:
             run.is_loading = not is_last
             return all(ends for ends, _ in parts)
 
-        def walk(batches: Iterator[Any]) -> Iterator[Any]:
+        def hold_each(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
                 held.append(None)
                 yield batch
@@ -167,11 +167,11 @@ class Evaluation:
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
         with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
-            self._walk(loader, walk(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
+            self._test_batches(loader, hold_each(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
             while not pass_on(True):
                 continue
 
-    def _walk(
+    def _test_batches(
         self,
         loader: Any,
         batches: Iterator[Any],
@@ -182,7 +182,7 @@ class Evaluation:
         trainer, run, count = self.trainer, self.trainer.current_run, 0
         to_device, step, forward_context = trainer.to_device, getattr(trainer, run.test_step), trainer.forward_context
         sample_weight, mode = trainer.sample_weight, run.test_step.removesuffix("_step")
-        with run.walking(loader):
+        with run.iterating(loader):
             for batch in batches:
                 if signals:
                     return None

@@ -181,21 +181,10 @@ class MetricsDict(dict[str, Any]):
 class History:
     """What a trainer has recorded: the logs of the open epoch, a row for each epoch and validation, and the best.
 
-    Parameters
-    ----------
-    monitor : str
-        The metric that decides which epoch is the best.
-    mode : {"auto", "min", "max"}
-        Whether smaller or larger is better; "auto" infers it from the metric's name.
-    keep_train_outputs, keep_test_outputs : bool
-        Whether ``log_train`` and ``log_test`` keep what is not a number.
-    owner : str
-        The class of the trainer, for errors.
-
     Attributes
     ----------
     direction : str
-        "min" or "max".
+        Whether the best has the smallest or the largest ``monitor``: "min" or "max".
     log_train, log_test : EpochLog
         What the steps of the open epoch, and of the last evaluation, returned.
     train_metrics, test_metrics, best : Metrics

@@ -35,28 +35,7 @@ class NonFiniteGuard:
     wait for the device, "raise" and "warn" look at the last `LATEST` steps at once, and always before a state is read:
     the error comes late there, and a checkpoint is never of weights that a bad step has moved.
 
-    Parameters
-    ----------
-    policy : {"raise", "skip", "warn"}
-        Raise `NonFiniteError`, leave the step out, or take it anyway.
-    optimization : Optimization
-        Its gradient norm is looked at.
-
-    Attributes
-    ----------
-    scaled : bool
-        Whether a loss scale is in use, for which an overflowing gradient is not an error.
-
-    Raises
-    ------
-    ConfigError
-        The policy is another one.
-
-    Examples
-    --------
-    >>> from zae.loop.optimization import Optimization
-    >>> NonFiniteGuard("raise", Optimization(None)).policy
-    'raise'
+    With ``scaled``, a loss scale is in use: an overflowing gradient is not an error then.
     """
 
     def __init__(self, policy: str, optimization: Optimization) -> None:

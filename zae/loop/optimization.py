@@ -38,14 +38,7 @@ _LONGEST = 1000  # Steps of a first epoch that are simulated to find out.
 class Optimization:
     """The optimizers and schedulers of a trainer, and the parameters that they train.
 
-    Parameters
-    ----------
-    optimizer, scheduler : object
-        As the trainer was given them: one, or a list or dict of them. Factories are called by `build`.
-    gradient_clip : float
-        The largest gradient norm; 0 does not clip, and ``math.inf`` only computes the norm.
-    scheduler_step_on_batch : bool or None
-        Whether schedulers are stepped after each optimizer step; None is False, and is not explicit.
+    It takes the arguments of the trainer: a ``scheduler_step_on_batch`` that is None is False, and is not explicit.
 
     Attributes
     ----------
@@ -57,18 +50,8 @@ class Optimization:
         Those of the model and of the optimizers, each once. It follows ``optimizer.add_param_group``.
     grad_norm : Tensor or None
         The norm of the gradients before they were last clipped.
-    grad_norms : dict of str to Tensor
-        That of each optimizer, where there are several.
     settings : ScriptSettings
         What the script has set on the optimizers and schedulers.
-
-    Examples
-    --------
-    >>> model = nn.Linear(2, 1)
-    >>> optimization = Optimization(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> optimization.track(model)
-    >>> len(optimization.parameters), optimization.learning_rates()
-    (2, {'lr': 0.1})
     """
 
     def __init__(
@@ -327,20 +310,10 @@ class Optimization:
         *,
         keeps_best: bool,
     ) -> Callable[[], None]:
-        """Check its entries of a state, and return a function that loads them.
+        """Check its entries of a whole state, and return a function that loads them with ``load_optimizer``.
 
-        Parameters
-        ----------
-        state : mapping
-            A whole state.
-        module : Module
-            The model, which gives the names of the parameters.
-        strict : bool
-            Whether parameters in another order are refused where their names do not tell it.
-        load_optimizer : callable
-            `Trainer.load_optimizer_state`.
-        keeps_best : bool
-            Whether the monitor is the one of the state; else a scheduler that waits for a metric begins again.
+        ``strict`` refuses parameters in another order where their names do not say which is which. ``keeps_best`` says
+        that the state has the same monitor; else a scheduler that waits for a metric begins again.
         """
         self._check_names(state)
         self.settings.check_classes(state)

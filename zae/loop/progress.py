@@ -391,7 +391,7 @@ class RunView:
     """What a display asks a run for."""
 
     def __init__(self, run: Any, loader: Any = None) -> None:
-        self._run, self._trainer, self._loader = run, run.trainer, run.walked if loader is None else loader
+        self._run, self._trainer, self._loader = run, run.trainer, run.current_loader if loader is None else loader
 
     def position(self) -> Position:
         """Return how far the run is, in its open epoch."""

@@ -56,11 +56,11 @@ class Run:
         Whether weights, modes and random streams are those of an evaluation.
     test_step : {"test_step", "predict_step"}
         The step that an evaluation makes of each batch.
-    batch, walked : object
+    batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
     is_loading : bool
         For error notes: whether that loader is being asked for a batch.
-    walked_for : {"epoch", "evaluation"}
+    loader_use : {"epoch", "evaluation"}
         For error notes: which of them it is of.
     """
 
@@ -79,9 +79,9 @@ class Run:
         self.signals: list[int] = []
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
-        self.walked: Any = None
+        self.current_loader: Any = None
         self.is_loading = self.is_evaluating = False
-        self.walked_for, self.test_step = "epoch", "test_step"
+        self.loader_use, self.test_step = "epoch", "test_step"
 
     @property
     def trainer(self) -> Any:
@@ -142,7 +142,7 @@ class Run:
         """Find where this call ends, and refuse a loader or a schedule that does not fit."""
         trainer, calls = self.trainer, self.trainer.progress_checker.run_calls
         self.last_epoch, self.last_step = self.bounds()
-        self.walked = wrapped = self._fit_loader()
+        self.current_loader = wrapped = self._fit_loader()
         leaves = calls.is_new and self.leaves_epoch(wrapped)
         optim.check_closures(trainer.optimizers, type(trainer))
         has_metric = self.valid_loader is not None or trainer.history.watches_training
@@ -158,7 +158,7 @@ class Run:
         """Count the call where it is new, and close an open epoch that its loader cannot continue."""
         progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
         if calls.is_new:
-            if self._leave_epoch(self.walked):  # That epoch does not count among those of this call.
+            if self._leave_epoch(self.current_loader):  # That epoch does not count among those of this call.
                 self.last_epoch = min(self.last_epoch + 1, NO_LIMIT)
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
@@ -233,7 +233,7 @@ class Run:
     def batches(self, wrapped: Any) -> Iterator[Any]:
         """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
         trainer, progress = self.trainer, self.trainer.progress_checker
-        self.walked, self.is_loading, self.walked_for = wrapped, True, "epoch"
+        self.current_loader, self.is_loading, self.loader_use = wrapped, True, "epoch"
         if progress.epoch_batch and progress.epoch_step == self.epoch_steps:
             trainer.loader_position.batches(wrapped, progress.epoch_batch, progress.batch)  # The next epoch follows it.
             return iter(())
@@ -320,12 +320,12 @@ class Run:
     # ------------------------------------------------------------------------------------------------ validation
 
     @contextmanager
-    def walking(self, loader: Any) -> Iterator[None]:
+    def iterating(self, loader: Any) -> Iterator[None]:
         """Hold, for error notes, which loader is evaluated."""
-        before = self.batch, self.walked, self.is_loading, self.walked_for
-        self.batch, self.walked, self.is_loading, self.walked_for = None, loader, True, "evaluation"
-        yield
-        self.batch, self.walked, self.is_loading, self.walked_for = before  # After an error its note comes first.
+        before = self.batch, self.current_loader, self.is_loading, self.loader_use
+        self.batch, self.current_loader, self.is_loading, self.loader_use = None, loader, True, "evaluation"
+        yield  # An error leaves them, for its note.
+        self.batch, self.current_loader, self.is_loading, self.loader_use = before
 
     def _validate(self, moment: str) -> None:
         """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
@@ -470,13 +470,13 @@ class Run:
             error.add_note(f"zae: {near or f'set self.{error.name} in __init__, before it is used'}")
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
-        if self.walked_for == "evaluation":
+        if self.loader_use == "evaluation":
             place = f"in an evaluation after step {progress.step}"
         place = f"{place}, on {self.trainer.device}"
         try:
             note = self._note(error, place)
         except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
-            note = f"{place}; what is known of it could not be told ({type(other).__name__}: {other})"
+            note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
         if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
             return
         has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
@@ -490,9 +490,9 @@ class Run:
             return f"{place}; the batch was {argument_checks.describe_batch(self.batch)}"
         if not self.is_loading and not is_of_worker:
             return ""
-        progress, workers = self.trainer.progress_checker, getattr(self.walked, "num_workers", 0)
+        progress, workers = self.trainer.progress_checker, getattr(self.current_loader, "num_workers", 0)
         asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-        if self.walked_for == "evaluation":
+        if self.loader_use == "evaluation":
             asked = f"while a batch was asked for in an evaluation after step {progress.step}"
         of_workers = f", num_workers={workers}" if workers else ""
-        return f"{asked}, from {describe(self.walked)}{of_workers}{dead_workers(error)}"
+        return f"{asked}, from {describe(self.current_loader)}{of_workers}{dead_workers(error)}"

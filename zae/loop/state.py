@@ -34,10 +34,7 @@ _LOAD = torch.optim.Optimizer.load_state_dict
 class CoreState:
     """The state of a trainer without the entries of its add-ons.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        Whose state it is. Before the trainer is set up, its optimizers are those that it was given.
+    Before the trainer is set up, its optimizers are those that it was given.
     """
 
     def __init__(self, trainer: Trainer) -> None:

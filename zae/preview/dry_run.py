@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +33,7 @@ from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
 from zae.loop.step_output import explain_failure, read_output
 
-if TYPE_CHECKING:
-    from zae.trainer import Trainer
-
-__all__ = ["NotTried", "Trial", "Tried", "borrow", "copy_trainer", "first_batch", "state_after_a_step"]
+__all__ = ["NotTried", "Tried", "borrow", "copy_trainer", "first_batch", "state_after_a_step", "try_step"]
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
@@ -59,51 +56,47 @@ class Tried(NamedTuple):
             raise self.fault
 
 
-class Trial:
-    """A step of a trainer that is tried with copies of the model and the task; the trainer does not change."""
+def try_step(trainer: Any, loader: Any, split: str, backward: bool = False) -> Tried:
+    """Try a step with one batch and a copy of the trainer, and return what would be recorded.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
+    With ``backward``, the gradients of the loss are computed too. `NotTried` is raised where a batch cannot be taken
+    and put back, or something cannot be copied.
+    """
+    if isinstance(loader, Mapping):
+        each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
+        lists = {name: tried.names for name, tried in each_tried.items()}
+        common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
+        faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
+        return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
+    batch, is_train = first_batch(loader), split == "train"
+    with random_state.isolated():
+        twin = copy_trainer(trainer, is_whole=False)
+        twin.mode = "train" if is_train else "test"
+        twin.model.train(is_train)
+        with torch.set_grad_enabled(is_train):
+            return _make_step(twin, to_device(batch, twin.device), backward)
 
-    def of(self, loader: Any, split: str, backward: bool = False) -> Tried:
-        """Try one batch of a loader, with the backward pass of its loss too, and return what would be recorded.
 
-        `NotTried` is raised where a batch cannot be taken and put back, or something cannot be copied.
-        """
-        if isinstance(loader, Mapping):
-            each_tried = {name: self.of(each, split) for name, each in loader.items()}
-            lists = {name: tried.names for name, tried in each_tried.items()}
-            common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
-            faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
-            return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
-        batch, is_train = first_batch(loader), split == "train"
-        with random_state.isolated():
-            twin = copy_trainer(self.trainer, is_whole=False)
-            twin.mode = "train" if is_train else "test"
-            twin.model.train(is_train)
-            with torch.set_grad_enabled(is_train):
-                return self._step(twin, to_device(batch, twin.device), backward)
-
-    def _step(self, twin: Any, batch: Any, backward: bool) -> Tried:
-        """Make and record one step of a copy."""
-        train = twin.mode == "train"
-        log, step = (twin.log_train, twin.train_step) if train else (twin.log_test, twin.test_step)
-        try:
-            with twin.forward_context():
-                out = step(batch)
-            output = read_output(out, batch, twin.sample_weight, type(twin), twin.mode)
-            if backward:
-                _differentiate(twin, out, output[0], batch)
-        except Exception as error:
-            error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
-            raise
-        log.record(*output)
-        names = list(log.means())
-        try:
-            own = twin.history.further_metrics("train" if train else "test", twin.metric_on_epoch_end)
-        except Exception as fault:
-            return Tried(names, fault)
-        return Tried([*names, *(name for name in own if name not in names)])
+def _make_step(twin: Any, batch: Any, backward: bool) -> Tried:
+    """Make and record one step of a copy."""
+    is_train = twin.mode == "train"
+    log, step = (twin.log_train, twin.train_step) if is_train else (twin.log_test, twin.test_step)
+    try:
+        with twin.forward_context():
+            out = step(batch)
+        output = read_output(out, batch, twin.sample_weight, type(twin), twin.mode)
+        if backward:
+            _differentiate(twin, out, output[0], batch)
+    except Exception as error:
+        error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
+        raise
+    log.record(*output)
+    names = list(log.means())
+    try:
+        own = twin.history.further_metrics(twin.mode, twin.metric_on_epoch_end)
+    except Exception as fault:
+        return Tried(names, fault)
+    return Tried([*names, *(name for name in own if name not in names)])
 
 
 def _differentiate(twin: Any, out: Any, values: Mapping[str, Any], batch: Any) -> None:

@@ -96,18 +96,7 @@ class RunPreview:
         return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.data_size
 
     def due(self, every: Every) -> list[int]:
-        """List the steps of this run at which a cadence is due.
-
-        Parameters
-        ----------
-        every : Every
-            A cadence of steps, or of epochs: then the last steps of those epochs.
-
-        Returns
-        -------
-        list of int
-            Steps, in order.
-        """
+        """List the steps of this run at which a cadence is due: of epochs, the last steps of those epochs."""
         if every.epochs is not None:
             return [step for epoch, step in self.epoch_ends if every.due_at_epoch(epoch)]
         assert every.steps is not None
@@ -116,21 +105,10 @@ class RunPreview:
         return [step for step in range(start, stop + 1, every.steps) if step > every.after]
 
     def keep(self, every: Every, keep_last: int | None, keep_best: int, folder: Any) -> list[str]:
-        """Set when checkpoints are saved, and the disk space that they take.
+        """Set when checkpoints are saved, and the disk space that they take; return what is not certain.
 
-        Parameters
-        ----------
-        every : Every
-            The cadence of saving; the end of the run is saved as well.
-        keep_last, keep_best : int
-            How many of the newest and of the best are kept; None keeps all.
-        folder : str or Path
-            Where they are.
-
-        Returns
-        -------
-        list of str
-            What is not certain.
+        The end of the run is saved beside what ``every`` says. ``keep_last`` and ``keep_best`` are how many of the
+        newest and of the best are kept; None keeps all.
         """
         end = [] if self.last_step is None else [self.last_step]
         self.saves_at = sorted({*self.due(every), *end})

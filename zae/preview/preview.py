@@ -29,7 +29,7 @@ from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
 from zae.preview.checkpoint_size import checkpoint_bytes
-from zae.preview.dry_run import NotTried, Trial, state_after_a_step
+from zae.preview.dry_run import NotTried, state_after_a_step, try_step
 from zae.preview.memory import Memory
 from zae.preview.plan import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
@@ -87,7 +87,7 @@ class Preview:
                 raise NotTried("several ranks train")
             if any(hasattr(module, "_orig_mod") for module in trainer.unwrap().modules()):
                 raise NotTried("the model is compiled")
-            tried = Trial(trainer).of(loader, "valid")
+            tried = try_step(trainer, loader, "valid")
             if tried.fault is None:
                 self._check_monitor(tried.names, "valid")
         except (NotTried, torch.OutOfMemoryError) as error:
@@ -115,12 +115,12 @@ class Preview:
         trainer, run, faults = self.trainer, self.run, dict[str, Exception]()
         attempts: dict[str, Callable[[], object]] = {
             "the plan of the run": self.plan,
-            "a step of training": lambda: Trial(trainer).of(run.loader, "train", backward=True),
-            "a batch of valid_loader": lambda: Trial(trainer).of(run.valid_loader, "valid").raise_fault(),
+            "a step of training": lambda: try_step(trainer, run.loader, "train", backward=True),
+            "a batch of valid_loader": lambda: try_step(trainer, run.valid_loader, "valid").raise_fault(),
             "a save of the state": lambda: self._try_save(save),
         }
         if trainer.mode == "test":
-            attempts = {"a batch of loader": lambda: Trial(trainer).of(run.loader, "valid").raise_fault()}
+            attempts = {"a batch of loader": lambda: try_step(trainer, run.loader, "valid").raise_fault()}
         elif run.valid_loader is None:
             del attempts["a batch of valid_loader"]
         for what, attempt in attempts.items():
@@ -241,7 +241,7 @@ class Preview:
         """Find the names of the metrics, and refuse a monitor that is not among them."""
         split = "train" if self.run.valid_loader is None or self.trainer.history.watches_training else "valid"
         try:
-            tried = Trial(self.trainer).of(self.run.loader if split == "train" else self.run.valid_loader, split)
+            tried = try_step(self.trainer, self.run.loader if split == "train" else self.run.valid_loader, split)
         except NotTried as reason:
             self.found.notes.append(f"{split} metrics are not known: {reason}")
             return

@@ -17,9 +17,8 @@ def planned_length(scheduler: object) -> int | None:
 
     ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler`, :class:`SchedulerChain`
     and those of `cosine`, `linear` and `wsd` do not, but should not be trained further at their last rate. Among
-    torch's combinations,
-    ``ChainedScheduler`` ends with the first of its parts, ``SequentialLR`` with its last part, or with a
-    ``OneCycleLR`` that ends before its milestone.
+    torch's combinations, ``ChainedScheduler`` ends with the first of its parts, and ``SequentialLR`` with its last
+    part, or with a ``OneCycleLR`` that ends before its milestone.
 
     Parameters
     ----------
