@@ -216,7 +216,7 @@ class ShardingAddon(AddOnPart):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
         super().wrap_optimizers(optimizers)
-        self.optimization.as_clipped = shards.local_gradients if self._world > 1 else list
+        self.optimization.tensors_to_clip = shards.local_gradients if self._world > 1 else list
         replaced, self._replaced = self._replaced, {}
         for optimizer in optimizers.values() if replaced else ():
             shards.replace_parameters(optimizer, replaced)

@@ -359,7 +359,7 @@ class StateManagerAddon(AddOnBase):
 
     def _resume_from(self, found: Path, content: Content) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
-        made = self.progress_checker.run_calls.made
+        index = self.progress_checker.run_calls.index
         try:
             self._resumption.check_ranks(found, content, self.world_size, self.data_size)
             self._load_content(found, content, True, self._resumption.allow_partial)
@@ -368,7 +368,7 @@ class StateManagerAddon(AddOnBase):
                 error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
                                "trains all of its epochs")  # fmt: skip
             raise
-        self.progress_checker.run_calls.made = made
+        self.progress_checker.run_calls.index = index
 
     def _load_content(self, found: Path, content: Content, strict: bool, allow_partial: Sequence[str]) -> None:
         """Load what was read of a checkpoint."""

@@ -253,7 +253,7 @@ def resume(entries: Any, state: Any, folder: Path, epochs: int, **options: Any) 
     fresh = build(entries, "biting", folder, log_every=2)
     torch.manual_seed(1)
     fresh.load_state_dict(state)
-    fresh.progress_checker.run_calls.made = 0  # It is the first call of a script that was started again.
+    fresh.progress_checker.run_calls.index = 0  # It is the first call of a script that was started again.
     fresh.run(epochs, hand.loader(), hand.loader(seed=9, shuffle=False), **options)
     return fresh
 

@@ -1056,8 +1056,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[AnyTrainer]", compose(cls, add_ons))
 
-    explain, plan, plan_lines = explain.explain, preview.plan, preview.plan_lines
-    plan_memory, plan_ranks = preview.plan_memory, preview.plan_ranks
+    explain = explain.explain
+    plan = preview.plan
+    plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
     def _repr_html_(self) -> str:
         return describe.trainer_html(self)

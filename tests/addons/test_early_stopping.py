@@ -81,7 +81,7 @@ def test_it_stops_at_the_same_update_after_a_resume(stop: int, by_steps: bool) -
     state = [state for step, state in states if step == 2 * stop][-1]
     resumed = build(scores, patience=3)
     resumed.load_state_dict(state)
-    resumed.progress_checker.run_calls.made = 0
+    resumed.progress_checker.run_calls.index = 0
     before = digest(resumed.model)
     metrics = resumed.run(6, loader(8), loader(4), valid_every=every)
     assert metrics["step"] == 10

@@ -123,7 +123,7 @@ def test_a_resume_and_a_run_in_pieces(kind: str, limits: Any, at: int) -> None:
     nobody_knew = at == 3 and kind in ("stream", "stateful")  # That the epoch was at its end.
     trainers[1].run(3 if nobody_knew else 2, given, **limits)
     trainers[2].load_state_dict(state)
-    trainers[2].progress_checker.run_calls.made = 0
+    trainers[2].progress_checker.run_calls.index = 0
     trainers[2].run(3, KINDS[kind](), **limits)
     whole, pieces, resumed = (everything(each) for each in trainers)
     assert resumed["model"] == whole["model"] == pieces["model"]
@@ -186,7 +186,7 @@ def test_a_state_of_another_limit_is_refused() -> None:
     trainer.run(3, loader(), limit_batches=3, max_steps=4)
     other = build()
     other.load_state_dict(trainer.state_dict())
-    other.progress_checker.run_calls.made = 0
+    other.progress_checker.run_calls.index = 0
     with pytest.raises(Exception, match="number of batches was 3 and is 4"):
         other.run(3, loader(), limit_batches=4)
 

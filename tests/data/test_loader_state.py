@@ -247,7 +247,7 @@ def goes_on(trainer: Any, state: Any, loader: Any, n_epoch: int = 3) -> dict[str
     torch.manual_seed(99)
     trainer.progress_checker.is_seeded = True
     trainer.load_state_dict(state)
-    trainer.progress_checker.run_calls.made = 0
+    trainer.progress_checker.run_calls.index = 0
     trainer.run(n_epoch, loader)
     return core_of(trainer)
 
@@ -336,7 +336,7 @@ def test_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
         again = build()
         again.progress_checker.is_seeded = True
         again.load_state_dict(state)
-        again.progress_checker.run_calls.made = 0
+        again.progress_checker.run_calls.index = 0
         assert differing(end, train(again, make(), 3, 5)) == [], state["progress"]
 
 
@@ -390,7 +390,7 @@ def test_an_iterator_over_several_epochs_is_read_again_from_its_beginning(at: in
     resumed = build()
     torch.manual_seed(99)
     resumed.load_state_dict(next(state for step, state in states if step == at))
-    resumed.progress_checker.run_calls.made, resumed.progress_checker.is_seeded = 0, True
+    resumed.progress_checker.run_calls.index, resumed.progress_checker.is_seeded = 0, True
     resumed.run(None, loader(), **lengths)
     assert resumed.progress_checker.step == 10
     assert hand.digest(resumed.unwrap()) == hand.digest(straight.unwrap())
@@ -412,7 +412,7 @@ def test_a_validation_draws_no_number_from_what_it_shares_with_training() -> Non
     assert hand.digest(with_it.unwrap()) == hand.digest(without.unwrap())
     resumed = build()
     resumed.load_state_dict(states[5])
-    resumed.progress_checker.run_calls.made, resumed.progress_checker.is_seeded = 0, True
+    resumed.progress_checker.run_calls.index, resumed.progress_checker.is_seeded = 0, True
     resumed.run(3, *loaders())
     assert resumed.progress_checker.epoch == 3
     assert differing(core_of(with_it), core_of(resumed)) == []
@@ -504,7 +504,7 @@ def test_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCaptureFixt
     run(trainer)
     again = build()
     again.load_state_dict(states[8])
-    again.progress_checker.run_calls.made = 0
+    again.progress_checker.run_calls.index = 0
     run(again)
     assert "the loader generator draws from the global random streams while it is iterated" in caplog.text
 

@@ -127,7 +127,7 @@ def test_exact_at_every_step(name: str, tensors: bool) -> None:
         torch.manual_seed(99)
         fresh.load_state_dict(state)
         again, batches = make()
-        fresh.progress_checker.run_calls.made = 0
+        fresh.progress_checker.run_calls.index = 0
         fresh.run(2, batches)
         found, step = core_of(fresh), state["progress"]["step"]
         for part, value in end.items():
@@ -202,7 +202,7 @@ def test_batches_that_are_none_are_passed_over_and_counted(stop: int, caplog: An
     first, second, third = build(), build(), build()
     first.run(None, batches, max_steps=stop)
     second.load_state_dict(through_disk(first.state_dict()))
-    second.progress_checker.run_calls.made = 0
+    second.progress_checker.run_calls.index = 0
     second.run(2, batches)
     assert digest(second.model) == digest(whole.model)
     plain = build()
@@ -299,7 +299,7 @@ def test_a_stream_resumes_by_passing_over(stop: int, caplog: Any) -> None:
     torch.manual_seed(1)
     first.run(None, stream(), max_steps=stop, steps_per_epoch=4)
     second.load_state_dict(through_disk(first.state_dict()))
-    second.progress_checker.run_calls.made = 0
+    second.progress_checker.run_calls.index = 0
     torch.manual_seed(77)
     second.run(3, stream(), steps_per_epoch=4)
     assert digest(second.model) == digest(whole.model)

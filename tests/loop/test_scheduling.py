@@ -129,7 +129,7 @@ def test_what_is_meant_is_not_refused_nor_warned_of(name: str, on_batch: bool | 
         resumed = make(of_length(name, length), on_batch, Keeping)
         resumed.keeps = False
         resumed.load_state_dict(state)
-        resumed.progress_checker.run_calls.made = 0  # As a script that begins again.
+        resumed.progress_checker.run_calls.index = 0  # As a script that begins again.
         for count in calls:
             resumed.run(count, batches())
         assert digest(resumed.model) == digest(straight.model)
@@ -191,7 +191,7 @@ def test_one_cycle_in_epochs_where_that_is_written(caplog: Any) -> None:
     again.run(3, batches())
     finished = make(one_cycle(3), False)
     finished.load_state_dict(again.state_dict())
-    finished.progress_checker.run_calls.made = 0
+    finished.progress_checker.run_calls.index = 0
     finished.run(3, batches())  # The finished script, started again.
     assert warned(caplog) == []
 

@@ -48,7 +48,7 @@ def check_collisions(cls: Any) -> None:
     """Refuse a name that two unrelated classes both define, and a seam that one class replaces over another."""
     names = {c: _own_names(c) for c in cls.__mro__ if is_trainer(c) or c.__module__ != "builtins"}
     mro = [c for c in cls.__mro__[: cls.__mro__.index(_root(cls))] if "_partial" not in c.__dict__]
-    core = {n for c in _root(cls).__mro__ for n in c.__dict__} | _allnames_set_in(_root(cls))
+    core = {n for c in _root(cls).__mro__ for n in c.__dict__} | _names_of_root(_root(cls))
     declared = {n for c in cls.__mro__ if is_base(c) for n in names[c]}
     owners: dict[str, Any] = {}
     for klass in mro:
@@ -108,12 +108,12 @@ _PARTS = {"current_run", "history", "optimization", "optimizers", "schedulers"}
 
 
 @cache
-def _allnames_set_in(root: Any) -> frozenset[str]:
+def _names_of_root(root: Any) -> frozenset[str]:
     """Return the attributes that Trainer sets; cached, as it is most of what an import of zae.addons costs."""
     return frozenset(name for value in root.__dict__.values() for name in names_set_in(value))
 
 
 def _private_names(root: Any) -> set[str]:
     """Return what Trainer keeps for itself: its private methods and attributes, and the objects it is made of."""
-    private = {n for n in (*root.__dict__, *_allnames_set_in(root)) if n.startswith("_") and not n.startswith("__")}
+    private = {n for n in (*root.__dict__, *_names_of_root(root)) if n.startswith("_") and not n.startswith("__")}
     return (private | _PARTS) - set(_OURS)

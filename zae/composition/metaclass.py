@@ -281,15 +281,10 @@ def _overridden_apply(add_on: TrainerMeta) -> Callable[[TrainerMeta], Any] | Non
     return None if is_base(owner) else add_on.apply
 
 
-def _rebuild(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
-    """Compose a pickled class again."""
-    return compose(root, ordered)
-
-
 def _reduce(cls: TrainerMeta) -> Any:
     """Pickle a composed class by its parts, and any other class by name."""
     recipe = cls.__dict__.get("_recipe")
-    return cls.__qualname__ if recipe is None else (_rebuild, recipe)
+    return cls.__qualname__ if recipe is None else (compose, recipe)
 
 
 copyreg.pickle(TrainerMeta, _reduce)

@@ -157,7 +157,7 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
                 "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
-        if not is_add_on(klass) and name in _words(klass.__dict__["__init__"]):
+        if not is_add_on(klass) and name in function_of(klass.__dict__["__init__"]).__code__.co_consts:
             return (
                 f": {klass.__name__}.__init__ does not declare it; write "
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
@@ -183,11 +183,6 @@ def join(names: Iterable[str]) -> str:
     """Join names by commas and a last "and"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _words(init: FunctionType) -> set[str]:
-    """Return the text constants of a function, among them the keys that it reads from ``**kwargs``."""
-    return {c for c in function_of(init).__code__.co_consts if isinstance(c, str)}
 
 
 def _known_add_ons(cls: Any) -> list[Any]:

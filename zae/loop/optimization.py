@@ -72,14 +72,14 @@ class Optimization:
         self.grad_norms: dict[str, Tensor] = {}
         self.settings = ScriptSettings()
         self.clipped_parameters: list[list[Tensor]] = []  # Together: all for one optimizer, else those of each.
-        self.as_clipped: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
+        self.tensors_to_clip: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.hold()
+        self.index_by_name()
 
-    def hold(self) -> None:
-        """Name the optimizers and schedulers that were given or made."""
+    def index_by_name(self) -> None:
+        """Store the optimizers and schedulers that were given or made by their names."""
         self.optimizers: dict[str, Optimizer] = _objects_in(self.optimizer)
         self.schedulers: dict[str, Any] = _objects_in(self.scheduler)
 
@@ -97,11 +97,11 @@ class Optimization:
     ) -> None:
         """Make the optimizers, and then the schedulers that change their learning rates."""
         self.optimizer = build_optimizer()
-        self.hold()
+        self.index_by_name()
         if wrap_optimizers is not None:
             wrap_optimizers(self.optimizers)
         self.scheduler = build_scheduler()
-        self.hold()
+        self.index_by_name()
         self.note_settings()
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
@@ -164,7 +164,7 @@ class Optimization:
             for parameters in self.clipped_parameters:  # In turn: two optimizers may share a parameter.
                 norms.append(norm_of(parameters))
                 if self.gradient_clip != math.inf:
-                    nn.utils.clip_grads_with_norm_(self.as_clipped(parameters), self.gradient_clip, norms[-1])
+                    nn.utils.clip_grads_with_norm_(self.tensors_to_clip(parameters), self.gradient_clip, norms[-1])
             self.grad_norm = norms[0]
             if len(norms) > 1:
                 self.grad_norm = torch.stack(norms).norm()
@@ -255,7 +255,7 @@ class Optimization:
             warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
             twins: dict[str, Optimizer] = {}
             memo: dict[int, Any] = {}
-            for name, optimizer in self.made_optimizers(parameters):
+            for name, optimizer in self.optimizers_for(parameters):
                 twins[name] = memo[id(optimizer)] = _twin(optimizer)
             schedulers = {}
             for name, scheduler in optim.as_dict(self.scheduler).items():
@@ -265,7 +265,7 @@ class Optimization:
                     schedulers[name] = copy.deepcopy(scheduler, dict(memo))
             return twins, schedulers
 
-    def made_optimizers(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Optimizer]]:
+    def optimizers_for(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Optimizer]]:
         """Yield each optimizer by name; of a factory, one that trains these parameters without changing them."""
         own = [*parameters]
         for name, optimizer in optim.as_dict(self.optimizer).items():

@@ -143,31 +143,31 @@ class RunCalls:
     """
 
     starts: list[list[int]] = field(default_factory=list)
-    made: int = 0
+    index: int = 0  # Of the next call: how many this process has made.
     planned_steps: Any = ...
 
     @property
     def is_behind(self) -> bool:
         """Whether the state is of a call that this process has not made yet."""
-        return self.made < len(self.starts)
+        return self.index < len(self.starts)
 
     @property
     def is_new(self) -> bool:
         """Whether the next call is not in the state."""
-        return self.made == len(self.starts)
+        return self.index == len(self.starts)
 
     @property
     def is_over(self) -> bool:
         """Whether the next call is in the state, with another one after it."""
-        return self.made + 1 < len(self.starts)
+        return self.index + 1 < len(self.starts)
 
     def warn_of_early_end(self, n_epoch: int | None, max_steps: int | None) -> None:
         """Warn that the next call, which is over, trains nothing although it asks for more epochs than it made."""
-        epochs, steps = (end - start for start, end in zip(self.starts[self.made], self.starts[self.made + 1]))
+        epochs, steps = (end - start for start, end in zip(self.starts[self.index], self.starts[self.index + 1]))
         if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
             _log.warning(
                 "call %d of run() trains nothing: it ended early in the state, after %d of %d epochs, before call %d "
-                "began", self.made + 1, epochs, n_epoch, self.made + 2,
+                "began", self.index + 1, epochs, n_epoch, self.index + 2,
             )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class Run:
     ) -> None:
         self._trainer = weakref.ref(trainer)
         self.binding = Binding(self._trainer)
-        self.given = self.loader = loader
+        self.user_loader = self.loader = loader
         self.valid_loader = valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
@@ -99,7 +99,7 @@ class Run:
         is_training = trainer.mode == "train"
         view = trainer.loader_position.view_of(loader, batches) if is_training else batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits)
-        call.given = loader
+        call.user_loader = loader
         call.is_ready, call.binding = self.is_ready, self.binding
         return call
 
@@ -162,8 +162,8 @@ class Run:
                 self.last_epoch = min(self.last_epoch + 1, NO_LIMIT)
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
-        calls.made += 1
-        self.trainer.loader_position.view = (self.given, self.limits.batches, self.loader)
+        calls.index += 1
+        self.trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         self.trainer.loader_position.restore_random()
 
     def resume_pending_validation(self) -> None:
@@ -403,7 +403,7 @@ class Run:
     def bounds(self) -> tuple[int, int]:
         """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` is no limit."""
         progress, limits = self.trainer.progress_checker, self.limits
-        starts, call = progress.run_starts, progress.run_calls.made
+        starts, call = progress.run_starts, progress.run_calls.index
         if progress.run_calls.is_over:  # It may have ended early.
             epoch, step = starts[call + 1]
             return epoch, step
@@ -438,7 +438,7 @@ class Run:
             progress, last_epoch = replace(progress), min(last_epoch + 1, NO_LIMIT)
             progress.close_epoch()
         present, calls = (progress.epoch, progress.step), progress.run_calls
-        start = present if calls.is_new else calls.starts[calls.made]
+        start = present if calls.is_new else calls.starts[calls.index]
         left = remaining(progress, last_epoch, last_step, in_epoch)
         epochs, steps = map(Span, start, present, left)
         return epochs, steps

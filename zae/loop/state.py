@@ -40,7 +40,7 @@ class CoreState:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.optimization = trainer, trainer.optimization
         if not trainer.current_run.is_ready:
-            self.optimization.hold()
+            self.optimization.index_by_name()
 
     def read(self) -> dict[str, Any]:
         """Return the state."""

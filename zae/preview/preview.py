@@ -277,7 +277,7 @@ class Preview:
             return
         settings = copy.copy(trainer.optimization.settings)
         try:
-            made = dict(trainer.optimization.made_optimizers(parameters))
+            made = dict(trainer.optimization.optimizers_for(parameters))
             stepped = {name: state_after_a_step(each) for name, each in made.items()}
             steps = [(each, optim.parameters_of(each), stepped[name]) for name, each in made.items()]
             found.memory = Memory.of_model(module, steps)

@@ -59,7 +59,7 @@ class Resumption:
     def is_due(self, calls: RunCalls, is_seeded: bool) -> bool:
         """Return whether to look for a checkpoint: once, as the trainer is set up for the first time."""
         # Calls that other processes have made for this one count; what they resumed from is not known here.
-        is_begun = self._is_done or (is_seeded and calls.made > 0 and not calls.is_behind)
+        is_begun = self._is_done or (is_seeded and calls.index > 0 and not calls.is_behind)
         self._is_done = True
         return not is_begun
 

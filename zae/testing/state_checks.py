@@ -183,7 +183,7 @@ class KitResumeAddon(AddOnBase):
         if self.kit_state is not None:
             state, self.kit_state = self.kit_state, None
             self.load_state_dict(state)
-            self.progress_checker.run_calls.made = 0  # The interrupted call of run continues.
+            self.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
 
 
 def check_state(kit: Kit) -> Iterator[str]:
@@ -227,7 +227,7 @@ def _resume(kit: Kit, state: dict[str, Any], entries: dict[str, Any], directly: 
             try:
                 resumed = kit.make()
                 resumed.load_state_dict(given)
-                resumed.progress_checker.run_calls.made = 0  # The interrupted call of run continues.
+                resumed.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
             except CheckpointMismatch:  # An optimizer that setup() completes can be loaded only afterwards.
                 resumed = None
         if resumed is None:

@@ -86,7 +86,7 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
     except NotTried as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
     twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
-    twin.optimization.hold()
+    twin.optimization.index_by_name()
     twin.nonfinite.policy = "skip"
     twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
     return twin
