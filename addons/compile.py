@@ -211,7 +211,7 @@ class CompileAddon(AddOnBase):
         if not self._is_due(batch, count):
             return super().micro_step(batch, count)
         if self.compile_mode == "model":
-            with torch_private.called_by(self._eager, partial(self._call_compiled, "model")):
+            with torch_private.call_instead(self._eager, partial(self._call_compiled, "model")):
                 return super().micro_step(batch, count)
         held = self.optimization.clipped_parameters[0] if self._way == "fused" else self.parameters
         parameters = [p for p in held if p.requires_grad]
@@ -289,7 +289,7 @@ class CompileAddon(AddOnBase):
         assert self._update is not None
         out, gradients = self._with_gradients(batch, 1, parameters)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            norm, gradients = fused.clipped(gradients, self.gradient_clip)
+            norm, gradients = fused.clip(gradients, self.gradient_clip)
             allowed = None if self.nonfinite.policy == "warn" else fused.is_finite(out["loss"], norm)
             stepped = fused.update(self._update.layout, parameters, gradients, settings, states, allowed)
         return out, norm, stepped

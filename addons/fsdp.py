@@ -27,7 +27,7 @@ from zae.launch.blocks import (
     prepare_block,
     split_by_block,
 )
-from zae.launch.ddp import BUCKET, alike, broadcast
+from zae.launch.ddp import BUCKET, broadcast, group_alike
 from zae.launch.meta_init import MetaInit, is_meta
 from zae.launch.spawn import launched_world
 from zae.preview.memory import shard_memory
@@ -318,7 +318,7 @@ class FSDPAddon(DistributedAddon):
         super().on_exception(error)
 
     def _average_outside(self) -> None:
-        for group in alike([each for each in self.parameters if not is_sharded(each)]):
+        for group in group_alike([each for each in self.parameters if not is_sharded(each)]):
             present = self.reduce(torch.tensor([float(each.grad is not None) for each in group])).tolist()
             for parameter, count in zip(group, present):
                 if count:

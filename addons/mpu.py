@@ -14,7 +14,7 @@ from zae.common.argument_checks import check_flags
 from zae.common.optim import has_lazy, like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
-from zae.launch.ddp import CommunicationHook, Replica, alike, broadcast, sparse_in
+from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
 
 __all__ = ["MultiGPUAddon"]
 
@@ -109,9 +109,9 @@ class MultiGPUAddon(DistributedAddon):
         super().setup()
         if self._world > 1:
             self._has_unsent = False
-            self._begin_alike()
+            self._begin_group_alike()
 
-    def _begin_alike(self) -> None:
+    def _begin_group_alike(self) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self._owners = [module._buffers for module in self.unwrap().modules()]
         self._known, held = self._trained(), {} if self._engine is None else self._engine._held
@@ -210,7 +210,7 @@ class MultiGPUAddon(DistributedAddon):
             return super().gradients(batch)
         if self._known != self._trained():  # A parameter was frozen, unfrozen or added.
             self.model = self._wrap()
-            self._begin_alike()
+            self._begin_group_alike()
         self._has_unsent = True
         if self._engine is not None:
             vars(self._engine)["_used"] = False
@@ -266,7 +266,7 @@ class MultiGPUAddon(DistributedAddon):
         for parameter in parameters:
             if not has_samples:
                 parameter.grad = None
-        for group in alike(present):
+        for group in group_alike(present):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
             flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
             for parameter, part in zip(group, flat.split([p.numel() for p in group])):

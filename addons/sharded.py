@@ -19,7 +19,7 @@ from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.loop.addon_state import gathered
+from zae.loop.addon_state import gather_tensors
 from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
@@ -271,7 +271,7 @@ class ShardingAddon(AddOnPart):
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""
-        return gathered(self, super().model_state())
+        return gather_tensors(self, super().model_state())
 
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""
@@ -280,7 +280,7 @@ class ShardingAddon(AddOnPart):
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of an optimizer, whole on this rank."""
-        return gathered(self, super().optimizer_state(name))
+        return gather_tensors(self, super().optimizer_state(name))
 
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load a whole state, of which each rank keeps its part."""

@@ -211,8 +211,7 @@ class StateManagerAddon(AddOnBase):
         super().checkpoint()
         progress, retention = self.progress_checker, self.checkpointer.retention
         self._crash.rest(progress)
-        if self.checkpointer.saver.is_open:
-            self.checkpointer.sync(self.gather)
+        self.checkpointer.sync(self.gather)
         is_best = bool(retention.best) and self.best.get("step") == progress.step
         in_epoch, is_due = progress.epoch_batch > 0, self.save_every.is_due(progress)
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
@@ -225,7 +224,7 @@ class StateManagerAddon(AddOnBase):
     def on_run_end(self) -> None:
         """Save the end of the run, unless that was just done; after a signal, end the process."""
         super().on_run_end()
-        signal = next((each for each in self.gather(self._stop_signals.received) if each is not None), None)
+        signal = next((each for each in self.gather(self._stop_signals.first) if each is not None), None)
         self.checkpointer.sync(self.gather)
         if self.checkpointer.saved_at != self.progress_checker.moment:
             self.save_state()
@@ -244,7 +243,7 @@ class StateManagerAddon(AddOnBase):
             in_step = False  # The validation would have stopped: the state is that before it.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
             return
-        if (signal := self._stop_signals.received) is not None and not in_step and self.world_size == 1:
+        if (signal := self._stop_signals.first) is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
             self._stop_signals.end(signal)
 
@@ -253,7 +252,6 @@ class StateManagerAddon(AddOnBase):
             with contextlib.suppress(MonitorError):  # The state is saved, whatever the monitor.
                 info["score"] = self._present_score()
             self._write_state(target, older, info)
-            self.checkpointer.saver.wait()
 
         if step := progress.step:
             self._crash.save(step, self.rank, self.world_size, write if self.can_save_alone else None, error)
@@ -266,7 +264,7 @@ class StateManagerAddon(AddOnBase):
             self.checkpointer.settle()
         finally:
             self.checkpointer.close()
-            signal = None if self.checkpointer.has_failed else self._stop_signals.received
+            signal = None if self.checkpointer.has_failed else self._stop_signals.first
             try:
                 super().teardown()
             finally:
@@ -300,10 +298,9 @@ class StateManagerAddon(AddOnBase):
             return self._resumption.skip_save()
         target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
         self.meet("save_state")
-        checkpointer.saver.begin(self.world_size)
         score = self._present_score()
         kept = (target.name, score) if path is None else None
-        with checkpointer.adding(kept, progress.moment) as replaces:
+        with checkpointer.add(kept, progress.moment, self.world_size) as replaces:
             self._write_state(target, replaces, {"score": score})
             is_saved = True
         self.barrier()

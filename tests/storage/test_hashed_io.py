@@ -13,7 +13,7 @@ import pytest
 
 from zae.errors import CheckpointDamaged
 from zae.storage import hashed_io
-from zae.storage.hashed_io import CHUNK, Output, opened, read_whole
+from zae.storage.hashed_io import CHUNK, Output, open_input, read_whole
 
 
 @pytest.mark.covers("F-A8")
@@ -109,9 +109,9 @@ def test_reading_compares_size_hash_and_end(tmp_path: Path) -> None:
         read_whole(path, limit=2)
     with pytest.raises(CheckpointDamaged, match="expected sha256 000000000000, got ba7816bf8f01"):
         read_whole(path, sha256="0" * 64)
-    with opened(path) as source, pytest.raises(CheckpointDamaged, match="ends before its 3 bytes"):
+    with open_input(path) as source, pytest.raises(CheckpointDamaged, match="ends before its 3 bytes"):
         source.fill(memoryview(bytearray(4)))
-    with opened(path) as source:
+    with open_input(path) as source:
         path.write_bytes(b"abcd")
         with pytest.raises(CheckpointDamaged, match="changed since it was written"):
             source.finish(good)
@@ -120,5 +120,5 @@ def test_reading_compares_size_hash_and_end(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_read_is_damage(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     with pytest.raises(CheckpointDamaged, match="cannot be read: Input/output error"):
-        with opened(tmp_path / "f"):
+        with open_input(tmp_path / "f"):
             raise OSError(5, "Input/output error")

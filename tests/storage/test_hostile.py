@@ -30,7 +30,7 @@ from zae.saving.crash import crashes_in
 from zae.saving.locks import FolderLock
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
 from zae.storage.encoding import decode, encode
-from zae.storage.hashed_io import opened
+from zae.storage.hashed_io import open_input
 from zae.storage.manifest import parse, seal
 from zae.storage.strict_json import strict_json
 from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt
@@ -156,7 +156,7 @@ def test_a_small_header_takes_no_time(name: str) -> None:
     text = HEADERS[name].encode()
     Path("model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     found: dict[str, Any] = {}
-    with within(MOST), contextlib.suppress(CheckpointDamaged), opened(Path("model.safetensors")) as source:
+    with within(MOST), contextlib.suppress(CheckpointDamaged), open_input(Path("model.safetensors")) as source:
         found, _ = read_safetensors(source)
     assert all(isinstance(each, torch.Tensor) for each in found.values())
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.storage.hashed_io import Input, opened
+from zae.storage.hashed_io import Input, open_input
 from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt, write_safetensors
 
@@ -37,7 +37,7 @@ def read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a safetensors file."""
     path = Path("model.safetensors")
     path.write_bytes(data)
-    with opened(path) as source:
+    with open_input(path) as source:
         return read_safetensors(source)
 
 
@@ -249,7 +249,10 @@ def test_a_header_of_200_mb_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -
     with open("model.safetensors", "wb") as file:
         file.write((200 << 20).to_bytes(8, "little"))
         file.truncate(300 << 20)
-    with opened(Path("model.safetensors")) as source, pytest.raises(CheckpointDamaged, match="claims 209715200 bytes"):
+    with (
+        open_input(Path("model.safetensors")) as source,
+        pytest.raises(CheckpointDamaged, match="claims 209715200 bytes"),
+    ):
         read_safetensors(source)
     assert asked == [8]
 

@@ -22,8 +22,8 @@ __all__ = [
     "accelerator",
     "add_to_all",
     "arrange_buckets",
+    "call_instead",
     "call_of",
-    "called_by",
     "can_arrange_buckets",
     "check_reducer",
     "compiled_graphs",
@@ -65,7 +65,7 @@ def find(module: str, name: str) -> Any:
 
 
 @contextmanager
-def called_by(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def call_instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Call a function instead of a module, where torch supports it; the function may call `call_of` the module.
 
     The wrappers around the module, and its type, do not change.
@@ -87,7 +87,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the call of a module with its hooks, without the function of `called_by`."""
+    """Return the call of a module with its hooks, without the function of `call_instead`."""
     return module._call_impl
 
 

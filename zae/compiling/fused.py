@@ -21,7 +21,7 @@ from zae.preview.explain import owners_of
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Update", "clipped", "is_finite", "update", "why_not"]
+__all__ = ["Update", "clip", "is_finite", "update", "why_not"]
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 _DTYPES = (torch.float32, torch.float64)
@@ -163,7 +163,7 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any], step: float) -> li
 # -------------------------------------------------------------------------------------- what the graph is made of
 
 
-def clipped(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | None, list[Tensor | None]]:
+def clip(gradients: Sequence[Tensor | None], limit: float) -> tuple[Tensor | None, list[Tensor | None]]:
     """Clip gradients to a norm as ``torch.nn.utils.clip_grad_norm_`` does, and return the norm that they had."""
     if not limit:
         return None, list(gradients)

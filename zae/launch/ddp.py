@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets
 from zae.errors import ConfigError
 
-__all__ = ["BUCKET", "CommunicationHook", "Replica", "alike", "broadcast", "sparse_in"]
+__all__ = ["BUCKET", "CommunicationHook", "Replica", "broadcast", "group_alike", "sparse_in"]
 
 BUCKET = 25 * 2**20
 """Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
@@ -130,7 +130,7 @@ class CommunicationHook(NamedTuple):
         return getattr(self.hook, "__name__", repr(self.hook))
 
 
-def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors that can be flattened into one."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -141,7 +141,7 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Broadcast tensors from rank 0, small ones in buckets: that takes at most `BUCKET` bytes beside them."""
     with torch.no_grad():
-        for group in alike(tensors):
+        for group in group_alike(tensors):
             for bucket in _buckets(group):
                 _send(bucket)
 

@@ -108,7 +108,7 @@ class Report:
         text = "".join(traceback.format_exception(error))
         summary = traceback.format_exception_only(error)[0].strip()
         lost = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-        return cls(kind, when, lost and bool(_LOST_PEER.search(str(error))), summary[:500], text, _packed(error))
+        return cls(kind, when, lost and bool(_LOST_PEER.search(str(error))), summary[:500], text, _pickle_error(error))
 
     def rebuild(self, rank: int, world: int) -> BaseException:
         """Rebuild the error of a rank, with its type if possible."""
@@ -122,7 +122,7 @@ class Report:
         return error
 
 
-def _packed(error: BaseException) -> bytes | None:
+def _pickle_error(error: BaseException) -> bytes | None:
     """Pickle an exception, or return None if it does not survive that."""
     try:
         data = pickle.dumps(error)
@@ -146,7 +146,7 @@ class _Line:
         except OSError:  # The parent is gone, and this process is about to be.
             return
 
-    def failing(self, error: BaseException) -> float:
+    def report_failure(self, error: BaseException) -> float:
         """Report at once that this rank has failed, because other ranks fail as a consequence."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -160,7 +160,7 @@ _line: _Line | None = None
 def note_failure(error: BaseException) -> None:
     """Report to the parent of a spawned rank that it is failing, before the exception propagates."""
     if _line is not None and _line.early:
-        _line.failing(error)
+        _line.report_failure(error)
 
 
 def tell_failures_early() -> None:
@@ -185,7 +185,7 @@ def main_of_rank(task: Task, connection: Connection) -> None:
             transfer.pack(result, Path(task.folder, "end"), "the result")
     except BaseException as error:
         shorten_traceback(error)
-        line.send(Report.of("failed", error, line.failing(error)))
+        line.send(Report.of("failed", error, line.report_failure(error)))
         _leave()
         # The parent shows the error; a second traceback from here would only come between.
         sys.exit(1)

@@ -285,7 +285,7 @@ class _Ranks:
 
     def watch(self) -> None:
         """Wait until every rank has ended, and raise the first failure."""
-        with self._passing_on():
+        with self._pass_signals_on():
             try:
                 self._wait()
             except KeyboardInterrupt:
@@ -374,7 +374,7 @@ class _Ranks:
                     os.kill(process.pid, number)
 
     @contextmanager
-    def _passing_on(self) -> Iterator[None]:
+    def _pass_signals_on(self) -> Iterator[None]:
         """Pass signals that ask this process to end on to the ranks, and obey them when these have ended."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -412,7 +412,7 @@ class _Ranks:
         for rank, (when, code) in dead.items():
             # A rank that is killed makes the others fail, an aborted one may have followed from their failure.
             if first is None or (when < own[first].when + 1.0 and code != -signal.SIGABRT):
-                raise DistributedError(self._describe_death(rank, code) + self._described(failed))
+                raise DistributedError(self._describe_death(rank, code) + self._list_failures(failed))
         if first is not None:
             raise own[first].rebuild(first, world)
         missing = sorted(self._ended_here - failed.keys())
@@ -424,7 +424,7 @@ class _Ranks:
                 "for what only that rank does: an endless loop, a read that does not return, a collective that the "
                 "others do not call. If the work takes that long, write a longer timeout=..."
                 + self._where(missing)
-                + self._described(failed)
+                + self._list_failures(failed)
             )
         if failed:
             rank = min(failed, key=lambda each: failed[each].when)
@@ -456,6 +456,6 @@ class _Ranks:
         return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
 
     @staticmethod
-    def _described(failed: dict[int, Report]) -> str:
+    def _list_failures(failed: dict[int, Report]) -> str:
         """Describe the failures of the other ranks, in one line each."""
         return "".join(f"\n  rank {rank}: {report.summary}" for rank, report in sorted(failed.items()))

@@ -27,7 +27,7 @@ def pack(value: Any, path: Path, name: str = "") -> None:
     """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared."""
     from_main: list[Any] = []
     module = ModuleType("zae_pickle")
-    vars(module).update({**vars(pickle), "Pickler": _recording(from_main)})
+    vars(module).update({**vars(pickle), "Pickler": _recording_pickler(from_main)})
     try:
         torch.save(value, path, pickle_module=module)
     except Exception as error:
@@ -49,7 +49,7 @@ def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
     return torch.load(path, map_location=dict(devices or {}), weights_only=False, pickle_module=module)
 
 
-def _recording(seen: list[Any]) -> type:
+def _recording_pickler(seen: list[Any]) -> type:
     """Return a pickler class that records names of ``__main__``."""
 
     class Recording(_Pickler):
@@ -148,10 +148,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         with contextlib.suppress(Exception):
             made = value.__reduce_ex__(4)
             if isinstance(made, tuple):
-                yield from _reduced(made)
+                yield from _parts_of_reduced(made)
 
 
-def _reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def _parts_of_reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """List the parts of what ``__reduce_ex__`` returned: the state first, because it has names."""
     state = made[2] if len(made) > 2 else None
     for each in state if isinstance(state, tuple) else (state,):

@@ -35,7 +35,7 @@ __all__ = [
     "check_declared",
     "declaring",
     "digest",
-    "gathered",
+    "gather_tensors",
     "is_in_mode",
     "key_of",
     "read_declared",
@@ -73,7 +73,7 @@ def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
-def gathered(trainer: Trainer, value: Any) -> Any:
+def gather_tensors(trainer: Trainer, value: Any) -> Any:
     """Return a value with whole tensors on every rank, unless each rank reads its parts."""
     return value if is_in_mode(trainer, PARTS, ALONE) else map_tensors(trainer.whole, value)
 
@@ -111,7 +111,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
                 f"{owner.__name__} declares the state attribute {missing[0]!r}, which it has not set; set "
                 f"self.{missing[0]} in __init__"
             )
-        entry = {key: gathered(trainer, getattr(trainer, name)) for key, name in names.items()}
+        entry = {key: gather_tensors(trainer, getattr(trainer, name)) for key, name in names.items()}
         if trainer.device.type != "cpu":
             on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}

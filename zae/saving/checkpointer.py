@@ -34,7 +34,7 @@ _Place: TypeAlias = "tuple[int, int, str]"
 class Checkpointer:
     """Saves, keeps and finds the checkpoints of a run in one folder; it does not know any trainer.
 
-    A run calls `open`, then for each checkpoint `adding` and `write`, and at last `close`. Another kind of storage is
+    A run calls `open`, then for each checkpoint `add` and `write`, and at last `close`. Another kind of storage is
     another class with these methods.
 
     Parameters
@@ -153,12 +153,13 @@ class Checkpointer:
     # --------------------------------------------------------------------------------------------------------- saving
 
     @contextlib.contextmanager
-    def adding(self, kept: tuple[str, float | None] | None, place: _Place) -> Iterator[list[Path]]:
+    def add(self, kept: tuple[str, float | None] | None, place: _Place, ranks: int) -> Iterator[list[Path]]:
         """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
 
         All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
         as before, and the error is raised or logged.
         """
+        self.saver.begin(ranks)
         scores = self.retention.scores
         self._before, self._step = (dict(scores), self._replaced), place[1]
         names: list[str] = []
@@ -187,6 +188,8 @@ class Checkpointer:
             self._lock.keep(job.target)
         if is_writer or job.is_sharded:
             self.saver.save(job)
+        if self.has_failed:
+            self.saver.wait()
 
     def settle(self) -> None:
         """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
@@ -196,10 +199,12 @@ class Checkpointer:
             self._fail(error)
 
     def sync(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Learn on every rank what became of the last save, so that all agree on what is due."""
+        """Learn on every rank what became of the last save, so that all agree on what is due; all ranks call it."""
+        if not self.saver.is_pending:
+            return
         if self.saver.has_ended(gather):
             self.settle()
-        if self.saver.learns(gather):
+        if self.saver.learn_of_failure(gather):
             self._forget_save()
 
     def _fail(self, error: BaseException) -> None:

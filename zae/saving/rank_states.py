@@ -84,7 +84,7 @@ class RankStates:
         """
         with state_mode(trainer, PARTS):
             state = dict(trainer.state_dict())
-        name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying(type(trainer))
+        name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying_entries(type(trainer))
         for key, each in state.items() if trainer.world_size > 1 else ():
             if key in varying or not in_parts:
                 state[key] = _gather(trainer, each, keeps=key in varying or trainer.is_main)
@@ -165,7 +165,7 @@ class RankStates:
 
     def warn_of_others(self, cls: type, rank: int, world: int) -> None:
         """Warn where add-ons get the state of another rank that may differ from what this rank held."""
-        varying = sorted(_varying(cls).keys() - {GENERATORS})
+        varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
         names = sorted({name for each in self._entries() for name in each} - {GENERATORS})
         if names and len(self.ranks) != world and not rank:
             _log.warning(
@@ -228,7 +228,7 @@ def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**position, "present": present}
 
 
-def _varying(cls: type) -> dict[str, tuple[str, ...] | None]:
+def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
     """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
     found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
     for each in cls.__mro__:

@@ -130,10 +130,11 @@ class Saver:
 
     def __init__(self, background: bool) -> None:
         self.background = background
+        self.is_pending = False  # Whether some rank may not know yet what became of the last save.
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.is_open = self._failed = self._is_shared = False
+        self._has_failed = self._is_sharded = False  # Of the last save.
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
@@ -142,49 +143,49 @@ class Saver:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(state["background"])  # type: ignore[misc]
 
-    def begin(self, world_size: int) -> None:
+    def begin(self, ranks: int) -> None:
         """Note, on every rank, that one of so many is about to save."""
-        self.is_open, self._failed = self.background or world_size > 1, False
-
-    def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Return whether nothing is being written, by all of the ranks that write; all call it."""
-        ended = self._thread is None or not self._thread.is_alive()
-        return all(gather(ended)) if self._is_shared else ended
-
-    def learns(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Return whether the last save has failed on the rank that writes and this one has not known; all call it."""
-        self.is_open, failed = gather((self._thread is not None, self._failed))[0]
-        known, self._failed = self._failed, failed
-        return bool(failed and not known)
+        self.is_pending, self._has_failed = self.background or ranks > 1, False
 
     def save(self, job: Job) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         job = job.divide()
         if not self.background:
-            self._work(job)
-            self.poll()
+            self._write(job)
+            self._raise_error()
             return
-        copied, self._is_shared = job.copy(self._snapshots), job.is_sharded
+        copied, self._is_sharded = job.copy(self._snapshots), job.is_sharded
         # Not a daemon: a script that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=self._work, args=(copied,), name="zae-save")
+        self._thread = threading.Thread(target=self._write, args=(copied,), name="zae-save")
         self._thread.start()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and raise what it failed with."""
         if self._thread is not None:
             self._thread.join()
-            self.poll()
+            self._raise_error()
 
-    def poll(self) -> None:
-        """Raise what the last save, which has ended, failed with."""
-        self._thread, error, self._error, self._is_shared = None, self._error, None, False
-        if error is not None:
-            self._failed = True
-            raise error
+    def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Return whether nothing is being written, by all of the ranks that write; all call it."""
+        ended = self._thread is None or not self._thread.is_alive()
+        return all(gather(ended)) if self._is_sharded else ended
 
-    def _work(self, job: Job) -> None:
+    def learn_of_failure(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Return whether the last save has failed on rank 0, and this rank has not known it; all ranks call it."""
+        self.is_pending, failed = gather((self._thread is not None, self._has_failed))[0]
+        known, self._has_failed = self._has_failed, failed
+        return bool(failed and not known)
+
+    def _write(self, job: Job) -> None:
         try:
             job.write()
         except BaseException as error:
             self._error = error
+
+    def _raise_error(self) -> None:
+        """Raise what the last save, which has ended, failed with."""
+        self._thread, error, self._error, self._is_sharded = None, self._error, None, False
+        if error is not None:
+            self._has_failed = True
+            raise error

@@ -38,7 +38,7 @@ class StopSignals:
         return {**self.__dict__, "_listens": False, "_before": {}, "noted": []}  # Handlers belong to a process.
 
     @property
-    def received(self) -> int | None:
+    def first(self) -> int | None:
         """The first signal that came."""
         return self.noted[0] if self.noted else None
 

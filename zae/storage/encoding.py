@@ -136,13 +136,13 @@ class _Encoder:
         if table is None:
             return self._items(values, path, depth + 1)
 
-        def stored(name: str, column: Any) -> Any:
+        def store(name: str, column: Any) -> Any:
             if isinstance(column, list):
                 return self._items(column, (path, name), depth + _ROWS_ROOM)
             return self._keep(torch.from_numpy(column), (path, name))
 
-        order = None if table.order is None else stored("order", np.array(table.order, np.int64))
-        kinds = [[[name, stored(name, column)] for name, column in kind.items()] for kind in table.kinds]
+        order = None if table.order is None else store("order", np.array(table.order, np.int64))
+        kinds = [[[name, store(name, column)] for name, column in kind.items()] for kind in table.kinds]
         return {"$rows": [order, kinds]}
 
     def _items(self, values: Any, path: _Path, depth: int) -> list[Any]:

@@ -42,7 +42,7 @@ __all__ = [
     "make_directory",
     "not_saved",
     "remove_checkpoint",
-    "staged",
+    "stage",
     "staging_now",
     "write_file",
 ]
@@ -140,7 +140,7 @@ def make_directory(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def staged(target: Path, needed: int) -> Iterator[Path]:
+def stage(target: Path, needed: int) -> Iterator[Path]:
     """Yield a hidden path beside the target to write to; if the block fails, remove what was written there."""
     staging = target.with_name(staging_name(target.name))
     staging_now.add(staging.name)
@@ -182,7 +182,7 @@ def write_file(
 def replace_file(path: Path, writer: Callable[[Callable[[Any], object]], object], needed: int) -> None:
     """Write a file in the place of the one with this name, if there is one; readers see one of the two, whole."""
     make_directory(path.parent)
-    with staged(path, needed) as staging:
+    with stage(path, needed) as staging:
         write_file(staging, writer)
         disk.rename(staging, path)
         disk.fsync_directory(path.parent)

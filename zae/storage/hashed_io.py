@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from zae.errors import CheckpointDamaged
 
-__all__ = ["CHUNK", "CURE", "Input", "Output", "opened", "read_whole", "reason"]
+__all__ = ["CHUNK", "CURE", "Input", "Output", "open_input", "read_whole", "reason"]
 
 CURE = "Restore the file from a copy, or delete this checkpoint and resume from an older one."
 """What to do about a damaged file."""
@@ -152,7 +152,7 @@ class Input:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, size: int | None = None, limit: int | None = None) -> Iterator[Input]:
+def open_input(path: Path, *, size: int | None = None, limit: int | None = None) -> Iterator[Input]:
     """Open a regular file of this size, or of at most `limit` bytes; raise CheckpointDamaged if that fails.
 
     A symbolic link is not followed.
@@ -181,8 +181,8 @@ def opened(path: Path, *, size: int | None = None, limit: int | None = None) -> 
 
 
 def read_whole(path: Path, *, size: int | None = None, limit: int | None = None, sha256: str | None = None) -> bytes:
-    """Read a file as `opened` does, and compare it with a hash if one is given."""
-    with opened(path, size=size, limit=limit) as source:
+    """Read a file as `open_input` does, and compare it with a hash if one is given."""
+    with open_input(path, size=size, limit=limit) as source:
         stream = io.BytesIO(bytes(source.size))  # It gives its memory away, so that the file is in memory once.
         with stream.getbuffer() as view:
             source.fill(view)

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, cast
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from zae.storage.encoding import decode, encode
-from zae.storage.hashed_io import CURE, opened, read_whole
+from zae.storage.hashed_io import CURE, open_input, read_whole
 from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, locate, shard_name
 from zae.storage.strict_json import strict_json
 
@@ -164,7 +164,7 @@ def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> 
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
         if name not in skip:
-            with opened(directory / name, size=entry["size"]) as source:
+            with open_input(directory / name, size=entry["size"]) as source:
                 source.finish(entry["sha256"])
     return manifest
 

@@ -56,7 +56,7 @@ def read_parts(
             for chunk, part in iterate_safetensors(directory / file, each):
                 if chunk in expected:
                     name, at = expected.pop(chunk)
-                    made[name].take(part, at)
+                    made[name].fill(part, at)
                     missing[name] -= part.numel()
             if expected or len({chunk_name(*each) for each in found}) < len(found):
                 raise ValueError(f"the parts in {file} are others")
@@ -67,12 +67,12 @@ def read_parts(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
-    model = {name.removeprefix(OF_MODEL): each.made() for name, each in made.items() if name.startswith(OF_MODEL)}
-    rest = {name.removeprefix(OF_STATE): each.made() for name, each in made.items() if name.startswith(OF_STATE)}
+    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
+    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
     return model, rest
 
 
-def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Made]:
+def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
     """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
     kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
     if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
@@ -83,11 +83,11 @@ def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _M
     for name, (shape, dtype) in kinds.items():
         reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
         fits = reference is not None and is_sharded(reference) and reference.shape == shape
-        found[name] = _Made(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
+        found[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
     return found
 
 
-class _Made:
+class _Target:
     """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
 
     def __init__(self, whole: Tensor, reference: Any) -> None:
@@ -100,7 +100,7 @@ class _Made:
             self._reference = None
         self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
 
-    def take(self, part: Tensor, offsets: Sequence[int]) -> None:
+    def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
         """Copy what overlaps with a part that was read."""
         whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
         if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
@@ -114,7 +114,7 @@ class _Made:
             source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
             self._held[target] = part[source]
 
-    def made(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """Return it, in the layout of the reference if there is one."""
         like = self._reference
         if like is None:

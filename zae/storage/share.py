@@ -27,7 +27,7 @@ from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, NonFiniteError
 from zae.storage import filesystem
 from zae.storage.encoding import encode
-from zae.storage.filesystem import install, make_directory, not_saved, staged, write_file
+from zae.storage.filesystem import install, make_directory, not_saved, stage, write_file
 from zae.storage.manifest import FileEntry, Manifest, draft, seal, state_text, verify
 from zae.storage.names import (
     MANIFEST,
@@ -194,7 +194,7 @@ def write_share(
         if manifest is not None:
             _install(staging, directory, manifest, {name: each for files in written for name, each in files.items()})
 
-    with staged(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
+    with stage(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
         staging = Path(group.together(prepare, directory, needed)[0] or "")
         written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
         group.together(finish, directory, needed)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
-from zae.storage.hashed_io import Input, opened, read_whole
+from zae.storage.hashed_io import Input, open_input, read_whole
 from zae.storage.names import MODEL_FILES
 from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
@@ -68,7 +68,7 @@ def read_model(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 def load_safetensors(path: Path, entry: FileEntry | None = None) -> dict[str, Tensor]:
     """Read a safetensors file in one pass, and verify it if there is an entry of a manifest."""
-    with opened(path, size=entry and entry["size"]) as source:
+    with open_input(path, size=entry and entry["size"]) as source:
         try:
             tensors, _ = read_safetensors(source)
         except CheckpointDamaged:
@@ -162,7 +162,7 @@ def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def iterate_safetensors(path: Path, entry: FileEntry) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a safetensors file without ties, one at a time, and verify the file at its end."""
-    with opened(path, size=entry["size"]) as source:
+    with open_input(path, size=entry["size"]) as source:
         try:
             _check_header(source)
             with safe_open(path, framework="pt", backend="pread") as file:
