@@ -90,6 +90,55 @@ def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
     return make(_SINGLE, value)
 
 
+def call_factories(
+    value: Any,
+    argument: Callable[[str], Any],
+    kind: type,
+    what: str,
+    call: Callable[..., Any] = lambda factory, given: factory(given),
+) -> Any:
+    """Call the factories among one or several objects."""
+
+    def make(name: str, each: Any) -> Any:
+        if isinstance(each, Optimizer):
+            _follow_parameters(each)
+        if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
+            return each
+        made = call(each, argument(name))
+        if not isinstance(made, (kind, ReduceLROnPlateau)):
+            raise ConfigError(
+                f"the function given as {label(what, value, name)} returned {kind_of(made)}; return a "
+                f"torch {kind.__name__}"
+            )
+        return made
+
+    return map_entries(value, make)
+
+
+def _follow_parameters(optimizer: Optimizer) -> None:
+    """Move an optimizer's state to the device that its parameters have been moved to."""
+    if any(
+        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+    ):
+        load_optimizer_state(optimizer, optimizer.state_dict())
+
+
+def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
+    """Return the optimizer for the factory of a scheduler: that of its name, or the only one."""
+    if name.isdecimal() and list(optimizers) == [_SINGLE]:
+        return optimizers[_SINGLE]
+    if not optimizers:
+        raise ConfigError(f"scheduler {name} has no optimizer; give the trainer one, or leave the scheduler out")
+    if name not in optimizers:
+        raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
+    return optimizers[name]
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -100,31 +149,16 @@ def has_lazy(parameters: Iterable[Tensor]) -> bool:
     return any(map(nn.parameter.is_lazy, parameters))
 
 
-def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a tensor of the parameter's shape into the parameter's order in memory."""
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    """List the parameters of an optimizer that the model, and its ``state_dict``, do not have."""
+    own = {id(p) for p in model.parameters()}
+    return [p for p in parameters_of(optimizer) if id(p) not in own]
 
 
-def match_layout(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
-
-    A fused kernel reads a weight and its state in the order of memory.
-    """
-    for parameter in parameters_of(optimizer):
-        state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
-        for name, value in list(state.items()) if isinstance(state, dict) else ():
-            if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
-                state[name] = like_parameter_layout(value, parameter)
-
-
-def _has_same_shape(value: Any, parameter: Tensor) -> bool:
-    """Return whether an entry of a state is a plain tensor with the shape and device of its parameter."""
-    return (
-        type(value) is Tensor
-        and not nn.parameter.is_lazy(parameter)
-        and value.layout is parameter.layout is torch.strided
-        and (value.shape, value.device) == (parameter.shape, parameter.device)
-    )
+def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name the parameters of a model that require a gradient and are in no optimizer."""
+    held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
@@ -145,9 +179,37 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     return lists
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of the gradients of parameters, as ``clip_grad_norm_`` computes it."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+def track_parameters(
+    optimizers: Mapping[str, Optimizer], model: nn.Module
+) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
+    """List the groups to clip, all parameters, and the optimizers that override ``zero_grad``.
+
+    The lists of parameters follow ``optimizer.add_param_group`` until `untrack_parameters` is called.
+    """
+    clipped, everything = _lists(optimizers, model)
+
+    def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
+        type(optimizer).add_param_group(optimizer, group)
+        clipped[:], everything[:] = _lists(optimizers, model)
+
+    for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
+        vars(optimizer)["add_param_group"] = partial(add, optimizer)
+    return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
+
+
+def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
+    held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
+    everything = {id(p): p for p in (*model.parameters(), *held)}
+    return parameters_to_clip(optimizers, model), list(everything.values())
+
+
+def untrack_parameters(optimizers: Mapping[str, Optimizer]) -> None:
+    """Undo `track_parameters`."""
+    for optimizer in optimizers.values():
+        vars(optimizer).pop("add_param_group", None)
+
+
+# ----------------------------------------------------------------------------------------------- gradients and the step
 
 
 def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer], **kwargs: Any) -> None:
@@ -157,42 +219,6 @@ def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimiz
         inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
         if inputs:  # Else all of them are frozen.
             loss.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
-
-
-def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
-    """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
-    own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
-    if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
-        return
-    for name, optimizer in optimizers.items():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
-                "the step in your class: def step_one(self, optimizer): optimizer.step(closure); return True"
-            )
-
-
-def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
-    """List the parameters of an optimizer that the model, and its ``state_dict``, do not have."""
-    own = {id(p) for p in model.parameters()}
-    return [p for p in parameters_of(optimizer) if id(p) not in own]
-
-
-def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Name the parameters of a model that require a gradient and are in no optimizer."""
-    held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-
-
-def _follow_parameters(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the device that its parameters have been moved to."""
-    if any(
-        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-    ):
-        load_optimizer_state(optimizer, optimizer.state_dict())
 
 
 def normalize(
@@ -224,30 +250,9 @@ def normalize(
             parameter.grad.div_(total)
 
 
-def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
-    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
-    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
-    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
-        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != present:
-        grew = saved[: len(present)] == present
-        raise CheckpointMismatch(
-            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
-            f"state was saved with {saved}; build it as it was"
-            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
-            + ", or load only the weights: apply_weights(path)"
-        )
-    for group, other in zip(optimizer.param_groups, state["param_groups"]):
-        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
-        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
-        if lacks and leaves:
-            raise CheckpointMismatch(
-                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
-                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
-                "weights: apply_weights(path)"
-            )
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of the gradients of parameters, as ``clip_grad_norm_`` computes it."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
@@ -264,22 +269,18 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     return rates
 
 
-def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
-    unset = group.get("fused", False) is None and group.get("foreach") is None
-    exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
-    return unset and exact and not (group.get("capturable") or group.get("differentiable"))
-
-
-def _is_exact(parameter: Tensor) -> bool:
-    """Return whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
-
-    In torch 2.13, that of SGD does not change most weights in half precision, and all of them treat a parameter as one
-    block of memory: they would also change the gaps of a strided view.
-    """
-    if parameter.dtype not in (torch.float32, torch.float64):
-        return False
-    return nn.parameter.is_lazy(parameter) or _is_block(parameter)
+def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
+    """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
+    own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
+    if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
+        return
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
+                "the step in your class: def step_one(self, optimizer): optimizer.step(closure); return True"
+            )
 
 
 def step(optimizer: Optimizer) -> bool:
@@ -334,6 +335,10 @@ def mark_stepped(optimizer: Optimizer) -> None:
     optimizer.step = record  # type: ignore[method-assign]
 
 
+# The files of the functions that record a step.
+_RECORDING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
+
+
 def mark_copied(schedulers: Any) -> None:
     """Call `mark_stepped` for the optimizers of all schedulers of a trainer that was copied or unpickled."""
     for scheduler in as_dict(schedulers).values():
@@ -341,13 +346,26 @@ def mark_copied(schedulers: Any) -> None:
             mark_stepped(scheduler.optimizer)
 
 
-# The files of the functions that record a step.
-_RECORDING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
+# -------------------------------------------------------------------------------------------------- kernels and layouts
 
 
-def _is_block(value: Tensor) -> bool:
-    """Return whether a tensor fills a block of memory, in whatever order of its dimensions."""
-    return torch.empty_like(value, device="meta").stride() == value.stride()
+def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
+    unset = group.get("fused", False) is None and group.get("foreach") is None
+    exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
+    return unset and exact and not (group.get("capturable") or group.get("differentiable"))
+
+
+def _is_exact(parameter: Tensor) -> bool:
+    """Return whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
+
+    In torch 2.13, that of SGD does not change most weights in half precision, and all of them treat a parameter as one
+    block of memory: they would also change the gaps of a strided view.
+    """
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return False
+    # A block of memory may have any order of its dimensions.
+    return nn.parameter.is_lazy(parameter) or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
@@ -363,67 +381,57 @@ def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
 
 
-def track_parameters(
-    optimizers: Mapping[str, Optimizer], model: nn.Module
-) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
-    """List the groups to clip, all parameters, and the optimizers that override ``zero_grad``.
+def match_layout(optimizer: Optimizer) -> None:
+    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
 
-    The lists of parameters follow ``optimizer.add_param_group`` until `untrack_parameters` is called.
+    A fused kernel reads a weight and its state in the order of memory.
     """
-    clipped, everything = _lists(optimizers, model)
-
-    def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
-        type(optimizer).add_param_group(optimizer, group)
-        clipped[:], everything[:] = _lists(optimizers, model)
-
-    for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
-        vars(optimizer)["add_param_group"] = partial(add, optimizer)
-    return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
+    for parameter in parameters_of(optimizer):
+        state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
+        for name, value in list(state.items()) if isinstance(state, dict) else ():
+            if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
+                state[name] = like_parameter_layout(value, parameter)
 
 
-def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
-    held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
-    everything = {id(p): p for p in (*model.parameters(), *held)}
-    return parameters_to_clip(optimizers, model), list(everything.values())
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of a state is a plain tensor with the shape and device of its parameter."""
+    return (
+        type(value) is Tensor
+        and not nn.parameter.is_lazy(parameter)
+        and value.layout is parameter.layout is torch.strided
+        and (value.shape, value.device) == (parameter.shape, parameter.device)
+    )
 
 
-def untrack_parameters(optimizers: Mapping[str, Optimizer]) -> None:
-    """Undo `track_parameters`."""
-    for optimizer in optimizers.values():
-        vars(optimizer).pop("add_param_group", None)
+def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a tensor of the parameter's shape into the parameter's order in memory."""
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
-    """Return the optimizer for the factory of a scheduler: that of its name, or the only one."""
-    if name.isdecimal() and list(optimizers) == [_SINGLE]:
-        return optimizers[_SINGLE]
-    if not optimizers:
-        raise ConfigError(f"scheduler {name} has no optimizer; give the trainer one, or leave the scheduler out")
-    if name not in optimizers:
-        raise ConfigError(f"scheduler {name!r} has no optimizer of that name; give both as dicts with the same keys")
-    return optimizers[name]
+# --------------------------------------------------------------------------------------------------------------- states
 
 
-def _call(factory: Callable[..., Any], argument: Any) -> Any:
-    return factory(argument)
-
-
-def call_factories(
-    value: Any, argument: Callable[[str], Any], kind: type, what: str, call: Callable[..., Any] = _call
-) -> Any:
-    """Call the factories among one or several objects."""
-
-    def make(name: str, each: Any) -> Any:
-        if isinstance(each, Optimizer):
-            _follow_parameters(each)
-        if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
-            return each
-        made = call(each, argument(name))
-        if not isinstance(made, (kind, ReduceLROnPlateau)):
-            raise ConfigError(
-                f"the function given as {label(what, value, name)} returned {kind_of(made)}; return a "
-                f"torch {kind.__name__}"
+def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
+    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
+    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
+        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        grew = saved[: len(present)] == present
+        raise CheckpointMismatch(
+            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
+            f"state was saved with {saved}; build it as it was"
+            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
+            + ", or load only the weights: apply_weights(path)"
+        )
+    for group, other in zip(optimizer.param_groups, state["param_groups"]):
+        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
+        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
+        if lacks and leaves:
+            raise CheckpointMismatch(
+                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
+                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
+                "weights: apply_weights(path)"
             )
-        return made
-
-    return map_entries(value, make)

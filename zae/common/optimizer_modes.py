@@ -96,7 +96,11 @@ def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
             for optimizer in optimizers:
                 optimizer.eval()
         # One that was in this mode already stays in it.
-        changed = [each for each, weights, flags in kept if _flags(each) != flags or _differ(weights)]
+        changed = [
+            each
+            for each, weights, flags in kept
+            if _flags(each) != flags or not all(torch.equal(parameter, value) for parameter, value in weights)
+        ]
         yield
     finally:
         with torch.no_grad():
@@ -115,10 +119,6 @@ def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
 def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
     for parameter, value in copies:
         parameter.copy_(value)
-
-
-def _differ(copies: list[tuple[Tensor, Tensor]]) -> bool:
-    return any(not torch.equal(parameter, value) for parameter, value in copies)
 
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:

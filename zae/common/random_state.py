@@ -54,7 +54,7 @@ class _Streams(NamedTuple):
 
 def seed_everything(seed: int) -> None:
     """Seed ``random``, ``numpy.random`` and torch on every device."""
-    if not _is_whole(seed) or not 0 <= seed < 2**64:
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         raise ConfigError(
             f"seed_everything(seed=...) must be an int from 0 to 2**64 - 1, found {seed!r}; write seed_everything(0)"
         )
@@ -192,11 +192,6 @@ def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
     ]
     for generator, saved in zip(generators, checked, strict=True):
         generator.set_state(saved)
-
-
-def _is_whole(value: object) -> bool:
-    """Return whether a value is an int or a NumPy integer, but not a bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def of_devices() -> dict[str, list[torch.Tensor]]:

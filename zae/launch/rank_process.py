@@ -29,7 +29,7 @@ from zae.common import random_state
 from zae.errors import DistributedError, shorten_traceback
 from zae.launch import transfer
 
-__all__ = ["WHERE", "Report", "Task", "main_of_rank", "note_failure", "tell_failures_early"]
+__all__ = ["WHERE", "Report", "Task", "leave", "main_of_rank", "note_failure", "tell_failures_early"]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
@@ -186,11 +186,11 @@ def main_of_rank(task: Task, connection: Connection) -> None:
     except BaseException as error:
         shorten_traceback(error)
         line.send(Report.of("failed", error, line.report_failure(error)))
-        _leave()
+        leave()
         # The parent shows the error; a second traceback from here would only come between.
         sys.exit(1)
     line.send(Report("done"))
-    _leave()
+    leave()
 
 
 def _work(task: Task) -> Any:
@@ -224,7 +224,8 @@ def _store(task: Task, waiting: timedelta) -> Any:
     return dist.TCPStore(host, int(port), is_master=False, timeout=waiting, wait_for_workers=False)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from zae.errors import ConfigError, DistributedError, exit_status
 from zae.launch import transfer
-from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
+from zae.launch.rank_process import WHERE, Report, Task, leave, main_of_rank
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
@@ -86,7 +86,7 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
             "WORLD_SIZE are set, so a launcher must set MASTER_ADDR and MASTER_PORT too: torchrun --nproc_per_node 2 "
             "script.py; without a launcher, unset RANK and WORLD_SIZE"
         ) from error
-    atexit.register(_leave)
+    atexit.register(leave)
     return True
 
 
@@ -114,11 +114,6 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
             raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
         time.sleep(_PAUSE)
     return own
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def spawn(

@@ -13,16 +13,11 @@ from zae.loop.progress import ProgressChecker
 from zae.storage import filesystem
 from zae.storage.checkpoint import list_checkpoints
 
-__all__ = ["CrashSaver", "crash_name", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
+__all__ = ["CrashSaver", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
 
 _log = logging.getLogger("zae")
 _CLAIM = ".crash-"
 _CRASH = re.compile(r"crash-\d{8,18}")
-
-
-def crash_name(step: int) -> str:
-    """Return the name of the folder of a failed run."""
-    return f"crash-{step:08d}"
 
 
 def crashes_in(folder: Path) -> list[Path]:
@@ -72,7 +67,7 @@ class CrashSaver:
         if write is None:
             self._decline(error)
             return
-        target, name, regular = self.folder / crash_name(step), type(error).__name__, ""
+        target, name, regular = self.folder / f"crash-{step:08d}", type(error).__name__, ""
         try:
             regular = self._regular()
             if world_size > 1:

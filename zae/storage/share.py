@@ -224,7 +224,8 @@ def _install(staging: Path, directory: Path, manifest: Manifest, written: Mappin
     step, run_id = manifest["step"], manifest["run_id"]
     for name, (size, sha256) in written.items():
         manifest["files"][name] = FileEntry(size=size, sha256=sha256, step=step, run_id=run_id)
-    write_file(staging / MANIFEST, lambda write: write(seal(manifest)))
+    text = seal(manifest)
+    write_file(staging / MANIFEST, lambda write: write(text))
     filesystem.disk.fsync_directory(staging)
     install(staging, directory)
 
