@@ -105,7 +105,7 @@ class Share(NamedTuple):
         for file, held in self.files.items():
             for name, each in held.items() if isinstance(held, dict) else ():
                 if file in MODEL_FILES.values():
-                    found[chunk_name(name, ())] = each
+                    found[f"{name}@"] = each
                 elif file != STATE_TENSORS and name.startswith(OF_MODEL):
                     found[name.removeprefix(OF_MODEL)] = each
         return found
@@ -179,8 +179,8 @@ def write_share(
     directory must be on a disk that all ranks share.
     """
     directory, manifest = Path(os.path.abspath(directory)), share.manifest
-    held = [[each] if isinstance(each, bytes) else each.values() for each in share.files.values()]
-    needed = sum(len(each) if isinstance(each, bytes) else byte_count(each) for file in held for each in file)
+    sizes = (len(each) if isinstance(each, bytes) else byte_count(*each.values()) for each in share.files.values())
+    needed = sum(sizes)
 
     def prepare() -> str | None:
         if manifest is None:
