@@ -18,8 +18,9 @@ from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.common.walk import is_sharded
 from zae.errors import ConfigError
+from zae.launch import shards
 from zae.launch.blocks import (
-    check_divisible,
+    check_shardable,
     choose_blocks,
     describe_blocks,
     parse_blocks,
@@ -97,7 +98,7 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
-    process_attributes = {"_sharded": None, "_is_prepared": False}
+    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}, "_is_watched": False}
     excludes = {
         "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
         "compile_blocks=True"
@@ -127,6 +128,8 @@ class FSDPAddon(DistributedAddon):
         )
         self._meta: Any = None  # What makes the model, with meta_init.
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
+        self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
+        self._is_watched = False  # Whether a forward of this run was seen to leave the weights alone.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
@@ -180,7 +183,7 @@ class FSDPAddon(DistributedAddon):
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):  # Of an earlier run.
-            self._sharded = model
+            self._sharded, self._held = model, self._held or dict(model.named_parameters())
             return model
         self._check_model(model)
         before, on_meta = dict(model.named_parameters()), is_meta(model)
@@ -192,6 +195,7 @@ class FSDPAddon(DistributedAddon):
         self._note_replaced(before, dict(model.named_parameters()))
         if on_meta:
             self._meta.send(model, self.seed, self.device, self._rank == 0)
+        self._held = dict(model.named_parameters())
         return model
 
     def _check_model(self, model: nn.Module) -> None:
@@ -207,12 +211,7 @@ class FSDPAddon(DistributedAddon):
                 "the model is lazy, and a parameter without a shape cannot be sharded; call it once with a batch "
                 "before run(): model(inputs)"
             )
-        check_divisible({"": model})
-        if scalars := [name for name, each in model.named_parameters() if not each.dim()]:
-            raise ConfigError(
-                f"{', '.join(scalars)} has no dimension that could be divided; write torch.nn.Parameter(torch.ones(1)) "
-                "instead of torch.ones(())"
-            )
+        check_shardable(model, self.blocks())
 
     def _shard(self, model: nn.Module) -> None:
         """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""
@@ -293,6 +292,27 @@ class FSDPAddon(DistributedAddon):
             self._sharded.set_requires_gradient_sync(last)
         return super().sync_context(last)
 
+    def on_epoch_begin(self) -> None:
+        """Look at the next forward of training."""
+        super().on_epoch_begin()
+        self._is_watched = False
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Look for parameters that were replaced, and once in an epoch for a forward that changes weights."""
+        inner = super().forward_context()
+        if self._world == 1 or self._is_watched or self.compile_blocks or not torch.is_grad_enabled():
+            return inner
+        self._is_watched = True
+        self._reshard()
+        return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Refuse parameters that were replaced, and return those that ranks compare."""
+        if self._world > 1:
+            self._reshard()
+            shards.check_held(self.unwrap(), self._held)
+        return super().replicas()
+
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of parameters outside of the model."""
         if self._world > 1:
@@ -309,12 +329,9 @@ class FSDPAddon(DistributedAddon):
         super().backward(loss, **kwargs)
 
     def on_exception(self, error: BaseException) -> None:
-        """Explain a method that computed with parts of the parameters."""
-        if self._world > 1 and "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "zae: FSDPAddon gathers parameters for the forward of a module. Where a step calls another method of "
-                "the model, self.model.encode(inputs), write fsdp_methods=['encode']"
-            )
+        """Explain what torch cannot do with parameters that lie in parts."""
+        if self._world > 1:
+            shards.explain_parts(error)
         super().on_exception(error)
 
     def _average_outside(self) -> None:

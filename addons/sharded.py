@@ -207,10 +207,14 @@ class ShardingAddon(AddOnPart):
     # --------------------------------------------------------------------------------------- parts of the tensors
 
     def _note_replaced(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Note the parameters that stand in for others of the same names; another engine may have replaced these."""
+        """Note the parameters that stand in for others of the same names; another engine may have replaced these.
+
+        They get the attributes by which an optimizer's factory may choose its groups.
+        """
         first = {id(new): old for old, new in self._replaced.values()}
         for name, each in before.items():
             old = first.get(id(each), each)
+            vars(after[name]).update({key: value for key, value in vars(each).items() if key not in vars(after[name])})
             self._replaced[id(old)] = (old, after[name])
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:

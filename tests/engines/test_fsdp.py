@@ -93,6 +93,82 @@ def test_what_fsdp_would_train_wrongly_is_refused_by_name(world):
     model = net()
     model.embed.sparse = True
     refused(r"embed \(Embedding\).*sparse=False", model)
+    model = net()
+    model.embed.max_norm = 1.0
+    refused("embed has max_norm.*Write max_norm=None", model)
+    model = net()
+    model.head.weight = nn.Parameter(torch.randn(8, 11, dtype=F64).t())
+    refused(r"head\.weight is not contiguous.*contiguous_format", model)
+    model = net()
+    model.extra = nn.Parameter(torch.zeros(0, 3, dtype=F64))
+    refused(r"extra has no elements", model)
+    model = net()
+    model.head.float()
+    refused(r"norm\.bias \(float64\) and head\.bias \(float32\) are gathered together.*fsdp_blocks", model)
+    refused(r"is a ModuleList, which has no forward.*whose forward calls them", nn.ModuleList([net()]))
+
+
+class Renormalizing(Block):
+    """Limit the norm of a weight in the forward, as EEGNet does."""
+
+    def forward(self, inputs):
+        self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 0.5)
+        return super().forward(inputs)
+
+
+class Replacing(Task):
+    """Put another parameter in place of one after the first epoch."""
+
+    def on_epoch_begin(self):
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1:
+            head = self.unwrap().head
+            head.weight = nn.Parameter(head.weight.detach() / 2)
+
+
+@on_ranks(2)
+def test_weights_that_are_changed_where_no_forward_would_see_it(world):
+    """A gathered block is dropped after its forward, and a replaced parameter is not gathered at all."""
+    model = net()
+    model.blocks[1] = Renormalizing().to(F64)
+    trainer = trainer_of(model)
+    with pytest.raises(ConfigError, match=r"forward of Linear changes its parameter blocks\.1\.up\.weight"):
+        trainer.run(1, data(16))
+    trainer = trainer_of(net(), Replacing)
+    with pytest.raises(ConfigError, match=r"head\.weight was replaced.*Change weights in place"):
+        trainer.run(2, data(16))
+    assert trainer.progress_checker.step == 2
+    assert trainer.world_size == world
+
+
+def by_attribute(parameters):
+    """Return an optimizer with a group of the parameters that are marked."""
+    groups = {True: [], False: []}
+    for each in parameters:
+        groups[hasattr(each, "decays")].append(each)
+    return torch.optim.SGD([{"params": groups[True], "weight_decay": 0.5}, {"params": groups[False]}], lr=0.1)
+
+
+@on_ranks(2)
+def test_attributes_of_parameters_stay(world):
+    """A factory may choose its groups by them."""
+    model = net()
+    model.head.weight.decays = True
+    trainer = trainer_of(model, optimizer=by_attribute)
+    trainer.run(1, data(16))
+    (decayed,) = trainer.optimizer.param_groups[0]["params"]
+    assert decayed is trainer.unwrap().head.weight
+    assert trainer.layout(decayed) == "sharded"
+    assert trainer.world_size == world
+
+
+def test_a_container_of_containers_is_no_block():
+    """Only what has a forward can be gathered."""
+    cells = [
+        nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Sequential(nn.Linear(2, 2))}) for _ in range(2)
+    ]
+    model = nn.Sequential(nn.ModuleList(cells))
+    assert list(trainer_of(model).blocks()) == ["0.0.a", "0.0.b", "0.1.a", "0.1.b"]
 
 
 @on_ranks(2)

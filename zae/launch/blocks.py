@@ -15,10 +15,12 @@ from zae.errors import ConfigError
 
 __all__ = [
     "check_divisible",
+    "check_shardable",
     "choose_blocks",
     "class_name",
     "describe_blocks",
     "divided_dimensions",
+    "has_forward",
     "parse_blocks",
     "parse_methods",
     "prepare_block",
@@ -45,12 +47,44 @@ def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
 def _check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Refuse a list of modules, which is never called, as a block."""
     for name, each in blocks.items():
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+        if not has_forward(each):
             raise ConfigError(
                 f"fsdp_blocks: {name} is a {type(each).__name__}, which has no forward to gather it for; write "
                 f"fsdp_blocks=['{name}.*'] for the modules in it"
             )
     return blocks
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; a list of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def check_shardable(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse a model whose parameters torch cannot shard block by block."""
+    check_divisible({"": model})
+    named, faults = dict(model.named_parameters()), []
+    if not has_forward(model):
+        faults.append((
+            f"the model is a {class_name(model)}, which has no forward for which its parameters would be gathered",
+            "put the modules into a class whose forward calls them",
+        ))  # fmt: skip
+    if names := [name for name, each in named.items() if not each.dim()]:
+        what = f"{', '.join(names)} has no dimension that could be divided"
+        faults.append((what, "write torch.nn.Parameter(torch.ones(1)) instead of torch.ones(())"))
+    if names := [name for name, each in named.items() if each.dim() and not each.numel()]:
+        faults.append((f"{', '.join(names)} has no elements that could be divided", "leave the parameter out"))
+    if names := [name for name, each in named.items() if not each.is_contiguous()]:
+        what = f"{', '.join(names)} is not contiguous in memory, and cannot be divided"
+        faults.append((what, "call model.to(memory_format=torch.contiguous_format), or contiguous() of its data"))
+    for group in split_by_block((name for name, each in named.items() if each.requires_grad), blocks):
+        kinds = {named[name].dtype: name for name in group}
+        if len(kinds) > 1:
+            what = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
+            faults.append((f"{what} are gathered together, and must have one dtype",
+                           "convert the model, or name modules of one dtype each in fsdp_blocks"))  # fmt: skip
+    for what, remedy in faults:
+        raise ConfigError(f"{what}; {remedy}")
 
 
 def check_divisible(modules: Mapping[str, nn.Module]) -> None:
@@ -137,8 +171,8 @@ def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         alike_children = [each for each in module.children() if type(each) is type(child)]
-        is_block = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and any(True for _ in child.children())
-        if is_block and any(True for _ in child.parameters()):
+        is_repeated = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and has_forward(child)
+        if is_repeated and any(True for _ in child.children()) and any(True for _ in child.parameters()):
             found[path] = child
         else:
             found.update(repeated_modules(child, f"{path}."))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
-from zae.common.walk import is_sharded, local_part, map_tensors
+from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors
+from zae.errors import ConfigError
 
 __all__ = [
     "by_mesh",
     "by_part",
+    "check_held",
+    "explain_parts",
+    "forward_keeps_weights",
     "gradient_norm",
     "like",
     "local_gradients",
@@ -24,6 +30,19 @@ __all__ = [
     "shard_state",
     "whole",
 ]
+
+_SHOWN = 10
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor": "gathers parameters for the forward of the model. Where a step calls another "
+    "method of it, self.model.encode(inputs), write fsdp_methods=['encode']; where it calls a part of the model, or "
+    "computes with parameters, as for a penalty, do that in the forward of the model",
+    "storage of size 0": "has freed the blocks that a gradient of gradients needs; train with MultiGPUAddon",
+    "appears to not have been used in the graph": "computes with gathered blocks, not with what parameters() returns; "
+    "read the .grad of each parameter in clip(), or train with MultiGPUAddon",
+    "FSDP does not support deepcopy": "has divided the model, which cannot be copied then; copy it before run()",
+    "in-place operations that require placement changes": "lets each rank hold a part of a parameter, which this "
+    "operation needs whole. If it is of the optimizer, take another one, as AdamW or SGD, or train with MultiGPUAddon",
+}
 
 
 def whole(tensor: Any) -> Tensor:
@@ -145,6 +164,57 @@ def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
         return dict(state)
     made = {key: _all_like(each, places.get(key)) for key, each in state["state"].items()}
     return {**state, "state": made}
+
+
+def check_held(model: nn.Module, held: Mapping[str, Tensor]) -> None:
+    """Refuse parameters other than those that were sharded: a forward would still gather the former ones."""
+    present = dict(model.named_parameters())
+    if names := [name for name in {**held, **present} if held.get(name) is not present.get(name)]:
+        raise ConfigError(
+            f"{', '.join(names[:_SHOWN])} was replaced, added or removed after the model was sharded, and the forward "
+            "would not use the new one. Change weights in place, `with torch.no_grad(): parameter.mul_(0.5)`, and "
+            "layers before run()"
+        )
+
+
+def explain_parts(error: BaseException) -> None:
+    """Note beside an error of torch what FSDPAddon has to do with it, and what to write instead."""
+    for words, note in _EXPLAINED.items():
+        if words in str(error):
+            error.add_note(f"zae: FSDPAddon {note}")
+
+
+@contextmanager
+def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: Any) -> Iterator[None]:
+    """Refuse a forward that changes weights: those of a gathered block are dropped after it."""
+    check_held(model, parts)
+    names = {(id(each), key): name for name, each, key in _places(model)}
+
+    def check(module: nn.Module, *_: Any) -> None:
+        for key, each in module._parameters.items():
+            part = parts.get(name := names.get((id(module), key), ""))
+            if each is None or part is None or is_sharded(each):
+                continue
+            own = local_part(like(each.detach(), part))
+            if not has_same_bits(own, local_part(part).detach().to(own.dtype)):
+                raise ConfigError(
+                    f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "
+                    "is gathered for it and dropped afterwards: the change would be lost. Compute with a changed copy "
+                    "instead (torch.nn.utils.parametrize), or change parameters in on_step_end of the trainer"
+                )
+
+    hook = register_module_forward_hook(check)
+    try:
+        with inner:
+            yield
+    finally:
+        hook.remove()
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for key in module._parameters:
+            yield f"{path}.{key}" if path else key, module, key
 
 
 def _all_like(state: Any, parameter: Any) -> Any:
