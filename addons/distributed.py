@@ -198,14 +198,6 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""
-        tables = {
-            name: each for name, each in model.named_modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))
-        }
-        if names := [name for name, each in tables.items() if each.max_norm is not None]:
-            raise ConfigError(
-                f"{', '.join(names)} has max_norm: each forward would change the weights that the batch of its rank "
-                "looks up, and the ranks would come apart. Write max_norm=None, and limit the norms of what it returns"
-            )
 
     def build_mesh(self) -> Any:
         """Return the DeviceMesh of this run; all ranks call it, once they have joined."""

@@ -98,7 +98,7 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
-    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}, "_is_watched": False}
+    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
     excludes = {
         "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
         "compile_blocks=True"
@@ -129,7 +129,6 @@ class FSDPAddon(DistributedAddon):
         self._meta: Any = None  # What makes the model, with meta_init.
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
-        self._is_watched = False  # Whether a forward of this run was seen to leave the weights alone.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
@@ -292,17 +291,12 @@ class FSDPAddon(DistributedAddon):
             self._sharded.set_requires_gradient_sync(last)
         return super().sync_context(last)
 
-    def on_epoch_begin(self) -> None:
-        """Look at the next forward of training."""
-        super().on_epoch_begin()
-        self._is_watched = False
-
     def forward_context(self) -> AbstractContextManager[None]:
-        """Look for parameters that were replaced, and once in an epoch for a forward that changes weights."""
+        """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
         inner = super().forward_context()
-        if self._world == 1 or self._is_watched or self.compile_blocks or not torch.is_grad_enabled():
+        is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
+        if self._world == 1 or self.compile_blocks or not is_first:
             return inner
-        self._is_watched = True
         self._reshard()
         return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
 

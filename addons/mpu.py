@@ -14,6 +14,7 @@ from zae.common.argument_checks import check_flags
 from zae.common.optim import has_lazy, like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
+from zae.launch.blocks import check_tables
 from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
 
 __all__ = ["MultiGPUAddon"]
@@ -148,6 +149,7 @@ class MultiGPUAddon(DistributedAddon):
                 "the model is lazy, and all ranks must start from the same weights; call it once with a batch before "
                 "run(): model(inputs)"
             )
+        check_tables(model)
         self._sparse = sparse_in(model)
         if self.comm_hook is not None:
             is_trained = any(parameter.requires_grad for parameter in model.parameters())

@@ -209,6 +209,7 @@ def test_the_steps_are_those_of_the_ranks(name: str) -> None:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "lazy copy": ("ddp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
     "sparse": ("ddp", {"model": lambda: nn.Embedding(9, 2, sparse=True), "comm_hook": print}, "would not be called"),
+    "table": ("ddp", {"model": lambda: nn.Embedding(9, 2, max_norm=1.0)}, "Embedding has max_norm"),
     "lazy": ("fsdp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
     "compiled": ("fsdp", {"model": lambda: torch.compile(Net(SMALL), backend="eager")}, "write compile_blocks=True"),
     "BatchNorm": ("fsdp", {"model": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))}, "drop_last=True"),

@@ -16,6 +16,7 @@ from zae.errors import ConfigError
 __all__ = [
     "check_divisible",
     "check_shardable",
+    "check_tables",
     "choose_blocks",
     "class_name",
     "describe_blocks",
@@ -53,6 +54,16 @@ def _check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
                 f"fsdp_blocks=['{name}.*'] for the modules in it"
             )
     return blocks
+
+
+def check_tables(model: nn.Module) -> None:
+    """Refuse tables whose forward changes weights."""
+    tables = {name: each for name, each in model.named_modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))}
+    if names := [name or type(each).__name__ for name, each in tables.items() if each.max_norm is not None]:
+        raise ConfigError(
+            f"{', '.join(names)} has max_norm: each forward would change the weights that the batch of its rank looks "
+            "up, and the ranks would come apart. Write max_norm=None, and limit the norms of what it returns"
+        )
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -96,6 +107,8 @@ def check_divisible(modules: Mapping[str, nn.Module]) -> None:
             f"{', '.join(hooked)} has a hook of its gradient, which would not be called: the parameter is replaced by "
             "its parts. Remove the hook, and override clip() to change the gradients before super().clip()"
         )
+    for module in modules.values():
+        check_tables(module)
     each_sparse = {
         f"{path}.{name}".strip("."): type(each).__name__
         for path, module in modules.items()
