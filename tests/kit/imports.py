@@ -37,13 +37,11 @@ RULES: dict[str, frozenset[str] | None] = {
     "testing": frozenset({"addon", "common", "composition", "trainer"}),
     "cli": None,
     "addons": None,
-    "interop": None,
-    "search": None,
     "tuning": _BELOW | {"addon", "launch", "preview", "report", "trainer"},
 }
 """What each package, or module beside them, may import: these, EVERYBODY and itself; None is anything."""
 
-LAST = frozenset({"addons", "cli", "interop", "search", "testing", "tuning"})
+LAST = frozenset({"addons", "cli", "testing", "tuning"})
 """What no other package may import."""
 
 KNOWN: dict[tuple[str, str], str] = {

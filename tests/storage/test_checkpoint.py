@@ -261,13 +261,6 @@ def test_the_disk_is_told_of_large_pieces_while_the_next_are_prepared(
     assert told == ([] if how == "not on this system" else expected)
 
 
-def test_map_location_moves_the_model_and_keeps_its_ties(tmp_path: Path) -> None:
-    _, model, rest = load_checkpoint(save(tmp_path, 1), map_location="meta")
-    assert {tensor.device.type for tensor in model.values()} == {"meta"}
-    assert model["head.weight"] is model["embed.weight"]
-    assert rest["optimizer"]["state"][0]["exp_avg"].device.type == "cpu"
-
-
 @pytest.mark.parametrize("model_format", ["safetensors", "ckpt"])
 def test_another_default_device_changes_nothing(tmp_path: Path, model_format: str) -> None:
     with torch.device("meta"):

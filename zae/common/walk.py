@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _MISSING = object()
+_LOOKS = 1000  # Objects that `search` examines in all.
+_MANY = 64  # Entries of a container that it examines; a larger one is left out.
 
 
 def is_dataclass(value: object) -> bool:
@@ -127,13 +129,11 @@ def search(
     closed: tuple[type, ...] = (),
     seen: set[int] | None = None,
     apart: Collection[int] = (),
-    limit: int = 1000,
-    many: int = 64,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the objects of some kinds in the attributes and containers of an object, breadth first."""
     seen = set() if seen is None else seen
     left = deque([(place, value)])
-    for _ in range(limit):
+    for _ in range(_LOOKS):
         if not left:
             return
         where, each = left.popleft()
@@ -144,7 +144,7 @@ def search(
             yield where, each
             continue
         inner: Any = each if isinstance(each, (list, tuple, dict)) else getattr(each, "__dict__", {})
-        if len(inner) > many:
+        if len(inner) > _MANY:
             continue
         inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
         for key, part in sorted(inner.items(), key=lambda item: str(item[0])):

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
@@ -50,7 +49,7 @@ from zae.storage.names import (
 from zae.storage.parts import read_parts
 from zae.storage.share import plan_share, write_share
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import byte_count, separate, to_device
+from zae.storage.tensor_bytes import byte_count, separate
 from zae.storage.weights_file import (
     format_of,
     load_safetensors,
@@ -112,7 +111,6 @@ def try_save(model_state: Mapping[str, Tensor], state: Mapping[Any, Any]) -> Non
 def load_checkpoint(
     directory: str | os.PathLike[str],
     *,
-    map_location: str | torch.device = "cpu",
     allow_partial: Collection[str] = (),
     held: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
@@ -132,7 +130,7 @@ def load_checkpoint(
         if MODEL_FILES[manifest["model_format"]] not in allow_partial:
             raise
     state = load_state(directory, manifest, allow_partial, state_parts)
-    return manifest, to_device(model_state, map_location), state
+    return manifest, model_state, state
 
 
 def load_state(

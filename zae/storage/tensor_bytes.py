@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zae.common.walk import is_sharded
 from zae.errors import CheckpointError
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "dense",
     "from_bytes",
     "separate",
-    "to_device",
     "view_key",
 ]
 
@@ -148,9 +146,3 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 def byte_count(*tensors: Tensor) -> int:
     """Return how many bytes tensors take, each counted separately."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def to_device(tensors: Mapping[str, Tensor], device: str | torch.device) -> dict[str, Tensor]:
-    """Return tensors on a device, but parts where they are; tied ones stay tied."""
-    made = {id(tensor): tensor if is_sharded(tensor) else tensor.to(device) for tensor in tensors.values()}
-    return {name: made[id(tensor)] for name, tensor in tensors.items()}
