@@ -20,10 +20,11 @@ from zae.common.argument_checks import check_number
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
+from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
 from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
-from zae.launch.rank_process import note_failure, tell_failures_early
+from zae.launch.rank_process import note_failure, show, tell_failures_early
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
@@ -114,15 +115,16 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             return super().launch(function, *args)
         self._begin_here()
         names = inspect.signature(function).parameters
-        sent = {"trainer": self, "name": function.__name__, **dict(zip(names, args))}
+        output = Output() if is_in_a_notebook() else None
+        sent = {"trainer": self, "name": function.__name__, "is_shown": output is not None, **dict(zip(names, args))}
         options: dict[str, Any] = {"backend": self._backend(), "timeout": self.timeout, "init_method": self.init_method}
-        result, state, rest = launching.spawn(run_rank, sent, self.devices, **options)
+        result, state, rest = launching.spawn(run_rank, sent, self.devices, show=output, **options)
         self._take_back(state, rest, args[0] if args else None)
         return result
 
     def _begin_here(self) -> None:
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
-        if self._left is not None and not self.progress_checker.epoch_batch and _streams() != self._left:
+        if self._left is not None and not self.progress_checker.epoch_batch and random_state.comparable() != self._left:
             self._rank_states = RankStates()
             self.loader_position = self.loader_position.fresh()
 
@@ -144,7 +146,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
                 each["position"] = between_epochs(each["position"])
         self.load_state_dict(state)
         self._take_attributes(rest)
-        self._left = _streams()
+        self._left = random_state.comparable()
 
     def _take_attributes(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -351,9 +353,11 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         self._rank_states, self._placed = saved if is_waiting else RankStates(), is_known
 
 
-def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that was sent to this rank; return what the one in the parent process takes over."""
     tell_failures_early()
+    if is_shown:  # The notebook is in the parent.
+        draw_elsewhere(show)
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker")}
     return result, RankStates.read_state(trainer, in_parts=False), rest
@@ -362,13 +366,3 @@ def run_rank(trainer: Any, name: str, **arguments: Any) -> tuple[Any, dict[str, 
 def _is_known(backend: str) -> bool:
     """Return whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
     return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
-
-
-def _streams() -> tuple[bytes, bytes, str]:
-    """Return the state of the random streams of this process in a comparable form."""
-    state = random_state.capture()
-    return (
-        state["torch"].numpy().tobytes(),
-        state["numpy"]["key"].numpy().tobytes(),
-        str((state["python"], state["numpy"]["pos"], state["numpy"]["has_gauss"])),
-    )

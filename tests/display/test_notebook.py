@@ -34,6 +34,24 @@ def build(**options):
     return Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), **options)
 batches = [torch.ones(8, 2)] * 4
 """
+RANKS = """
+import pathlib, tempfile
+folder = tempfile.mkdtemp()
+pathlib.Path(folder, "own_task.py").write_text('''
+from zae import Trainer
+class Task(Trainer):
+    def train_step(self, batch):
+        return {"loss": self.model(batch).square().mean(), "rank": self.rank}
+    test_step = train_step
+''')
+sys.path.insert(0, folder)
+from own_task import Task as OwnTask
+from zae.addons import MultiGPUAddon
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.ones(24, 2), batch_size=2)
+OwnTask.add_on(MultiGPUAddon)(model, ["cpu", "cpu"], optimizer=optimizer).run(3, loader)
+"""
 CELLS = (
     TASK,
     "metrics = build().run(3, batches, batches[:1])",
@@ -43,6 +61,7 @@ CELLS = (
     "t = build(); t.fails, t.error = 6, KeyboardInterrupt()\nt.run(3, batches)",
     "t = build(); t.fails, t.error = 6, ValueError('bad <i>')\nt.run(3, batches)",
     "t",
+    RANKS,
     "for _ in range(2): build().run(1, batches)",
     "assert 'ipywidgets' not in sys.modules",
 )
@@ -109,6 +128,22 @@ def test_metrics_show_their_curves_and_table(shown: Any) -> None:
     assert "<svg" in live.data["text/html"]
     assert "shown above" in short.data["text/html"]
     assert len(of(shown, CELLS[-2])) == 2
+
+
+@pytest.mark.covers("X-8")
+def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
+    """The output of rank 0 is drawn by the kernel, once; the metrics are not drawn again; nothing goes to a stream."""
+    live, short = of(shown, RANKS)
+    assert live.output_type == "display_data"
+    assert [line.split()[:2] for line in live.data["text/plain"].splitlines()[2:]] == [
+        ["1", "6"],
+        ["2", "12"],
+        ["3", "18"],
+    ]
+    assert "3 epochs, 18 steps" in live.data["text/html"]
+    assert "0.5" in live.data["text/html"], "the mean rank of two ranks"
+    assert "shown above" in short.data["text/html"]
+    assert shown[1][CELLS.index(RANKS)] >= 1
 
 
 @pytest.mark.covers("X-8")

@@ -24,6 +24,7 @@ __all__ = [
     "HOST",
     "capture",
     "capture_generators",
+    "comparable",
     "generators_of",
     "isolated",
     "of_devices",
@@ -80,6 +81,16 @@ def capture() -> dict[str, Any]:
         "python": [version, list(words), gauss_next],
     }
     return state | {kind: found[0] if kind == "mps" else found for kind, found in streams.devices.items()}
+
+
+def comparable() -> tuple[bytes, bytes, str]:
+    """Return the states of the random streams of the host in a form that can be compared."""
+    state = capture()
+    return (
+        state["torch"].numpy().tobytes(),
+        state["numpy"]["key"].numpy().tobytes(),
+        str((state["python"], state["numpy"]["pos"], state["numpy"]["has_gauss"])),
+    )
 
 
 def restore(state: Mapping[str, Any]) -> None:

@@ -5,30 +5,54 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from zae.display.html import block, escape, metrics_html, note_shown
 from zae.display.terminal import Clock, Display, Source, Terminal, is_on_a_terminal
 from zae.errors import printable
 
-__all__ = ["Notebook", "choose_display"]
+__all__ = ["Notebook", "Output", "choose_display", "draw_elsewhere", "is_in_a_notebook"]
+
+
+class Output:
+    """One output of the cell that is executed: shown at first, then replaced."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def __call__(self, data: dict[str, str], table: str) -> None:
+        """Show a text and a page, and note the table in them."""
+        if self._handle is None:
+            from IPython import display  # It is running.
+
+            self._handle = display.display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+        note_shown(table)
 
 
 class Notebook(Display):
-    """One output that is updated at most twice a second; its text is the table of a terminal."""
+    """One output that is updated at most twice a second; its text is the table of a terminal.
+
+    Parameters
+    ----------
+    output : callable
+        Takes what is to be shown, and replaces what it took before.
+    """
 
     interval = 0.5
 
-    def __init__(self) -> None:
-        self.shown = True
+    def __init__(self, output: Callable[[dict[str, str], str], Any]) -> None:
+        self.shown, self._is_drawn = True, False
         self._clock = Clock()
-        self._handle: Any = None
+        self._output = output
         self._next = 0.0
         self._error: BaseException | None = None
 
     def open(self, run: Source) -> None:
         self._clock.begin_epoch(run.position().step)
-        if self._handle is None or time.perf_counter() >= self._next:
+        if not self._is_drawn or time.perf_counter() >= self._next:
             self.update(run)
 
     def due(self) -> bool:
@@ -56,7 +80,7 @@ class Notebook(Display):
 
     def close(self, run: Source) -> None:
         """Leave the table, with how the run ended and no bar."""
-        if self._handle is None:
+        if not self._is_drawn:
             return
         at, error = run.position(), self._error
         parts = [*self._clock.summary(at), *run.ending()]
@@ -65,23 +89,32 @@ class Notebook(Display):
             where = f"epoch {at.epoch}, step {at.step + 1}"
             parts.append(f"ended in {where} by {said}")
         self._draw(run, " · ".join(filter(None, parts)), is_failed=error is not None)
-        self._handle = None
 
     def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
         """Show the output, or replace it."""
-        from IPython import display  # It is running.
-
         metrics = run.metrics()
         text, rows = str(metrics), metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
         page = block(f"<div style='{style}'>{bar}{escape(status)}</div>", table)
         data = {"text/plain": printable(f"{status}\n{text if rows else ''}".rstrip()), "text/html": page}
-        if self._handle is None:
-            self._handle = display.display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
-        note_shown(text)
+        self._output(data, text)
+        self._is_drawn = True
+
+
+_elsewhere: Callable[[dict[str, str], str], Any] | None = None
+
+
+def draw_elsewhere(output: Callable[[dict[str, str], str], Any]) -> None:
+    """Draw the runs of this process in the notebook of another one, to which ``output`` sends what it takes."""
+    global _elsewhere
+    _elsewhere = output
+
+
+def is_in_a_notebook() -> bool:
+    """Return whether a kernel executes the cells of a notebook in this process."""
+    shell = sys.modules.get("IPython")
+    return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
 
 
 def choose_display(enabled: bool) -> Display:
@@ -91,9 +124,8 @@ def choose_display(enabled: bool) -> Display:
     """
     if not enabled:
         return Display()
-    shell = sys.modules.get("IPython")
-    if shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {}):
-        return Notebook()
+    if _elsewhere is not None or is_in_a_notebook():
+        return Notebook(_elsewhere or Output())
     if is_on_a_terminal():
         return Terminal(has_bar=not os.environ.get("CI") and os.environ.get("TERM") != "dumb")
     return Display()

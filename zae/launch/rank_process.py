@@ -29,7 +29,7 @@ from zae.common import random_state
 from zae.errors import DistributedError, shorten_traceback
 from zae.launch import transfer
 
-__all__ = ["WHERE", "Report", "Task", "leave", "main_of_rank", "note_failure", "tell_failures_early"]
+__all__ = ["WHERE", "Report", "Task", "leave", "main_of_rank", "note_failure", "show", "tell_failures_early"]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
@@ -93,14 +93,15 @@ class Task:
 
 @dataclass
 class Report:
-    """A message from a rank to its parent: that it has begun, is failing, has failed, or is done."""
+    """A message from a rank to its parent: that it has begun, shows something, is failing, has failed, or is done."""
 
-    kind: str  # "began", "failing", "failed" or "done"
+    kind: str  # "began", "shows", "failing", "failed" or "done"
     when: float = 0.0
     lost_peer: bool = False
     summary: str = ""
     text: str = ""
     packed: bytes | None = None
+    shown: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, kind: str, error: BaseException, when: float) -> Report:
@@ -167,6 +168,12 @@ def tell_failures_early() -> None:
     """Make `note_failure` report."""
     if _line is not None:
         _line.early = True
+
+
+def show(*shown: Any) -> None:
+    """Give what the run shows to the function ``show`` of `spawn`, in the parent of a spawned rank."""
+    if _line is not None:
+        _line.send(Report("shows", shown=shown))
 
 
 def main_of_rank(task: Task, connection: Connection) -> None:

@@ -124,8 +124,12 @@ def spawn(
     backend: str = "gloo",
     timeout: float = 600.0,
     init_method: str | None = None,
+    show: Callable[..., Any] | None = None,
 ) -> Any:
-    """Call a function in one new process for each device, as the ranks of one process group."""
+    """Call a function in one new process for each device, as the ranks of one process group.
+
+    ``show`` is called here with what a rank gives to `zae.launch.rank_process.show`.
+    """
     if not devices:
         raise ConfigError("devices is empty; give one device for each rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -145,7 +149,7 @@ def spawn(
             Task(rank, tuple(map(str, devices)), meeting, backend, timeout, folder, os.getpid())
             for rank in range(len(devices))
         ]
-        with _Ranks(tasks) as ranks:
+        with _Ranks(tasks, show) as ranks:
             ranks.watch()
         del store  # It was served by this process until here.
         return transfer.unpack(Path(folder, "end"))
@@ -246,8 +250,8 @@ def _importable_main() -> Iterator[None]:
 class _Ranks:
     """The processes of one run, and their reports."""
 
-    def __init__(self, tasks: list[Task]) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: list[Task], show: Callable[..., Any] | None) -> None:
+        self._tasks, self._show = tasks, show
         self._processes: list[Any] = []
         self._connections: dict[Connection, int] = {}
         self._reports: dict[int, Report] = {}
@@ -316,6 +320,10 @@ class _Ranks:
             report: Report = connection.recv()
         except (EOFError, OSError):
             return False
+        if report.kind == "shows":
+            if self._show is not None:
+                self._show(*report.shown)
+            return True
         rank = self._connections[connection]
         self._reports[rank] = report
         if report.kind == "done":
