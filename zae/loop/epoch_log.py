@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zae.errors import MonitorError, StepError, did_you_mean, printable
 
-__all__ = ["EpochLog", "in_turn", "merge_logs", "merge_sums", "plain", "to_host"]
+__all__ = ["EpochLog", "in_turn", "means_of", "merge_logs", "merge_sums", "plain", "to_host"]
 
 _log = logging.getLogger("zae")
 _CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
@@ -258,7 +258,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def means(self) -> dict[str, float]:
         """Return the mean of each scalar, weighted by samples."""
-        return {key: total / weight if weight else math.nan for key, (total, weight) in self.sums().items()}
+        return means_of(self.sums())
 
     def over_ranks(self, gather: Callable[[Any], list[Any]], world_size: int) -> EpochLog:
         """Return the log as one process would have it; on one rank it is this log itself."""
@@ -396,6 +396,11 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
         return parts[0]
     longest = max(map(len, parts), default=0)
     return [part[index] for index in range(longest) for part in parts if index < len(part)]
+
+
+def means_of(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the mean of each weighted sum; NaN where the weights are 0."""
+    return {key: total / weight if weight else math.nan for key, (total, weight) in sums.items()}
 
 
 def merge_sums(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:

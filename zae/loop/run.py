@@ -21,7 +21,7 @@ from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
-from zae.loop.epoch_log import merge_sums
+from zae.loop.epoch_log import means_of, merge_sums
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.schedulers.lengths import is_plateau
@@ -287,8 +287,7 @@ class Run:
             )
         trainer.nonfinite.sync_counts(progress, trainer)
         if not is_complete:
-            sums = merge_sums(trainer.gather_data(trainer.log_train.sums()))
-            return Metrics({key: total / weight if weight else float("nan") for key, (total, weight) in sums.items()})
+            return Metrics(means_of(merge_sums(trainer.gather_data(trainer.log_train.sums()))))
         trainer.log_test.clear()
         metrics = history.summarize("train", trainer.gather_data, trainer.data_size, trainer.metric_on_epoch_end)
         history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
@@ -387,8 +386,8 @@ class Run:
         trainer, progress = self.trainer, self.trainer.progress_checker
         if means is None:
             trainer.nonfinite.sync_counts(progress, trainer)
-        sums = merge_sums(trainer.gather_data(trainer.log_train.take_sums()))
-        since = means or {key: total / weight for key, (total, weight) in sums.items()}
+        since = means_of(merge_sums(trainer.gather_data(trainer.log_train.take_sums())))
+        since = dict(means) if means else since  # The sums are reset in any case.
         record = {f"train/{key}": value for key, value in since.items()} | trainer.optimization.learning_rates()
         if trainer.grad_norm is not None:
             record["grad_norm"] = float(trainer.grad_norm)
