@@ -319,31 +319,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             self.on_run_end()
         return self.metrics
 
-    def ready(self) -> AbstractContextManager[None]:
-        """Set the trainer up for the block, and tear it down afterwards; an error gets a note of where it happened.
-
-        ``run``, ``evaluate`` and ``inference`` enter it themselves. Enter it around calls of ``run_epoch`` and
-        ``run_batch`` of your own, in a search for a learning rate for instance: without it the trainer stays set up
-        until ``teardown`` is called. Where the trainer is set up already it does nothing.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from zae import Trainer
-        >>> class Task(Trainer):
-        ...     def train_step(self, batch):
-        ...         return {"loss": self.model(batch).square().mean()}
-        ...     test_step = train_step
-        >>> model = torch.nn.Linear(2, 1)
-        >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> with trainer.ready():
-        ...     for batch in [torch.ones(4, 2)] * 3:
-        ...         trainer.run_batch(batch)
-        >>> trainer.progress_checker.step
-        3
-        """
-        return self.current_run.scope()
-
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:
         """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
 
@@ -431,7 +406,41 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.normalize([values.get("num_targets") for values, _ in outputs])
         return outputs
 
+    def ready(self) -> AbstractContextManager[None]:
+        """Set the trainer up for the block, and tear it down afterwards; an error gets a note of where it happened.
+
+        ``run``, ``evaluate`` and ``inference`` enter it themselves. Enter it around calls of ``run_epoch`` and
+        ``run_batch`` of your own, in a search for a learning rate for instance: without it the trainer stays set up
+        until ``teardown`` is called. Where the trainer is set up already it does nothing.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> class Task(Trainer):
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     test_step = train_step
+        >>> model = torch.nn.Linear(2, 1)
+        >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with trainer.ready():
+        ...     for batch in [torch.ones(4, 2)] * 3:
+        ...         trainer.run_batch(batch)
+        >>> trainer.progress_checker.step
+        3
+        """
+        return self.current_run.scope()
+
     # ------------------------------------------------------------------------- the seams of a step, in its order
+
+    @seam
+    def on_step_begin(self, batch: Any) -> None:
+        """Called by ``run_batch`` before an optimizer step, with the batch, or the window, as the loader gave it."""
+
+    @seam
+    def batch_context(self) -> AbstractContextManager[None]:
+        """Enclose an optimizer step, from its first forward to ``zero_grad``."""
+        return NOTHING
 
     @seam
     def micro_batches(self, batch: Any) -> Sequence[Any]:
@@ -450,6 +459,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return (batch,)
 
     @seam
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
+        return NOTHING
+
+    @seam
     def to_device(self, batch: Any) -> Any:
         """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be.
 
@@ -464,16 +478,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             What ``train_step`` gets.
         """
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
-
-    @seam
-    def batch_context(self) -> AbstractContextManager[None]:
-        """Enclose an optimizer step, from its first forward to ``zero_grad``."""
-        return NOTHING
-
-    @seam
-    def sync_context(self, last: bool) -> AbstractContextManager[None]:
-        """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
-        return NOTHING
 
     @seam
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
@@ -514,6 +518,28 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return NOTHING
 
     @seam
+    def sample_weight(self, batch: Any, num_targets: Any) -> float:
+        """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
+
+        A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
+
+        Parameters
+        ----------
+        batch : object
+            The batch, on the trainer's device.
+        num_targets : int, float, Tensor or None
+            What the step returned under this name.
+
+        Returns
+        -------
+        float or Tensor
+            The means of the epoch are divided by the sum of the weights.
+        """
+        if num_targets is not None:
+            return count_of(num_targets, type(self), self.mode)
+        return leading_dimension(batch) or 1
+
+    @seam
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss of one micro-batch of a window: by ``num_targets`` where it is given, else by ``1 / count``.
 
@@ -538,28 +564,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             on to ``super()``.
         """
         self.optimization.backward(loss, **kwargs)
-
-    @seam
-    def sample_weight(self, batch: Any, num_targets: Any) -> float:
-        """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
-
-        A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
-
-        Parameters
-        ----------
-        batch : object
-            The batch, on the trainer's device.
-        num_targets : int, float, Tensor or None
-            What the step returned under this name.
-
-        Returns
-        -------
-        float or Tensor
-            The means of the epoch are divided by the sum of the weights.
-        """
-        if num_targets is not None:
-            return count_of(num_targets, type(self), self.mode)
-        return leading_dimension(batch) or 1
 
     @seam
     def normalize(self, num_targets: list[Any]) -> None:
@@ -635,6 +639,16 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
         history = self.history
         (history.log_train if self.mode == "train" else history.log_test).record(step_dict, weight)
+
+    @seam
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Called by ``run_batch`` after a step was made, or left out, and logged.
+
+        Parameters
+        ----------
+        outputs : sequence of StepOutput
+            One for each micro-batch; tensors among the values are freed afterwards.
+        """
 
     # ---------------------------------------------------------------------------------- the seams around the step
 
@@ -742,20 +756,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @seam
     def on_epoch_begin(self) -> None:
         """Called by ``run`` before an epoch, or the rest of one."""
-
-    @seam
-    def on_step_begin(self, batch: Any) -> None:
-        """Called by ``run_batch`` before an optimizer step, with the batch, or the window, as the loader gave it."""
-
-    @seam
-    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Called by ``run_batch`` after a step was made, or left out, and logged.
-
-        Parameters
-        ----------
-        outputs : sequence of StepOutput
-            One for each micro-batch; tensors among the values are freed afterwards.
-        """
 
     @seam
     def on_epoch_end(self) -> None:
