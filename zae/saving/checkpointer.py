@@ -28,7 +28,7 @@ _log = logging.getLogger("zae")
 Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
 _Held: TypeAlias = Mapping[str, Tensor]
 _NONE: _Held = MappingProxyType({})
-_Place: TypeAlias = "tuple[int, int, str]"
+_Moment: TypeAlias = "tuple[int, int, str]"
 
 
 class Checkpointer:
@@ -83,7 +83,7 @@ class Checkpointer:
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
         self.run_id, self.has_failed = "", False
-        self.saved_at: _Place | None = None
+        self.saved_at: _Moment | None = None
         self.saver = Saver(in_background)
         self._lock = FolderLock(folder)
         self._lock.check()
@@ -153,7 +153,7 @@ class Checkpointer:
     # --------------------------------------------------------------------------------------------------------- saving
 
     @contextlib.contextmanager
-    def add(self, kept: tuple[str, float | None] | None, place: _Place, ranks: int) -> Iterator[list[Path]]:
+    def add(self, kept: tuple[str, float | None] | None, moment: _Moment, ranks: int) -> Iterator[list[Path]]:
         """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
 
         All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
@@ -161,7 +161,7 @@ class Checkpointer:
         """
         self.saver.begin(ranks)
         scores = self.retention.scores
-        self._before, self._step = (dict(scores), self._replaced), place[1]
+        self._before, self._step = (dict(scores), self._replaced), moment[1]
         names: list[str] = []
         replaced: list[Path] = []
         if kept is not None:
@@ -174,7 +174,7 @@ class Checkpointer:
             self._fail(error)
             return
         if kept is not None:
-            self.saved_at, self._replaced = place, []
+            self.saved_at, self._replaced = moment, []
             for name in names:
                 del scores[name]
 
@@ -276,9 +276,9 @@ class Checkpointer:
         warn_of_lost_ranks(path, manifest)
         return manifest, model, state
 
-    def adopt(self, path: Path, manifest: Manifest, place: _Place) -> None:
+    def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
-        self.run_id, self.saved_at = manifest["run_id"], place
+        self.run_id, self.saved_at = manifest["run_id"], moment
         name = original_name(path.name)
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.

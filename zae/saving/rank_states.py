@@ -107,8 +107,8 @@ class RankStates:
     @classmethod
     def with_entries_of(cls, state: Mapping[str, Any], name: str, world: int, rank: int) -> dict[str, Any]:
         """Return a whole state with the entries of add-ons that this rank has saved."""
-        ranks = state[name].get("ranks") if isinstance(state.get(name), Mapping) else None
-        if not isinstance(ranks, list) or not world == len(ranks) > 1:
+        ranks = _entries_of_ranks(state).get(name, {}).get("ranks", [])
+        if not world == len(ranks) > 1:
             return dict(state)
         return {**state, **_complete(state, cls(world, ranks)._entries()[rank])}
 
@@ -147,8 +147,7 @@ class RankStates:
     @classmethod
     def any_in(cls, state: Mapping[str, Any]) -> RankStates:
         """Return the object for the entry of a state, whatever engine has saved it."""
-        entries = [each for each in state.values() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
-        return cls.parse("", entries[0] if entries else None)
+        return cls.parse("", next(iter(_entries_of_ranks(state).values()), None))
 
     @classmethod
     def streams_in(cls, state: Mapping[str, Any], rank: int, world: int) -> Any:
@@ -193,8 +192,13 @@ def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str
     """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
     engine = slots_of(cls).get("parallel")
     name = "" if engine is None else str(engine.__name__)
-    saved = [key for key, each in state.items() if isinstance(each, Mapping) and isinstance(each.get("ranks"), list)]
-    return saved[0] if engine is not None and name not in state and saved else name
+    return next(iter(_entries_of_ranks(state)), name) if engine is not None and name not in state else name
+
+
+def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the entry of the parallel add-on in a state, by its key; empty where one process has saved it."""
+    found = {key: each for key, each in state.items() if isinstance(each, Mapping)}
+    return {key: each for key, each in found.items() if isinstance(each.get("ranks"), list)}
 
 
 def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:

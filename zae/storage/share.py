@@ -70,7 +70,7 @@ class Group(NamedTuple):
                 error = not_saved(where, raised, needed)
         outcomes = self.gather((result, None if error is None else _describe(error)))
         if error is not None:
-            raise error from None
+            raise error
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 raise _rebuild(rank, *failed)
@@ -123,25 +123,25 @@ def plan_share(
     """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
     parts: dict[str, Tensor] = {}
     files: dict[str, dict[str, Tensor] | bytes] = {}
-    manifests: list[Manifest] = []
 
-    def prepare() -> None:
+    def prepare() -> Manifest | None:
         structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
         for kind, held in {OF_MODEL: model_state, OF_STATE: tensors}.items() if model_format == "sharded" else ():
             parts.update({f"{kind}{name}": each for name, each in held.items() if is_sharded(each)})
-        if group.rank == 0:
-            manifests.append(draft(model_format, separate(model_state)[1], manifest_info))
-            files[MODEL_FILES[model_format]] = {k: each for k, each in model_state.items() if OF_MODEL + k not in parts}
-            files[STATE_TENSORS] = {name: each for name, each in tensors.items() if OF_STATE + name not in parts}
-            files[STATE] = state_text(directory, structure)
+        if group.rank > 0:
+            return None
+        files[MODEL_FILES[model_format]] = {k: each for k, each in model_state.items() if OF_MODEL + k not in parts}
+        files[STATE_TENSORS] = {name: each for name, each in tensors.items() if OF_STATE + name not in parts}
+        files[STATE] = state_text(directory, structure)
+        return draft(model_format, separate(model_state)[1], manifest_info)
 
-    group.together(prepare, directory)
+    manifest = group.together(prepare, directory)[group.rank]
     if model_format == "sharded":
         chunks, described = _divide(parts, group, directory)
         files = {shard_name(group.rank): chunks, **files}
         if group.rank == 0:
             files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
-    return Share(files, manifests[0] if manifests else None)
+    return Share(files, manifest)
 
 
 def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
