@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from kit.rank_tasks import forks
 from kit.scripts import Script
@@ -81,6 +80,8 @@ def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     assert 1 <= shown[0] - 1 <= done  # It continues after the newest checkpoint, not at the start.
     assert float(accuracy) >= 0.97
 
+    from matplotlib.image import imread
+
     curves = folder / "curves.png"
     height, width, _ = imread(curves).shape
     assert (width, height) == (1200, 456)
@@ -103,6 +104,8 @@ def test_gan_draws_digits_that_teach_a_classifier(tmp_path):
     real, drawn = map(float, matched(pattern + r"100 drawn digits are in runs/gan\.png\n", start("gan.py")))
     assert real == pytest.approx(0.915, abs=0.01)
     assert drawn >= 0.8
+    from matplotlib.image import imread
+
     assert imread(tmp_path / "runs" / "gan.png").shape[:2] == (400, 400)
 
 

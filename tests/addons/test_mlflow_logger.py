@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-import mlflow
 import pytest
 import torch
 
@@ -27,7 +26,9 @@ def logger(*add_ons, folder=None, **options):
 
 def runs():
     """All runs of the experiment, the newest first."""
-    client = mlflow.MlflowClient(tracking_uri=f"file:{Path('runs').absolute()}")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"file:{Path('runs').absolute()}")
     experiment = client.get_experiment_by_name("digits")
     return client, client.search_runs([experiment.experiment_id])
 

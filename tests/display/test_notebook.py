@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from zae import ConfigError
 from zae.display.html import metrics_html
@@ -67,31 +65,31 @@ CELLS = (
 )
 
 
-class Counted(NotebookClient):
-    """A client that counts the updates of the outputs of each cell."""
-
-    def process_message(self, message: Any, cell: Any, index: int) -> Any:
-        if message["msg_type"] == "update_display_data":
-            self.updates[index] = self.updates.get(index, 0) + 1
-        return super().process_message(message, cell, index)
-
-
-def execute(cells: list[Any]) -> tuple[list[list[Any]], dict[int, int]]:
-    """Execute cells in a kernel; return the outputs of each, and the number of their updates."""
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    client = Counted(notebook, timeout=120, kernel_name="python3", allow_errors=True)
-    client.updates = {}
-    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return [cell.get("outputs", []) for cell in notebook.cells], client.updates
-
-
 @pytest.fixture(scope="module")
 def shown() -> tuple[list[list[Any]], dict[int, int]]:
-    """The outputs of all cells: those above, then the notebooks of examples/, each with an empty namespace."""
+    """The outputs of all cells: those above, then the notebooks of examples/, each with an empty namespace.
+
+    And the number of the updates of each cell.
+    """
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # Its grammars take jsonschema 4 s.
+    import nbformat
+    from nbclient import NotebookClient
+
+    updates: dict[int, int] = {}
+
+    class Counted(NotebookClient):
+        def process_message(self, message: Any, cell: Any, index: int) -> Any:
+            if message["msg_type"] == "update_display_data":
+                updates[index] = updates.get(index, 0) + 1
+            return super().process_message(message, cell, index)
+
     cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
     for path in sorted(FOLDER.glob("*.ipynb")):
         cells += [nbformat.v4.new_code_cell("%reset -f"), *nbformat.read(path, 4).cells]
-    return execute(cells)
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = Counted(notebook, timeout=120, kernel_name="python3", allow_errors=True)
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return [cell.get("outputs", []) for cell in notebook.cells], updates
 
 
 def of(shown: Any, text: str) -> list[Any]:

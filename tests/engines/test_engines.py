@@ -72,16 +72,18 @@ def assert_same_history(here: Any, there: Any) -> None:
 @on_engine
 def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
     """20 steps of AdamW, with a clip that bites and two batches in a window."""
-    train_beside_one_process(engine, 20)
+    assert train_beside_one_process(engine, 20) == [20, 2]
 
 
 @functools.partial(on_engine, names=LARGE, default=LARGE)
 def test_the_first_weights_are_those_of_one_process(engine: Engine) -> None:
     """The same with fewer steps on four ranks, for the default run."""
-    train_beside_one_process(engine, 4)
+    assert train_beside_one_process(engine, 4) == [4, 2]
 
 
-def train_beside_one_process(engine: Engine, many: int) -> None:
+def train_beside_one_process(engine: Engine, many: int) -> list[int]:
+    """Return how many steps were compared, of a task and of one that counts its targets."""
+    compared = []
     for task, steps, clip in ((Task, many, 0.05), (Counted, 2, math.inf)):
         options = {"task": task, "gradient_clip": clip, "gradient_accumulation_steps": 2}
         trainer, single = (build(each, GradientAccumulationAddon, **options) for each in (engine, None))
@@ -94,6 +96,8 @@ def train_beside_one_process(engine: Engine, many: int) -> None:
         assert distance(trainer, single) < LIMIT
         assert_same_history(here, there)
         check(trainer, engine)
+        compared.append(trainer.progress_checker.step)
+    return compared
 
 
 @functools.partial(on_engine, default=["ddp", "fsdp"])  # Ranks that divide layers alone all have samples.

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import tempfile
+import types
 import warnings
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from kit.faults import Child
 
 
 class Script(Child):
-    """A script that runs as ``__main__`` in the present folder, with what it writes kept, or written to a terminal."""
+    """A script that runs as ``__main__`` in the present folder, with what it writes kept, or written to a terminal.
 
-    def __init__(self, path: Path, *arguments: str, terminal: int | None = None, **environment: str) -> None:
+    The script is a file, or text as of standard input.
+    """
+
+    def __init__(self, path: Path | str, *arguments: str, terminal: int | None = None, **environment: str) -> None:
         self._files = [tempfile.TemporaryFile("w+") for _ in ("out", "err")]  # noqa: SIM115
         streams = [file.fileno() if terminal is None else terminal for file in self._files]
         super().__init__(_run, path, arguments, streams, environment)
@@ -36,7 +40,7 @@ class Script(Child):
         return outcome.status, texts[0], texts[1] + outcome.error
 
 
-def _run(path: Path, arguments: tuple[str, ...], streams: list[int], environment: dict[str, str]) -> None:
+def _run(path: Path | str, arguments: tuple[str, ...], streams: list[int], environment: dict[str, str]) -> None:
     """Forget what pytest has set up for the test, and run the script."""
     importlib.reload(warnings)
     logging.root.handlers.clear()
@@ -44,9 +48,13 @@ def _run(path: Path, arguments: tuple[str, ...], streams: list[int], environment
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if isinstance(path, str):
+            sys.argv, sys.modules["__main__"] = ["-", *arguments], types.ModuleType("__main__")
+            exec(compile(path, "<stdin>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
+            runpy.run_path(str(path), run_name="__main__")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

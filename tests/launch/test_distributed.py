@@ -200,18 +200,18 @@ HEAD += "from kit.rank_tasks import *\nfrom zae.addons import MultiGPUAddon\n"
 @pytest.mark.covers("P-38")
 def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
     """P-38: what is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
-    # A factory: the first optimizer of a process imports as much as torch itself.
     make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
     Path("bare.py").write_text(HEAD + body)
     made = make.replace("Mine.", "Says.").replace("network()", "torch.nn.Linear(3, 1)")
     first = f"print('step', {made}.run(1, loader(4, 2))['step'], flush=True)\n"
-    typed = subprocess.run([sys.executable, "-"], input=HEAD + first + body, capture_output=True, text=True, timeout=60)
-    status, _, bare = Script(Path("bare.py")).end(60)
-    assert typed.returncode == status == 1
+    (failed, shown, typed), (status, _, bare) = (
+        Script(each).end(60) for each in (HEAD + first + body, Path("bare.py"))
+    )
+    assert failed == status == 1
     # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
-    assert typed.stdout == f"torch.float32 {multiprocessing.get_start_method()}\nstep 1\n", typed.stderr
-    assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", typed.stderr)
+    assert shown == f"torch.float32 {multiprocessing.get_start_method()}\nstep 1\n", typed
+    assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", typed)
     last = 'ConfigError: call run() under: if __name__ == "__main__":'
     assert last in bare.splitlines()[-1]
     assert bare.count("Traceback") == 1  # No process was started.
@@ -430,15 +430,15 @@ def test_torchrun_restarts_and_the_ddp_example_in_three_ways_at_once(tmp_path):
         port = free.getsockname()[1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
     joins = ["--nnodes", "2", "--nproc_per_node", "1", *rendezvous, str(example)]
-    with torchrun(*joins) as command, forks():  # One of the two agents is the command itself, the others are forks.
+    with forks():
         alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
         again = Torchrun(*alone, "--nproc_per_node", "2", "--max-restarts", "2", "restart.py")
-        agent, plain = Torchrun(*joins), Script(example)
-        ended, other = [each.end(60) for each in (again, agent, plain)], output_of(command)
-    assert [status for status, *_ in ended] == [0, 0, 0], ended
-    (_, restarted, _), (_, both, _), (_, out, said) = ended
+        agents, plain = [Torchrun(*joins) for _ in range(2)], Script(example)
+        ended = [each.end(60) for each in (again, *agents, plain)]
+    assert [status for status, *_ in ended] == [0, 0, 0, 0], ended
+    (_, restarted, _), (_, one, _), (_, other, _), (_, out, said) = ended
     assert said == ""
-    both += other
+    both = one + other
     shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (out, restarted, both)]
     assert all(each == shown[0] for each in shown)
     assert shown[0][0] == "world size 2"

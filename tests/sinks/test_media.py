@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,6 +20,12 @@ from zae.sinks.media import figure_pixels, histogram_of, image_pixels
 ARRAY = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
 
 
+def figure_of(width, height, dpi):
+    from matplotlib.figure import Figure  # Here, so that only the process that runs this file imports it.
+
+    return Figure(figsize=(width, height), dpi=dpi)
+
+
 class Shown(Task):
     """Log one of each in the second step of an epoch."""
 
@@ -28,7 +33,7 @@ class Shown(Task):
         if self.progress_checker.epoch_batch == 1:
             self.log_image("valid/samples", ARRAY)
             self.log_histogram("weights", torch.arange(8.0), bins=4)
-            figure = Figure(figsize=(1, 1), dpi=20)
+            figure = figure_of(1, 1, 20)
             figure.subplots().plot([0, 1])
             self.log_figure("curve", figure)
         return super().train_step(batch)
@@ -69,7 +74,7 @@ def test_what_is_not_an_image_is_refused(given, words):
 
 
 def test_figures_and_histograms():
-    figure = Figure(figsize=(2, 1), dpi=10)
+    figure = figure_of(2, 1, 10)
     canvas = figure.canvas
     assert figure_pixels("a", figure).shape == (10, 20, 4)
     assert figure.canvas is canvas

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit.hand import digest, loader, network
+from kit.scripts import Script
 from kit.table import Task
 from zae import ConfigError
 from zae.addons import GradientAccumulationAddon
@@ -42,9 +41,9 @@ print(json.dumps([found.micro_batch_size, found.gradient_accumulation_steps, fou
 
 
 def test_a_limit_of_memory_divides_the_batch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    size, count, tried, same = json.loads(done.stdout)
+    status, out, err = Script(LIMITED).end(120)
+    assert status == 0, err
+    size, count, tried, same = json.loads(out)
     assert same
     assert size * count == 256
     assert 1 <= size < 256

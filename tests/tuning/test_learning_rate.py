@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -103,6 +102,8 @@ class Digits(zae.Trainer):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
 def test_the_suggestion_trains_digits_to_95_percent(optimizer: Any) -> None:
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
