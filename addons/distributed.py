@@ -95,6 +95,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         super().__init__(*args, **kwargs)
         if not (init_method is None or isinstance(init_method, str)):
             raise ConfigError(f"init_method={init_method!r}; it must be a str such as 'tcp://localhost:12355', or None")
+        if init_method is not None:
+            launching.parse_address(init_method)
         if not isinstance(backend, str) or not _is_known(backend):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method, self.backend = init_method, backend

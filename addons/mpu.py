@@ -166,7 +166,7 @@ class MultiGPUAddon(DistributedAddon):
                 static_graph=self.static_graph,
             )
         if self.comm_hook is not None:
-            self.comm_hook.register(self._engine)
+            self._engine.register_comm_hook(*self.comm_hook)
         return self._engine or self._inner
 
     def plan_memory(self, plan: Any) -> None:
@@ -174,6 +174,12 @@ class MultiGPUAddon(DistributedAddon):
         super().plan_memory(plan)
         if plan.world_size > 1:
             plan.memory.held["buckets"] = plan.memory.gradients
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Refuse a communication hook that the steps would not call."""
+        if plan.world_size > 1:
+            self._must_unwrap(plan.batches_per_step)
+        return super().plan_lines(plan)
 
     def _check_hook(self, why: str = "") -> None:
         """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
@@ -228,11 +234,17 @@ class MultiGPUAddon(DistributedAddon):
     def micro_batches(self, batch: Any) -> Any:
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
-        if self._world > 1 and self.static_graph and max(len(found), len(self.optimizers)) > 1:
-            self._check_hook("a step has several backwards, and static_graph=True allows one; write static_graph=False")
+        if self._world > 1 and self._must_unwrap(len(found)):
             self._engine = None
         if self._leaves_out or self._engine is None:
             self.model = self._inner or self.model
+        return found
+
+    def _must_unwrap(self, batches: int) -> bool:
+        """Return whether a step has several backwards, of which a static graph allows one; refuse a hook there."""
+        found = self.static_graph and max(batches, len(self.optimizers)) > 1
+        if found:
+            self._check_hook("a step has several backwards, and static_graph=True allows one; write static_graph=False")
         return found
 
     def normalize(self, num_targets: list[Any]) -> None:

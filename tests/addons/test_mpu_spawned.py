@@ -164,6 +164,7 @@ def test_devices_are_those_asked_for():
         ("backend", "cpu:glo"),
         ("timeout", 0),
         ("init_method", 5),
+        *(("init_method", each) for each in ("tcp://", "udp://localhost:1", "tcp://localhost:99999", "file://")),
     ):
         with pytest.raises(ConfigError, match=f"^{option}="):
             build(Task, (MultiGPUAddon,), **{option: value})

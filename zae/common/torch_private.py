@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "call_instead",
     "call_of",
     "can_arrange_buckets",
+    "check_comm_hook",
     "check_reducer",
     "compiled_graphs",
     "compiler",
@@ -260,6 +262,16 @@ def arrange_buckets(reducer: Any) -> None:
     if can_arrange_buckets():
         reducer._push_all_rebuilt_params()
         reducer._rebuild_buckets()
+
+
+def check_comm_hook(hook: Callable[..., Any]) -> None:
+    """Raise the error of torch for a communication hook that DistributedDataParallel would refuse."""
+
+    def throw(kind: type[Exception], text: str) -> None:
+        raise kind(text)
+
+    check: Any = getattr(nn.parallel.DistributedDataParallel, "_check_comm_hook", lambda *_: None)
+    check(SimpleNamespace(_log_and_throw=throw), hook)
 
 
 def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zae.common.torch_private import arrange_buckets, can_arrange_buckets, replica_forward
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_comm_hook, replica_forward
 from zae.errors import ConfigError
 
 __all__ = ["BUCKET", "CommunicationHook", "Replica", "broadcast", "group_alike", "sparse_in"]
@@ -114,17 +114,14 @@ class CommunicationHook(NamedTuple):
                 "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook, or a tuple of a state "
                 "and such a function"
             )
-        return found
-
-    def register(self, replica: Any) -> None:
-        """Let a wrapper call the hook."""
         try:
-            replica.register_comm_hook(self.state, self.hook)
+            check_comm_hook(found.hook)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"comm_hook={self} was refused by torch: {error}. It takes a function with the parameters state and "
+                f"comm_hook={found} was refused by torch: {error}. It takes a function with the parameters state and "
                 "bucket and without annotations; bf16_compress_hook needs NCCL: write fp16_compress_hook on a CPU"
             ) from error
+        return found
 
     def __str__(self) -> str:
         return getattr(self.hook, "__name__", repr(self.hook))

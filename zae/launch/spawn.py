@@ -181,7 +181,7 @@ def _runs_unguarded() -> bool:
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     """Start a store for the process group, on one address; return it, and its address for a rank."""
-    address = _address_of("tcp://127.0.0.1:0" if init_method is None else init_method)
+    address = parse_address("tcp://127.0.0.1:0" if init_method is None else init_method)
     if address.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
         if not port.isdigit():
@@ -189,18 +189,15 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
                 f"init_method='env://' and MASTER_PORT={port!r}; set it to a port, or leave init_method out: a free "
                 "port is found then"
             )
-        address = _address_of(f"tcp://{host}:{port}")
-    if address.scheme == "file" and address.path:
+        address = parse_address(f"tcp://{host}:{port}")
+    if address.scheme == "file":
+        if not os.path.isdir(folder := os.path.dirname(address.path)):  # The ranks would wait for it until the timeout.
+            raise ConfigError(f"init_method={init_method!r}: the folder {folder} does not exist; leave init_method out")
         return None, f"file://{address.path}#{os.getpid()}-{time.time_ns()}"
-    if address.scheme != "tcp" or address.hostname is None:
-        raise ConfigError(
-            f"init_method={init_method!r}; it must be 'tcp://localhost:12355', 'env://' or 'file:///path'; left out, "
-            "a free port is found"
-        )
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address.hostname, address.port or 0))
+        listener.bind((address.hostname or "", address.port or 0))
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -221,17 +218,19 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     return store, f"tcp://{host}:{port_number}"
 
 
-def _address_of(text: str) -> SplitResult:
-    """Parse an address, or refuse its port or its folder."""
+def parse_address(text: str) -> SplitResult:
+    """Return the parts of an ``init_method``; refuse one of which torch could make nothing."""
     address, why = urlsplit(text), ""
+    needed = {"tcp": address.hostname, "env": "env", "file": address.path}.get(address.scheme)
     try:
         _ = address.port
     except ValueError as error:
-        why = str(error)
-    if address.scheme == "file" and address.path and not os.path.isdir(folder := os.path.dirname(address.path)):
-        why = f"the folder {folder} does not exist"  # The ranks would wait for it until their time is over.
-    if why:
-        raise ConfigError(f"init_method={text!r}: {why}; leave init_method out, a free port is found then")
+        why = f" ({error})"
+    if why or not needed:
+        raise ConfigError(
+            f"init_method={text!r}{why}; it must be 'tcp://localhost:12355', 'env://' or 'file:///path'; left out, a "
+            "free port is found"
+        )
     return address
 
 
