@@ -165,8 +165,8 @@ class MultiGPUAddon(DistributedAddon):
                 find_unused_parameters=self.find_unused_parameters,
                 static_graph=self.static_graph,
             )
-        if self.comm_hook is not None:
-            self._engine.register_comm_hook(*self.comm_hook)
+            if self.comm_hook is not None:
+                self._engine.register_comm_hook(*self.comm_hook)
         return self._engine or self._inner
 
     def plan_memory(self, plan: Any) -> None:
