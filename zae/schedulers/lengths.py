@@ -20,11 +20,6 @@ def planned_length(scheduler: object) -> int | None:
     torch's combinations, ``ChainedScheduler`` ends with the first of its parts, and ``SequentialLR`` with its last
     part, or with a ``OneCycleLR`` that ends before its milestone.
 
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
-
     Returns
     -------
     int or None
@@ -59,11 +54,6 @@ def own_length(scheduler: object) -> int | None:
 
     It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
     ``ChainedScheduler`` with the longest of its parts.
-
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
 
     Returns
     -------
@@ -130,11 +120,6 @@ def steps_taken(scheduler: object) -> int:
 
 def is_plateau(scheduler: object) -> bool:
     """Return whether a scheduler's ``step`` needs a metric, as that of ``ReduceLROnPlateau`` does.
-
-    Parameters
-    ----------
-    scheduler : object
-        Any scheduler.
 
     Returns
     -------

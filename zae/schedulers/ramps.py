@@ -1,8 +1,4 @@
-"""Schedules to be stepped in any loop: a ramp up, half a cosine, and a chain of them.
-
-Each of them computes the rate from the number of steps alone, never from the previous rate. So a resumed schedule is
-bitwise the same as an uninterrupted one, and a chain is only its parts, each with its own steps.
-"""
+"""Schedules to be stepped in any loop: a ramp up, half a cosine, and a chain of them."""
 
 from __future__ import annotations
 
@@ -48,13 +44,7 @@ class StepSchedule(LRScheduler):
         return {"total_iters": self.total_iters}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers, strings and lists of them, so that it can be written as JSON.
-
-        Returns
-        -------
-        dict[str, Any]
-            The kind and settings of the schedule, the steps taken, and the rates (floats, one per param group).
-        """
+        """Return kind, settings, steps taken and the rate of each param group, ready for JSON."""
         rates = {name: [float(lr) for lr in getattr(self, name)] for name in _RATES}
         counters = {name: int(getattr(self, name)) for name in _COUNTERS}
         return {"kind": type(self).__name__, **self._settings(), **counters, **rates}
@@ -62,15 +52,7 @@ class StepSchedule(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state from :meth:`state_dict`; the current rates are in the optimizer's state.
 
-        Parameters
-        ----------
-        state_dict : dict[str, Any]
-            What :meth:`state_dict` returned. It is not changed.
-
-        Raises
-        ------
-        CheckpointMismatch
-            If it is the state of another schedule. Nothing has changed then.
+        CheckpointMismatch is raised for the state of another schedule, before anything changes.
         """
         self._check_state(state_dict)
         self._apply_state(state_dict)
@@ -141,9 +123,9 @@ class WarmUpScheduler(_Ramp):
     optimizer : torch.optim.Optimizer
         Its param groups' rates at this moment are the base rates.
     total_iters : int
-        Number of ``step()`` calls that the ramp takes, at least 1.
+        Number of ``step()`` calls between the two rates, at least 1.
     eta_min : float, default 0.0
-        Rate to start from; not above the base rate of any param group.
+        The lowest rate, at the beginning or the end; not above the base rate of any param group.
 
     Raises
     ------
@@ -165,7 +147,6 @@ class WarmUpScheduler(_Ramp):
     """
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps."""
         if step >= self.total_iters:  # The formula may differ from the base rate by a rounding.
             return list(self.base_lrs)
         low = self.eta_min
@@ -177,21 +158,7 @@ class CosineAnnealingScheduler(_Ramp):
 
     After ``t`` steps the rate is ``eta_min + (base - eta_min) * (1 + cos(pi * t / total_iters)) / 2``: equation 5 of
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts" (ICLR 2017), without the restarts.
-    It is computed from ``t`` alone, and beyond ``total_iters`` it does not rise again.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Its param groups' rates at this moment are the base rates.
-    total_iters : int
-        Number of ``step()`` calls until ``eta_min`` is reached, at least 1.
-    eta_min : float, default 0.0
-        Rate to end at; not above the base rate of any param group.
-
-    Raises
-    ------
-    ConfigError
-        If an argument has an invalid value.
+    Beyond ``total_iters`` it does not rise again. Arguments and errors are those of `WarmUpScheduler`.
 
     Examples
     --------
@@ -205,7 +172,6 @@ class CosineAnnealingScheduler(_Ramp):
     ends = True
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps."""
         if step <= 0:  # The formula may differ from the base rate by a rounding.
             return list(self.base_lrs)
         low = self.eta_min
@@ -262,7 +228,6 @@ class SchedulerChain(StepSchedule):
         super().__init__(self.schedulers[0].optimizer)
 
     def lr_at(self, step: int) -> list[float]:
-        """Return the rate of every param group after ``step`` scheduler steps."""
         index = max((i for i, start in enumerate(self._starts) if start <= step), default=0)
         return self.schedulers[index].lr_at(step - self._starts[index])
 
@@ -271,13 +236,7 @@ class SchedulerChain(StepSchedule):
         return {**super()._settings(), "length": len(self.schedulers)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the chain, and under ``"schedulers"`` that of each part, ready for JSON.
-
-        Returns
-        -------
-        dict[str, Any]
-            Numbers, strings, and lists and dicts of them.
-        """
+        """Return the state of the chain, and under ``"schedulers"`` that of each part, ready for JSON."""
         return {**super().state_dict(), "schedulers": [part.state_dict() for part in self.schedulers]}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

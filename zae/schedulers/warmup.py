@@ -184,20 +184,7 @@ def linear(*, warmup: int | float = 0.05, final: float = 0.0, total_steps: int |
     After the warm-up the base rate is multiplied by ``final + (1 - final) * (T - t) / (T - w)``: Devlin et al., "BERT"
     (2019), appendix A.2.
 
-    Parameters
-    ----------
-    warmup, final, total_steps
-        As for `cosine`.
-
-    Returns
-    -------
-    callable
-        A factory for ``scheduler=``.
-
-    Raises
-    ------
-    ConfigError
-        As `cosine`.
+    Arguments, errors and the returned factory are those of `cosine`.
 
     Examples
     --------
@@ -217,20 +204,7 @@ def inverse_sqrt(*, warmup: int | float = 0.05, total_steps: int | None = None) 
     "Attention Is All You Need" (2017), section 5.3, with the base rate at the end of the warm-up. Without a
     warm-up it is ``sqrt(10000 / (10000 + t))``.
 
-    Parameters
-    ----------
-    warmup, total_steps
-        As for `cosine`; the number of steps is needed only for a share.
-
-    Returns
-    -------
-    callable
-        A factory for ``scheduler=``.
-
-    Raises
-    ------
-    ConfigError
-        As `cosine`.
+    Arguments and errors are those of `cosine`; ``total_steps`` is needed only where ``warmup`` is a share.
 
     Examples
     --------
@@ -252,22 +226,7 @@ def wsd(
     Hu et al., "MiniCPM" (2024), section 4, with the decay "1-sqrt" of Hägele et al., "Scaling Laws and Compute-Optimal
     Training Beyond Fixed Training Durations" (2024), section 3. ``decay=0`` keeps the rate to the end.
 
-    Parameters
-    ----------
-    warmup, final, total_steps
-        As for `cosine`.
-    decay : int or float
-        Optimizer steps (int), or the share of the run in [0, 1] (float).
-
-    Returns
-    -------
-    callable
-        A factory for ``scheduler=``.
-
-    Raises
-    ------
-    ConfigError
-        As `cosine`; also where warm-up and decay together are longer than the run.
+    Arguments and errors are those of `cosine`; ``decay`` is a number of steps, or a share of the run, as ``warmup``.
 
     Examples
     --------
