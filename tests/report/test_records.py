@@ -26,8 +26,8 @@ def test_the_log_of_a_run_becomes_its_series(tmp_path: Path) -> None:
         assert list(zip(records.series[key].steps, records.series[key].values, strict=True)) == points
         assert records.series[key].times == sorted(records.series[key].times)
     assert (records.epochs.steps, records.epochs.values) == ([1, 4], [1, 2])
-    assert records.described("config")["composition"] == ["JSONLLoggerAddon"]
-    assert records.described("environment")["device"] == "cpu"
+    assert records.description_of("config")["composition"] == ["JSONLLoggerAddon"]
+    assert records.description_of("environment")["device"] == "cpu"
     assert "for each epoch" in records.about["explain"]
     assert records.unread == 0
     assert all(rate > 0 for rate in records.series[THROUGHPUT].values)
@@ -95,7 +95,7 @@ def test_a_description_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     rows = [{"step": 0, "run": {"config": [1], "environment": "x", "explain": 3}}, {"step": 1, "x": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (read_log(path).described("config"), read_log(path).described("environment")) == ({}, {})
+    assert (read_log(path).description_of("config"), read_log(path).description_of("environment")) == ({}, {})
 
 
 def test_the_log_in_a_folder_is_found(tmp_path: Path) -> None:

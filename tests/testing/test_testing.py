@@ -62,7 +62,7 @@ def test_check_addon_leaves_the_process_as_it_was(add_on: Any) -> None:
     ) as caught:
         check_addon(add_on)
     assert "[settings]" in str(caught.value)
-    assert settings.changed() == {}
+    assert settings.changes() == {}
     assert difference(streams, capture()) is None
 
 

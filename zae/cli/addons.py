@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from zae.errors import ConfigError, did_you_mean, printable
 
-__all__ = ["Listed", "add_arguments", "list_addons", "run"]
+__all__ = ["InstalledAddon", "add_arguments", "list_addons", "run"]
 
 
-class Listed(NamedTuple):
+class InstalledAddon(NamedTuple):
     """An add-on as its distribution lists it."""
 
     name: str
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the list, or what is known of one; return 1 where two distributions use one name."""
     found = list_addons()
     if arguments.name is not None:
-        described = _described(_find(arguments.name, found))
+        described = _describe(_find(arguments.name, found))
         text = json.dumps(described) if arguments.json else _page(described)
         sys.stdout.write(f"{text}\n")
         return 0
@@ -61,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if clashes else 0
 
 
-def list_addons() -> list[Listed]:
+def list_addons() -> list[InstalledAddon]:
     """List the installed add-ons by name, those of zae first.
 
     Returns
     -------
-    list of Listed
+    list of InstalledAddon
         Each with the first line of its docstring, an empty one where its file is not found.
 
     Examples
@@ -79,7 +79,7 @@ def list_addons() -> list[Listed]:
     for point in metadata.entry_points(group="zae.addons"):
         if point.dist is not None:
             line = _first_line(point.module, point.attr)
-            found.add(Listed(point.name, line, point.module, point.dist.name, point.dist.version))
+            found.add(InstalledAddon(point.name, line, point.module, point.dist.name, point.dist.version))
     return sorted(found, key=lambda each: (each.distribution != "zae", each.distribution, each.name))
 
 
@@ -106,7 +106,7 @@ def _file_of(module: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _table(found: list[Listed]) -> list[str]:
+def _table(found: list[InstalledAddon]) -> list[str]:
     """Return the lines of the list, as wide as the terminal, with a heading for each distribution."""
     names = max((len(each.name) for each in found), default=0)
     columns = max(names + 30, shutil.get_terminal_size().columns)
@@ -119,7 +119,7 @@ def _table(found: list[Listed]) -> list[str]:
     return lines or ["no add-on is installed: not even zae is, pip install -e . in its folder"]
 
 
-def _find(name: str, found: list[Listed]) -> Listed:
+def _find(name: str, found: list[InstalledAddon]) -> InstalledAddon:
     """Return the add-on of this name, which may lack the word Addon."""
     known = {each.name: each for each in found}
     of_word = {each.lower(): each for each in known}
@@ -135,7 +135,7 @@ def _find(name: str, found: list[Listed]) -> Listed:
     raise ConfigError(f"no add-on {name!r} is installed{hint}")
 
 
-def _described(listed: Listed) -> dict[str, Any]:
+def _describe(listed: InstalledAddon) -> dict[str, Any]:
     """Import an add-on, and return its options, layer, overrides and state."""
     [point] = [each for each in metadata.entry_points(group="zae.addons", name=listed.name)
                if each.module == listed.module][:1]  # fmt: skip

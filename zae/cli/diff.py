@@ -93,13 +93,13 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
             for what in names if not are_ranks else filter(_ALIKE.__contains__, names):
                 values = a.get(what), b.get(what)
                 if are_ranks and what in _BY_PART:
-                    values = _of_both(*values)
+                    values = _common_parts(*values)
                 if repr(values[0]) != repr(values[1]):  # NaN equals NaN.
                     return Difference(step, stage, what, *values)
     return None
 
 
-def _of_both(first: Any, second: Any) -> tuple[Any, Any]:
+def _common_parts(first: Any, second: Any) -> tuple[Any, Any]:
     """Return the hashes of what both ranks hold, where each has written one for each part."""
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return first, second

@@ -48,14 +48,14 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
     folder = Path(path)
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
-    checkpoints = [_examined(each, reads_all) for each in paths]
+    checkpoints = [_examine_one(each, reads_all) for each in paths]
     whole = [each for each in checkpoints if each["whole"]]
     return {
         "path": str(folder),
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
         "resume_from": whole[0]["name"] if whole else None,
         "checkpoints": checkpoints,
-        "crashes": [_examined(each, reads_all) for each in crashes],
+        "crashes": [_examine_one(each, reads_all) for each in crashes],
         "left_behind": _left_behind(folder) if paths != [folder] else [],
         "holder": _holder(folder),
         "advice": _advice(folder, checkpoints, whole)
@@ -72,7 +72,7 @@ def folders_below(folder: Path) -> list[str]:
     return sorted(str(each) for each in near if each.is_dir() and not each.is_symlink() and list_checkpoints(each))
 
 
-def _examined(path: Path, reads_all: bool) -> dict[str, Any]:
+def _examine_one(path: Path, reads_all: bool) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
     from zae.storage.manifest import read_manifest, verify
 

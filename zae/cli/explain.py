@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what ``trainer.explain()`` returns."""
-    with script.made_by(arguments) as (trainer, _):
+    with script.trainer_of(arguments) as (trainer, _):
         text = str(trainer.explain())
         if arguments.json:
             from zae.composition.introspect import add_ons_of

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the run, or what it would refuse; return 1 where it would refuse something, or fail."""
-    with script.made_by(arguments) as (trainer, options):
+    with script.trainer_of(arguments) as (trainer, options):
         if options is None:
             raise ConfigError(
                 f"{arguments.script} returned a trainer without the arguments of its run; write: return trainer, "

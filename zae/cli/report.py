@@ -66,7 +66,7 @@ def load_run(path: Path, name: str) -> Run:
         path = _only_run_in(path)
         log = find_log(path)
     records = None if log is None else read_log(log)
-    reports = _examined(path, records)
+    reports = _examine_all(path, records)
     if records is None and not reports:
         raise ConfigError(
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
@@ -95,7 +95,7 @@ def _only_run_in(folder: Path) -> Path:
     return logged[0] if logged else folder
 
 
-def _examined(path: Path, records: Records | None) -> list[dict[str, Any]]:
+def _examine_all(path: Path, records: Records | None) -> list[dict[str, Any]]:
     """Return what doctor reports of the checkpoints in a folder and in those in it, or where a log says they are."""
     from zae.cli.doctor import examine  # It imports torch, which takes seconds: not for --help.
     from zae.storage.checkpoint import list_checkpoints
@@ -103,7 +103,7 @@ def _examined(path: Path, records: Records | None) -> list[dict[str, Any]]:
     if path.is_dir():
         folders = [path, *sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())]
     else:
-        saved = records.described("config").get("save_path") if records is not None else None
+        saved = records.description_of("config").get("save_path") if records is not None else None
         folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
     folders = [each for each in folders if each.is_dir()]
     found = [each for each in folders if (each / "manifest.json").exists() or list_checkpoints(each)]

@@ -21,7 +21,7 @@ from zae.errors import ConfigError, did_you_mean, kind_of
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["EXECUTED", "Made", "add_arguments", "explain_failure", "made_by"]
+__all__ = ["EXECUTED", "ScriptTrainer", "add_arguments", "explain_failure", "trainer_of"]
 
 EXECUTED = """\
 The script is imported, as `import script` would do: its top level runs, but
@@ -38,7 +38,7 @@ _MOST = 12  # Frames of a traceback.
 _RETURN = 'return trainer, {"n_epoch": 3, "loader": loader}'
 
 
-class Made(NamedTuple):
+class ScriptTrainer(NamedTuple):
     """What a script has made: a trainer, and the arguments of its run; None where the script returned none."""
 
     trainer: Trainer
@@ -56,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def made_by(arguments: argparse.Namespace) -> Iterator[Made]:
+def trainer_of(arguments: argparse.Namespace) -> Iterator[ScriptTrainer]:
     """Import the script and call its function, with its folder on the path as where it is started; undone at the end.
 
     ConfigError says what is wrong, with the user's frames where the script raises. With ``--json``, what the script
     prints goes to standard error, until the end.
     """
-    path, function = _parsed(arguments.script)
+    path, function = _split(arguments.script)
     if not path.is_file():
         near = did_you_mean(path.name, (each.name for each in path.absolute().parent.glob("*.py")))
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -73,17 +73,17 @@ def made_by(arguments: argparse.Namespace) -> Iterator[Made]:
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             with _in_words(f"{path} failed as it was imported"):
-                module = _imported(path, name)
+                module = _import(path, name)
             maker = _maker(module, function, path)
             with _in_words(f"{function}() of {path} failed"):
                 made = maker()
-            yield _checked(made, function, path)
+            yield _check(made, function, path)
     finally:
         sys.argv, sys.path[:], sys.dont_write_bytecode = kept
         sys.modules.pop(name, None)
 
 
-def _parsed(text: str) -> tuple[Path, str]:
+def _split(text: str) -> tuple[Path, str]:
     """Split script.py:function."""
     path, _, name = text.rpartition(":")
     if not path or not name.isidentifier():
@@ -91,7 +91,7 @@ def _parsed(text: str) -> tuple[Path, str]:
     return Path(path).expanduser(), name
 
 
-def _imported(path: Path, name: str) -> ModuleType:
+def _import(path: Path, name: str) -> ModuleType:
     loader = SourceFileLoader(name, str(path))
     spec = spec_from_loader(name, loader)
     assert spec is not None
@@ -116,13 +116,13 @@ def _maker(module: ModuleType, name: str, path: Path) -> Any:
     return maker
 
 
-def _checked(made: Any, function: str, path: Path) -> Made:
+def _check(made: Any, function: str, path: Path) -> ScriptTrainer:
     """Return what the function returned as a trainer and arguments."""
     from zae.trainer import Trainer
 
     trainer, arguments = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if isinstance(trainer, Trainer) and (arguments is None or isinstance(arguments, Mapping)):
-        return Made(trainer, None if arguments is None else dict(arguments))
+        return ScriptTrainer(trainer, None if arguments is None else dict(arguments))
     shown = kind_of(made)
     if isinstance(made, tuple):
         shown = f"a tuple of {', '.join(kind_of(each) for each in made) or 'nothing'}"

@@ -58,7 +58,7 @@ def render(runs: Sequence[Run]) -> str:
         "overview": overview(runs),
         "left_out": left_out,
         "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
-        "data": _embedded(_payload(runs, metrics[:_MOST])),
+        "data": _embed(_payload(runs, metrics[:_MOST])),
         "css": css,
         "script": script,
         "css_hash": _hash(css),
@@ -86,8 +86,8 @@ def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
         for key, each in run.records.series.items():
             metric, split = split_key(key)
             if metric in metrics:
-                axis = axes.setdefault((_packed(each.steps), _packed(_since(run, each))), len(axes))
-                series.append({"metric": metric, "split": split, "axis": axis, "values": _packed(each.values)})
+                axis = axes.setdefault((_pack(each.steps), _pack(_since(run, each))), len(axes))
+                series.append({"metric": metric, "split": split, "axis": axis, "values": _pack(each.values)})
         epochs = run.records.epochs
         resumed = [each["step"] for each in run.records.sessions if each["step"]]
         found.append({"name": run.name, "series": series, "resumed": resumed,
@@ -102,14 +102,14 @@ def _since(run: Run, series: Series) -> list[float]:
     return [] if math.isnan(start) else [round(time - start, 6) for time in series.times]
 
 
-def _packed(values: Iterable[float]) -> str:
+def _pack(values: Iterable[float]) -> str:
     numbers = array.array("d", values)
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()
 
 
-def _embedded(value: Any) -> str:
+def _embed(value: Any) -> str:
     """Return JSON that no text in it can end as the content of a script element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

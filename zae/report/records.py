@@ -114,7 +114,7 @@ class Records:
         times += [time for each in self.series.values() for time in each.times[:1]]
         return min((time for time in times if not math.isnan(time)), default=math.nan)
 
-    def described(self, name: str) -> dict[str, Any]:
+    def description_of(self, name: str) -> dict[str, Any]:
         """Return a part of the latest description: "config" or "environment"."""
         found = self.about.get(name)
         return dict(found) if isinstance(found, Mapping) else {}
@@ -182,7 +182,7 @@ def read_log(path: Path) -> Records:
         lines = path.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the folder of a run, or a file of JSON lines") from None
-    records = Records.of(_parsed(line) for line in lines if line.strip())
+    records = Records.of(_parse(line) for line in lines if line.strip())
     if not records.series:
         raise ConfigError(
             f"{path} contains no records; give a file that JSONLLoggerAddon wrote"
@@ -212,13 +212,13 @@ def _is_log(path: Path) -> bool:
     """Return whether the first line of a file is a record, or describes a run; that of a ledger is neither."""
     try:
         with path.open(encoding="utf-8", errors="backslashreplace") as file:
-            row = _parsed(file.readline(1 << 20))
+            row = _parse(file.readline(1 << 20))
     except OSError:
         return False
     return "step" in row and "stages" not in row
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parse(line: str) -> dict[str, Any]:
     """Return the object of a line; an empty one where the line is not a JSON object."""
     try:
         row = json.loads(line)

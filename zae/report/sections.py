@@ -22,11 +22,11 @@ def subtitle(runs: Sequence[Run]) -> str:
     """Return the line below the title: what was trained, where, when, and how it ended."""
     if len(runs) > 1:
         return text_of(", ".join(run.name for run in runs))
-    records, config = runs[0].records, runs[0].records.described("config")
+    records, config = runs[0].records, runs[0].records.description_of("config")
     count = config.get("parameters")
     model = f"{config.get('model', '')}" + (f", {count:,} parameters" if isinstance(count, int) else "")
     begun = "" if math.isnan(records.began) else f"started {_when(records.began)}"
-    found = (model, records.described("environment").get("device"), begun, runs[0].status)
+    found = (model, records.description_of("environment").get("device"), begun, runs[0].status)
     return " · ".join(text_of(each) for each in found if each)
 
 
@@ -40,13 +40,13 @@ def overview(runs: Sequence[Run]) -> str:
         )
         return f"<dl class='tiles'>{tiles}</dl>"
     names = list(dict.fromkeys(name for each in facts for name in each))
-    rows = [[_run(runs, at), *(_noted(*each.get(name, ("-", ""))) for name in names)] for at, each in enumerate(facts)]
+    rows = [[_run(runs, at), *(_note(*each.get(name, ("-", ""))) for name in names)] for at, each in enumerate(facts)]
     return _section("overview", "Overview", _table(["run", *map(text_of, names)], rows, "The main numbers of each run"))
 
 
 def _facts(run: Run) -> dict[str, tuple[str, str]]:
     """Return the best score, the last values, and how far and how fast a run came, each with a note."""
-    series, config, facts = run.records.series, run.records.described("config"), dict[str, tuple[str, str]]()
+    series, config, facts = run.records.series, run.records.description_of("config"), dict[str, tuple[str, str]]()
     metric = split_key(str(config.get("monitor", "loss")))[0]
     choose = {"min": min, "max": max}.get(str(config.get("monitor_mode")))
     best = next((series[key] for key in (f"valid/{metric}", f"train/{metric}", metric) if key in series), Series())
@@ -95,15 +95,15 @@ def _extremes(series: Series) -> list[str]:
     cells = [number(series.values[-1])]
     for choose in (min, max):
         value, step = choose(finite, key=lambda pair: pair[0]) if finite else (math.nan, 0)
-        cells.append(_noted(number(value), f"at {step:,}") if finite else "-")
+        cells.append(_note(number(value), f"at {step:,}") if finite else "-")
     return [*cells, f"{len(series.values):,}", f"{len(series.values) - len(finite) or '-'}"]
 
 
-def _described(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
+def _section_of(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
     """Return the section of a part of the description, where runs are compared: what differs comes first."""
 
     def section(runs: Sequence[Run]) -> str:
-        found = [flatten(run.records.described(part), ".") for run in runs]
+        found = [flatten(run.records.description_of(part), ".") for run in runs]
         names = list(dict.fromkeys(name for each in found for name in each if name != "composition"))
         if not names:
             return ""
@@ -127,7 +127,7 @@ def _composition(runs: Sequence[Run]) -> str:
     """Return the add-ons of each run, and the loop that they make."""
     parts = []
     for at, run in enumerate(runs):
-        names = run.records.described("config").get("composition", run.composition)
+        names = run.records.description_of("config").get("composition", run.composition)
         names = names if isinstance(names, list) else []
         chips = "".join(f"<li>{text_of(name)}</li>" for name in names) or "<li class='none'>no add-on</li>"
         text = run.records.about.get("explain")
@@ -161,7 +161,7 @@ def _checkpoint(each: Mapping[str, Any]) -> list[str]:
         wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(each.get('wrong', ''))}</span>"
         return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
     score = each.get("score")
-    shown = _noted(number(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
+    shown = _note(number(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
     state = "<span class='good'>intact</span>" if each.get("verified", True) else "not verified"
     cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
     return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], state]
@@ -186,8 +186,8 @@ SECTIONS: tuple[Callable[[Sequence[Run]], str], ...] = (
     _metric_table,
     _checkpoints,
     _composition,
-    _described("options", "config"),
-    _described("environment", "environment"),
+    _section_of("options", "config"),
+    _section_of("environment", "environment"),
     _processes,
 )
 """What comes below the curves; each returns an empty text where nothing is known."""
@@ -225,7 +225,7 @@ def _run(runs: Sequence[Run], at: int) -> str:
     return f"<span class='swatch c{at % 8}'></span>{text_of(runs[at].name)}"
 
 
-def _noted(value: str, note: str) -> str:
+def _note(value: str, note: str) -> str:
     return f"{text_of(value)} <small>{text_of(note)}</small>" if note else text_of(value)
 
 

@@ -35,7 +35,7 @@ def draw(
     two cross, the later one gives the colour. In ASCII each curve has its own mark. ``ends`` are the labels below, by
     default the steps.
     """
-    points = {name: _scaled(each, is_log) for name, each in curves.items()}
+    points = {name: _scale(each, is_log) for name, each in curves.items()}
     steps, values = ([pair[at] for each in points.values() for pair in each] for at in (0, 1))
     if not values:
         return "there are no points to draw\n"
@@ -63,11 +63,11 @@ def draw(
     if is_coloured:
         legend = [[_COLOURS[at % len(_COLOURS)]] * 2 for at in range(len(curves))]
         begins = [*[margin + 2] * (rows + 1), *[0] * len(curves)]
-        lines = [_coloured(*each) for each in zip(lines, begins, [*colours, [], *legend])]
+        lines = [_colour(*each) for each in zip(lines, begins, [*colours, [], *legend])]
     return "\n".join(lines) + "\n"
 
 
-def _coloured(line: str, begin: int, colours: list[str]) -> str:
+def _colour(line: str, begin: int, colours: list[str]) -> str:
     """Return a line whose characters from ``begin`` on have colours."""
     pieces = itertools.groupby(zip(line[begin:], colours), key=lambda pair: pair[1])
     texts = [(colour, "".join(each for each, _ in pairs)) for colour, pairs in pieces]
@@ -75,7 +75,7 @@ def _coloured(line: str, begin: int, colours: list[str]) -> str:
     return line[:begin] + drawn + line[begin + len(colours) :]
 
 
-def _scaled(series: Series, is_log: bool) -> list[tuple[int, float]]:
+def _scale(series: Series, is_log: bool) -> list[tuple[int, float]]:
     """Return the points that can be drawn."""
     finite = [(step, value) for step, value in zip(series.steps, series.values) if math.isfinite(value)]
     return [(step, math.log10(value)) for step, value in finite if value > 0] if is_log else finite

@@ -12,7 +12,7 @@ from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError
 from zae.testing import class_checks, rank_checks, state_checks, step_checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
-from zae.testing.settings import restored
+from zae.testing.settings import preserve
 from zae.trainer import Trainer
 
 __all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
@@ -39,7 +39,7 @@ def check_addon(
 ) -> None:
     """Check an add-on by training with it; one call in your own tests.
 
-    It trains a small model on the CPU, about forty times for two epochs of six steps, each time in a new folder. The
+    It trains a small model on the CPU, about thirty times for two epochs of six steps, each time in a new folder. The
     settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
     handlers, functions of torch) are read before the first check, compared after each, and restored.
 
@@ -113,7 +113,7 @@ def check_addon(
     if not (is_add_on(add_on) and issubclass(add_on, AddOnBase)):
         raise AddOnFault(f"{add_on!r} is not an add-on; write class MyAddon(AddOnBase)")
     kit = Kit(add_on, options, task, model, batches, beside, transient)
-    with restored(lambda: kit.bare) as kit.settings:
+    with preserve(lambda: kit.bare) as kit.settings:
         faults = _faults(kit, allow)
     if faults:
         lines = "".join(f"\n  {index}. {fault}" for index, fault in enumerate(faults, start=1))
@@ -132,7 +132,7 @@ def _faults(kit: Kit, allow: Collection[str]) -> list[str]:
                 faults.extend(f"{text} [{name}]" for text in check(kit))
         except Exception as error:
             broken.setdefault(f"raises {type(error).__name__}: {error}", []).append(name)
-        changed = kit.settings.changed()
+        changed = kit.settings.changes()
         kit.settings.restore()
         if "settings" not in allow:
             left = {key: how for key, how in changed.items() if key not in kit.reported}

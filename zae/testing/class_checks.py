@@ -70,7 +70,7 @@ def check_init(kit: Kit) -> Iterator[str]:
     groups, threads = watch.groups_of(bare.optimizer), threading.active_count()
     with watch.effects() as effects, watch.output() as text:
         trainer = kit.make()
-        changed = {k: v for k, v in settings.changed().items() if k not in ("sys.stdout", "sys.stderr")}
+        changed = {k: v for k, v in settings.changes().items() if k not in ("sys.stdout", "sys.stderr")}
     settings.restore()
     done = list(dict.fromkeys(effects))
     if text.getvalue():
@@ -112,14 +112,14 @@ def _stored_objects(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
 
 def check_settings(kit: Kit) -> Iterator[str]:
     """Find settings of the process that a run does not restore."""
-    changed = {name: how for name, how in kit.standard.changed.items() if name not in kit.reported}
+    changed = {name: how for name, how in kit.standard.changes.items() if name not in kit.reported}
     if not changed:
         return
     kit.reported.update(changed)
     with in_new_folder():
         kit.run(kit.make())
     for name, how in changed.items():  # A library changes something when it is first imported, and not again.
-        if name in kit.changed or name in LASTING:
+        if name in kit.changes or name in LASTING:
             yield left_changed(name, how)
 
 

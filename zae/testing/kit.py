@@ -28,7 +28,7 @@ PATCHED["zae.Trainer"] = Trainer
 
 
 CLIP = 0.01
-"""The norm that `Kit.clipped` clips gradients to."""
+"""The norm that `Kit.clipped_run` clips gradients to."""
 
 
 class AddOnFault(ZaeError, AssertionError):
@@ -115,7 +115,7 @@ class Standard:
     data: list[Any]
     passes: int
     valid: list[Any]
-    changed: dict[str, str]
+    changes: dict[str, str]
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Kit:
     transient: Collection[str] = ()
     settings: Settings = field(default_factory=Settings)
     reported: set[str] = field(default_factory=set)
-    changed: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shared = watch.class_values(self.own_classes)
@@ -223,7 +223,7 @@ class Kit:
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
             finally:
-                self.changed = settings.changed()
+                self.changes = settings.changes()
                 settings.restore()
         return trainer
 
@@ -238,7 +238,7 @@ class Kit:
         return self._observe(self.make(without_it=True))
 
     @cached_property
-    def clipped(self) -> Any:
+    def clipped_run(self) -> Any:
         """A trainer after a run with a small ``gradient_clip``, whose schedulers are stepped by epoch."""
         with in_new_folder():
             return self.run(self.make(gradient_clip=CLIP, scheduler_step_on_batch=False))
@@ -249,7 +249,7 @@ class Kit:
             loader = Loader(data)
             trainer.notes.fail_in = "nowhere: keep states"
             self.run(trainer, data=loader, valid=valid)
-        return Standard(trainer, data, loader.passes, valid, self.changed)
+        return Standard(trainer, data, loader.passes, valid, self.changes)
 
     @cached_property
     def own_codes(self) -> dict[Any, str]:

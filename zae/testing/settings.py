@@ -25,7 +25,7 @@ from torch import nn
 
 from zae.common import random_state, torch_private
 
-__all__ = ["LASTING", "PATCHED", "Settings", "restored"]
+__all__ = ["LASTING", "PATCHED", "Settings", "preserve"]
 
 Read = Callable[[], Any]
 Write = Callable[[Any], object]
@@ -189,7 +189,7 @@ class Settings:
         self._functions = {name: _functions(owner) for name, owner in PATCHED.items()}
         self.folder = os.getcwd()
 
-    def changed(self) -> dict[str, str]:
+    def changes(self) -> dict[str, str]:
         """Describe what has changed, by the name of the setting."""
         found = {}
         for name, (read, _) in SETTINGS.items():
@@ -205,11 +205,11 @@ class Settings:
         for name, handler in _handlers().items():
             if handler != self._handlers.get(name):
                 found[f"handler of {name}"] = f"{self._handlers.get(name)!r:.60} became {handler!r:.60}"
-        for label, name, before, now in self._replaced():
+        for label, name, before, now in self._replacements():
             found[f"function {label}.{name}"] = f"{before!r:.60} became {now!r:.60}"
         return found
 
-    def _replaced(self) -> Iterator[tuple[str, str, Any, Any]]:
+    def _replacements(self) -> Iterator[tuple[str, str, Any, Any]]:
         for label, owner in PATCHED.items():
             now = vars(owner)
             for name, value in self._functions[label].items():
@@ -230,12 +230,12 @@ class Settings:
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and handler is not None and signal.getsignal(signal.Signals[name]) != handler:
                 signal.signal(signal.Signals[name], handler)
-        for label, name, value, _ in list(self._replaced()):
+        for label, name, value, _ in list(self._replacements()):
             setattr(PATCHED[label], name, value)
 
 
 @contextlib.contextmanager
-def restored(warm_up: Callable[[], object]) -> Iterator[Settings]:
+def preserve(warm_up: Callable[[], object]) -> Iterator[Settings]:
     """Restore every setting and every random stream of the process at the end.
 
     ``warm_up`` is called first: torch imports much of itself, and sets a variable, when it trains for the first time.

@@ -75,7 +75,7 @@ def _fail(kit: Kit, task: Any, place: str, error: type[BaseException]) -> Iterat
         before = _resources()
         trainer = kit.make(task)
         hooks = watch.hooks_of(trainer.unwrap(), [trainer.optimizer])
-        raised, changed = _raised_by(kit, trainer, place, error), kit.changed
+        raised, changed = _raised_by(kit, trainer, place, error), kit.changes
         yield from _error_faults(kit, task, place, error, raised) if trainer.notes.has_failed else ()
         for name, how in changed.items():
             if name not in kit.reported:

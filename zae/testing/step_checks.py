@@ -34,7 +34,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def check_clip(kit: Kit) -> Iterator[str]:
     """Find gradients larger than ``gradient_clip`` that reach the optimizer."""
-    norms = kit.clipped.notes.norms
+    norms = kit.clipped_run.notes.norms
     largest = max((norm for norm in norms if norm == norm and norm != float("inf")), default=0.0)
     if largest > CLIP * 1.001:
         yield (
@@ -45,7 +45,7 @@ def check_clip(kit: Kit) -> Iterator[str]:
 
 def check_scheduler(kit: Kit) -> Iterator[str]:
     """Find a scheduler that is not stepped once for each optimizer step, or once for each epoch."""
-    for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped, "epochs")):
+    for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped_run, "epochs")):
         progress, taken = trainer.progress_checker, trainer.schedulers["0"].last_epoch
         due = progress.step - progress.skipped_steps if unit == "optimizer steps" else progress.epoch
         if unit == "optimizer steps" and not due:  # It may be hidden that steps took place.

@@ -165,14 +165,14 @@ def summary(model: nn.Module | Trainer, batch: Any = None) -> ModelSummary:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"summary takes a torch.nn.Module or a trainer, found {kind_of(model)}")
     if batch is None:
-        return _described(module)
+        return _describe(module)
     with random_state.isolated():
         twin, forward = _copy(module, trainer)
         calls = _Calls(twin)
         batch = copy.deepcopy(batch)
         with calls, torch.enable_grad():
             forward(batch)
-        found = _described(twin)
+        found = _describe(twin)
     # Parameters that the batch has made are counted.
     found.activation_bytes = calls.kept_bytes(twin)
     for layer in found.layers:
@@ -255,7 +255,7 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
-def _described(module: nn.Module) -> ModelSummary:
+def _describe(module: nn.Module) -> ModelSummary:
     """Describe the modules; a parameter is counted where it is first."""
     found = ModelSummary(type(module).__name__, [])
     places: dict[int, str] = {}
