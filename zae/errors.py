@@ -149,25 +149,7 @@ class DistributedError(ZaeError, RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Return a text with its control characters escaped.
-
-    Parameters
-    ----------
-    text : str
-        Any text.
-    kept : str
-        Control characters that are kept; an empty str for a single line.
-
-    Returns
-    -------
-    str
-        The text.
-
-    Examples
-    --------
-    >>> printable("a\\x1b[31m")
-    'a\\\\x1b[31m'
-    """
+    """Return a text with its control characters escaped, except those of ``kept``."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
@@ -212,16 +194,5 @@ def _is_ours(entry: TracebackType) -> bool:
 
 
 def exit_status(number: int) -> int:
-    """Return the exit status of a process that saved its state after a signal.
-
-    Parameters
-    ----------
-    number : int
-        The signal; SIGHUP has its own status, all others have that of SIGTERM.
-
-    Examples
-    --------
-    >>> exit_status(signal.SIGTERM), exit_status(signal.SIGINT)
-    (143, 143)
-    """
+    """Return the exit status of a process that saved its state after a signal; all but SIGHUP have that of SIGTERM."""
     return 128 + (number if number == getattr(signal, "SIGHUP", None) else signal.SIGTERM)

@@ -31,12 +31,8 @@ class LoaderPosition:
     """The position of a run in its training loader: the random states at the beginning of the epoch, and now.
 
     To resume an epoch, the state of its beginning is restored, so that the order of samples is the same; the used
-    samples are skipped, in the sampler where possible; and the present state is restored.
-
-    Parameters
-    ----------
-    fast : bool
-        Whether the exact data path may be taken (`zae.data.gather`).
+    samples are skipped, in the sampler where possible; and the present state is restored. ``fast`` says whether the
+    exact data path may be taken (`zae.data.gather`).
     """
 
     def __init__(self, fast: bool = True) -> None:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import getattr_static
+from types import SimpleNamespace
 from typing import Any
 
 from zae.common.torch_private import shut_down_workers
@@ -71,7 +72,7 @@ def abandon_workers(iterator: Any, loader: Any = None) -> None:
         flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for the event.
         flag.release()
         lock.release()
-    iterator._workers_done_event = _SetEvent()
+    iterator._workers_done_event = SimpleNamespace(set=lambda: None, is_set=lambda: True)
     if getattr(loader, "_iterator", None) is iterator:
         loader._iterator = None
 
@@ -104,17 +105,6 @@ def dead_workers(error: Exception) -> str:
                 with suppress(Exception):
                     shut_down_workers(iterator)
     return "".join(dead)
-
-
-class _SetEvent:
-    """Replace an event that was set, or that could not be set."""
-
-    def set(self) -> None:
-        """Do nothing."""
-
-    def is_set(self) -> bool:
-        """Return True."""
-        return True
 
 
 def add_to_text(error: Exception, text: str) -> bool:

@@ -104,33 +104,11 @@ class Every:
         return self.due_at_step(progress.step) if progress.epoch_batch else self.due_at_epoch(progress.epoch)
 
     def due_at_step(self, step: int) -> bool:
-        """Return whether it is due after this optimizer step.
-
-        Parameters
-        ----------
-        step : int
-            Optimizer steps so far.
-
-        Returns
-        -------
-        bool
-            Always False for a cadence of epochs.
-        """
+        """Return whether it is due after this optimizer step; a cadence of epochs never is."""
         return self.steps is not None and step % self.steps == 0 and step > self.after
 
     def due_at_epoch(self, epoch: int) -> bool:
-        """Return whether it is due at the end of this epoch.
-
-        Parameters
-        ----------
-        epoch : int
-            Epochs finished so far.
-
-        Returns
-        -------
-        bool
-            Always False for a cadence of steps.
-        """
+        """Return whether it is due at the end of this epoch; a cadence of steps never is."""
         return self.epochs is not None and epoch % self.epochs == 0 and epoch > self.after
 
 
@@ -241,15 +219,7 @@ class ProgressChecker:
         return self.epoch, self.step, self.pending_validation
 
     def advance(self, batches: int = 1, skipped: bool = False) -> None:
-        """Count one optimizer step.
-
-        Parameters
-        ----------
-        batches : int
-            Loader batches in it.
-        skipped : bool
-            Whether it left the weights as they were.
-        """
+        """Count one optimizer step of so many loader batches; a ``skipped`` one left the weights as they were."""
         self.step += 1
         self.epoch_step += 1
         self.batch += batches
@@ -287,18 +257,7 @@ class ProgressChecker:
         return {**counters, "run_starts": starts, "stop_reason": reason}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; the next call of ``run`` is a new one.
-
-        Parameters
-        ----------
-        state : mapping
-            What ``state_dict`` returned.
-
-        Raises
-        ------
-        CheckpointMismatch
-            An entry is missing, or not a valid counter; nothing is changed then.
-        """
+        """Load a state, or change nothing if it is not valid; the next call of ``run`` is a new one."""
         for name in (*_COUNTERS, "run_starts", "stop_reason"):
             if name not in state or (name in _COUNTERS and not isinstance(state[name], int)):
                 raise CheckpointMismatch(f"the progress in the state has no valid {name!r}: {dict(state)!r:.200}")
