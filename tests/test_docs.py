@@ -35,7 +35,7 @@ def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
     blocks.run()
     assert blocks.evaluated == [language for language in fences if language != "mermaid"]
     assert len(blocks.not_run) == blocks.text.count("<!-- not run: ")
-    assert {path.name for path in tmp_path.iterdir()} <= {"runs", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"runs", "report.html", "my-digits", "zae-my-noise"}
 
 
 def test_a_page_that_runs_elsewhere_does():
@@ -93,8 +93,8 @@ def test_sentences_that_quote_the_code():
 
 
 def test_the_commands_are_those_of_the_help():
-    """The guide lists each command with its line in the help."""
-    assert table_rows(page("guide"), "| command | what") == [[f"`{name}`", line] for name, line in COMMANDS.items()]
+    """The page of the commands lists each with its line in the help."""
+    assert table_rows(page("commands"), "| command | what") == [[f"`{name}`", line] for name, line in COMMANDS.items()]
 
 
 def test_required_packages_are_those_of_the_comparison():

@@ -57,6 +57,7 @@ CELLS = (
     "build(log_bar=False).run(1, batches)\nNone",
     "metrics",
     "t = build(); t.fails, t.error = 6, KeyboardInterrupt()\nt.run(3, batches)",
+    "t.fails = -1\nt.run(1, batches)",
     "t = build(); t.fails, t.error = 6, ValueError('bad <i>')\nt.run(3, batches)",
     "t",
     RANKS,
@@ -146,11 +147,13 @@ def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
 
 @pytest.mark.covers("X-8")
 def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> None:
-    for text, said in ((CELLS[5], "KeyboardInterrupt"), (CELLS[6], "ValueError: bad &lt;i&gt;")):
+    for text, said in ((CELLS[5], "KeyboardInterrupt"), (CELLS[7], "ValueError: bad &lt;i&gt;")):
         output, error = of(shown, text)
         assert f"ended in epoch 2, step 7 by {said}" in output.data["text/html"]
         assert [line.split()[:2] for line in output.data["text/plain"].splitlines()[2:4]] == [["1", "4"], ["2", "6"]]
         assert error.output_type == "error"
+    rest = of(shown, CELLS[6])[0].data["text/plain"].splitlines()[2:]
+    assert [line.split()[:2] for line in rest] == [["1", "4"], ["2", "8"]], "it ended in epoch 2, which run(1) finishes"
 
 
 @pytest.mark.covers("X-8")
