@@ -84,6 +84,14 @@ def test_one_process_trains_as_without_it() -> None:
     assert distance(trainer, single, without="none") == 0
 
 
+class Penalized(Mean):
+    """Add the norm of a gradient to the loss: gradients of gradients."""
+
+    def train_step(self, batch: Any) -> Any:
+        (gradient,) = torch.autograd.grad(super().train_step(batch)["loss"], [self.parameters[-1]], create_graph=True)
+        return {"loss": gradient.square().sum()}
+
+
 @on_tensor
 def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
     """Each refusal takes place on all ranks, and names the remedy."""
@@ -98,6 +106,7 @@ def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
     for place, name in (("module", "dropout in drop"), ("function", "dropout in the model")):
         refused(f"{name} draws random numbers.*Move it behind", model=Dropping(place))
     build(engine, task=Mean, model=Dropping("behind"), tensor_plan=HALVES).run(1, rows())
+    refused(r"create_graph=True.*train with MultiGPUAddon", task=Penalized)
     refused("has another batch than the ranks", DistributedError, rows(add=float(dist.get_rank())))
     refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
     refused("tensor_plan divides no parameter", tensor_plan={})

@@ -17,7 +17,10 @@ __all__ = ["DrawsWatch"]
 
 
 class DrawsWatch(TorchFunctionMode):
-    """Refuses functions that draw random numbers and take tensors of which each rank has another part."""
+    """Refuses functions that draw random numbers and take tensors of which each rank has another part.
+
+    So it does gradients of gradients, which torch computes wrongly through such layers.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, is_same: Callable[[Any], bool]) -> None:
         super().__init__()
@@ -46,6 +49,11 @@ class DrawsWatch(TorchFunctionMode):
         self._inside.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.autograd.grad and (kwargs or {}).get("create_graph"):
+            raise ConfigError(
+                "train_step differentiates gradients (create_graph=True), which torch computes wrongly through layers "
+                "in parts, without an error; leave the penalty out, or train with MultiGPUAddon"
+            )
         before = self._stream()
         made = function(*args, **(kwargs or {}))
         if self._stream() != before:
