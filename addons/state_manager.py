@@ -35,8 +35,8 @@ class StateManagerAddon(AddOnBase):
     """Save the whole state of a run, and resume from it to bitwise the same end.
 
     A checkpoint is a folder ``step-00000012`` under ``save_path``: the weights under the keys of the model's own
-    ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written beside its place and
-    renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` says so, when a validation was
+    ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written under a hidden name
+    and renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` is due, when a validation was
     the best so far, and at the end of a run. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the step is finished, the state is
     saved, and the process ends with status 143, 129 or 130; a validation stops between two batches, and the resumed
     run repeats it first. After an exception the state is saved in ``crash-00000012``, from which a run resumes only if

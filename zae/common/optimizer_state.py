@@ -43,7 +43,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Load a state through the ``load_state_dict`` of an optimizer, with every value as it was saved.
 
     Tensors are moved to the device of their parameter, as torch does it: ``step`` stays on the host unless the kernel
-    reads it on the device. Nothing is copied that is there already, so the state must not be used elsewhere.
+    reads it on the device. Tensors that are there already are not copied, so the state must not be used elsewhere.
     """
     handles = []
     for each in _with_inner(optimizer):

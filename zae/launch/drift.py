@@ -40,7 +40,7 @@ class Meetings:
                 store.wait(["go"], timedelta(seconds=timeout))
                 other = store.get("go").decode()
             except RuntimeError as error:
-                if store.add("ranks", -1) <= 0:  # It was alone, and the others may go on.
+                if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
                     store.delete_key("call")
                 raise DistributedError(f"{who}, and other ranks did not within {timeout:g} s. {remedy}") from error
         cls.count += 1

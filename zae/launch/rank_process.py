@@ -139,7 +139,7 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._failed_at: float | None = None
-        self.early = False  # Whether a failure is told before the work has ended by it.
+        self.early = False  # Whether a failure is reported at once, before it ends the work.
 
     def send(self, report: Report) -> None:
         try:

@@ -287,7 +287,7 @@ class _Ranks:
             try:
                 self._wait()
             except KeyboardInterrupt:
-                # The ranks are in process groups of their own: Ctrl-C in a terminal has not reached them.
+                # The ranks are in their own process groups: Ctrl-C in a terminal has not reached them.
                 self._signal(signal.SIGINT)
                 with suppress(KeyboardInterrupt):
                     self._wait()

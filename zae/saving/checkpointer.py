@@ -46,7 +46,7 @@ class Checkpointer:
     retention : Retention
         The rule for which checkpoints stay.
     in_background : bool
-        Whether a thread writes while training goes on.
+        Whether a thread writes while training continues.
     on_save_error : {"raise", "warn"}
         What happens if the disk refuses.
     warns_of_nonfinite : bool

@@ -14,9 +14,9 @@ from typing import Any
 
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.storage import filesystem
-from zae.storage.filesystem import make_directory, not_saved
+from zae.storage.filesystem import make_directory, replace_file
 from zae.storage.hashed_io import read_whole
-from zae.storage.names import is_running, staging_name
+from zae.storage.names import is_running
 
 __all__ = ["FolderLock"]
 
@@ -83,23 +83,9 @@ class FolderLock:
             self.check()
             mine = {**_identity(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "token": token}
             mine["folder"] = _number(self.folder)
-            self._put(json.dumps(mine).encode())
+            text = json.dumps(mine).encode()
+            replace_file(self.folder / _NAME, lambda write: write(text), len(text))
         return token
-
-    def _put(self, text: bytes) -> None:
-        """Write the lock beside its place, and rename it, so that it is never seen in part."""
-        staged = self.folder / staging_name("lock")
-        try:
-            handle = filesystem.disk.create(staged)
-            try:
-                filesystem.disk.write(handle, memoryview(text))
-            finally:
-                filesystem.disk.close(handle)
-            filesystem.disk.rename(staged, self.folder / _NAME)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                filesystem.disk.remove_file(staged)
-            raise not_saved(self.folder / _NAME, error, len(text)) from None
 
     def release(self) -> None:
         """Remove the lock."""

@@ -1,4 +1,4 @@
-"""What each rank has of its own in a state: its position in the data, the log of its epoch, and entries of add-ons.
+"""What differs between the ranks in a state: the position in the data, the log of the epoch, and entries of add-ons.
 
 A state has the values of one rank at their usual places. That of several ranks has besides, in the entry of the add-on
 in the slot ``parallel``, a list with those of each rank.
@@ -71,7 +71,7 @@ class RankStates:
 
     @staticmethod
     def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a rank saves for itself, of its own state; the entries of add-ons follow in `read_state`."""
+        """Return the position and the log of a rank from its state; `read_state` adds the entries of add-ons."""
         return {"position": state["position"], "log_train": state["records"]["log_train"]}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Copies of a state on the host, so that training goes on while a thread writes them."""
+"""Copies of a state on the host, so that training continues while a thread writes them."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def is_abandoned(name: str, age: float) -> bool:
 
 
 def aside_name(name: str, kind: str) -> str:
-    """Return a new hidden name, of kind "replaced" or "deleting", for a directory that makes room."""
+    """Return a new hidden name, of kind "replaced" or "deleting", for a directory that is moved aside."""
     match = _ASIDE.fullmatch(name)
     return f".{kind}-{name if match is None else match[2]}-{secrets.token_hex(8)}"
 
