@@ -160,12 +160,12 @@ class AddOnBase(Trainer):
 
     @property
     def _generators(self) -> Generators:
-        """The generators of all add-ons of this trainer; those of a trainer that nobody has asked for one are empty."""
+        """The generators of all add-ons of this trainer; empty until one is asked for."""
         return vars(self).get("_add_on_generators") or Generators()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Put the generators back where they were when an evaluation ends."""
+        """Restore the states of the generators when an evaluation ends."""
         before = self._generators.state_dict()
         try:
             with super().evaluation_context():
@@ -199,7 +199,7 @@ class AddOnBase(Trainer):
         self._generators.load_state_dict(generators or {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Return the attributes of a copy, with ``process_attributes`` at their initial values."""
         state = super().__getstate__()
         for klass in type(self).__mro__:
             state |= copy.deepcopy(klass.__dict__.get("process_attributes", {}))

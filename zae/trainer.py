@@ -382,7 +382,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Leave in every ``.grad`` the gradient of the window's mean loss.
+        """Compute the gradient of the window's mean loss, and store it in every ``.grad``.
 
         Called by ``run_batch``. An add-on for an engine that does forward and backward in one (a pipeline) replaces
         it.
@@ -574,7 +574,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def unscale(self) -> None:
-        """Take a loss scale out of the gradients: from here on they are the true ones."""
+        """Remove a loss scale from the gradients, which are the true ones from here on."""
 
     @seam
     def clip(self) -> None:
@@ -732,7 +732,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def steps_in(self, loader: Any) -> int | None:
-        """Tell how many optimizer steps an epoch of this loader takes; None when it has no length."""
+        """Return how many optimizer steps an epoch of this loader takes; None if it has no length."""
         return length_of(loader)
 
     @seam
@@ -802,7 +802,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take a record of metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
+        """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
 
         Parameters
         ----------
@@ -816,7 +816,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @property
     @seam
     def should_stop(self) -> bool:
-        """Whether the run was told to stop."""
+        """Whether `stop` was called in this run."""
         return self.progress_checker.stop_reason is not None
 
     @seam
@@ -832,7 +832,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def check_better(self, metrics: Mapping[str, float]) -> bool:
-        """Tell whether the monitored metric is better than ever before; called with each epoch's validation.
+        """Return whether the monitored metric is better than ever before; called with each epoch's validation.
 
         Parameters
         ----------
@@ -970,7 +970,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take a state over, all of it or, on an error, none; an add-on takes its own entry out first.
+        """Load a state: all of it or, on an error, nothing. An add-on takes its own entry out first.
 
         Parameters
         ----------
@@ -999,7 +999,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Parameters
         ----------
         path : str or Path
-            A file; its folder is made.
+            A file; its folder is created if needed.
 
         Returns
         -------
@@ -1037,7 +1037,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @classmethod
     def add_on(cls: type[AnyTrainer], *add_ons: type[AddOnBase] | str) -> type[AnyTrainer]:
-        """Return this class with add-ons; the order they are named in does not matter, and this class is unchanged.
+        """Return this class with add-ons; their order does not matter, and this class is unchanged.
 
         Parameters
         ----------
@@ -1070,12 +1070,12 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     # ------------------------------------------------------------------------------------------------ the rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what this run has made: a copy sets itself up, and continues where this one stands."""
+        """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
         run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
         return {**run.binding.unbound(), "model": self._module, "is_evaluating": run.is_evaluating}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Take the attributes of a copy over; its schedulers see again that their optimizers step."""
+        """Set the attributes of a copy, whose schedulers see again that their optimizers step."""
         vars(self).update(state, current_run=Run(self))
         self.current_run.is_evaluating = vars(self).pop("is_evaluating", False)
         optim.mark_copied(self.scheduler)

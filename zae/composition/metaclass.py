@@ -247,7 +247,7 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
 
 
 def mix(add_on: Any, base: Any) -> TrainerMeta:
-    """Put one add-on outside of a class, for `AddOnBase.apply`."""
+    """Return a class with one add-on outside of it, for `AddOnBase.apply`."""
     if _overridden_apply(add_on) is None:
         return compose(base, [add_on])
     return cast(TrainerMeta, _derive((add_on, base), base, [add_on], _partial=True))

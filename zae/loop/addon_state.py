@@ -142,7 +142,7 @@ def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
 
 
 def _misfit(present: Any, saved: Any) -> str:
-    """Say how a saved value differs in kind from the present one; an empty tensor may become any other."""
+    """Describe how a saved value differs in kind from the present one; an empty tensor may become any other."""
     if present is None or saved is None:
         return ""
     if isinstance(present, Tensor) and isinstance(saved, Tensor):

@@ -73,7 +73,7 @@ class Attributes:
         self.metrics.write()
 
     def log_reset(self) -> None:
-        """Forget what the open epoch has logged."""
+        """Clear the logs of the open epoch and of the last evaluation."""
         self.log_train.clear()
         self.log_test.clear()
 

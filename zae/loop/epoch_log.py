@@ -43,7 +43,7 @@ class _Late:
             self._waiting = []
 
     def read(self) -> list[float]:
-        """Bring them to the host, in one piece where they are of one type: not all devices have float64."""
+        """Copy them to the host, at once if they are of one type: not all devices have float64."""
         parts = [*self._chunks, torch.stack(self._waiting)] if self._waiting else self._chunks
         self._waiting, self._chunks = [], []
         parts = [torch.cat(parts)] if len({part.dtype for part in parts}) == 1 else parts
@@ -80,7 +80,7 @@ class _Series:
         self.weights.append(weight)
 
     def read(self) -> None:
-        """Bring the waiting values to the host, and add up what is new: in their order, whenever it is read."""
+        """Copy the waiting values to the host, and add up what is new, always in the same order."""
         if self.waits:
             self.values.extend(self.late.read())
             for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
@@ -186,7 +186,7 @@ class EpochLog(Mapping[str, list[Any]]):
         raise error
 
     def _not_kept(self, key: str) -> MonitorError:
-        """Say why an entry that steps have returned cannot be read."""
+        """Return the error for an entry that steps have returned and that cannot be read."""
         if self.keeps:
             text = (
                 f"{self._name} no longer holds {key!r}: what is not a number is freed when its epoch, or its "
@@ -209,7 +209,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return f"{self._name}({', '.join(self)})"
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._series.clear()
         self._kept.clear()
         self._dropped.clear()
@@ -226,7 +226,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return EpochLog(self._name, self.keeps)
 
     def begin_epoch(self) -> None:
-        """Forget the last epoch, but for the sums of what no record has seen yet."""
+        """Remove the entries of the last epoch, except the sums of what no record has seen yet."""
         carried = {key: sums for key, sums in self._since().items() if sums[1]}
         self.clear()
         self._carried = carried
@@ -239,7 +239,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return sums
 
     def _since(self) -> dict[str, tuple[float, float]]:
-        """The sums of what ``take_sums`` has not given out."""
+        """Return the sums of what ``take_sums`` has not returned yet."""
         sums = dict(self._carried)
         for key, series in self._series.items():
             series.read()
@@ -360,7 +360,7 @@ def _free(value: Any, twins: dict[int, Any]) -> Any:
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Take numbers out of tensors and arrays: a record that is kept holds no graph and no memory of a device."""
+    """Return metrics as plain numbers: a record that is kept holds neither a graph nor memory of a device."""
     if not isinstance(metrics, Mapping):
         raise StepError(
             f"self.log({metrics!r:.40}, ...) takes a dict of metrics and a step; to record a number of a batch, return "
@@ -374,7 +374,7 @@ def _is_number(value: Any) -> bool:
 
 
 def merge_logs(parts: list[EpochLog]) -> EpochLog:
-    """Put the logs of all ranks together, batch by batch in turn, as an evaluation shares its batches."""
+    """Merge the logs of all ranks, batch by batch in turn, as an evaluation shares its batches."""
     if len(parts) == 1:
         return parts[0]
     merged = parts[0].empty_copy()

@@ -29,7 +29,7 @@ _PREFIXES = ("train", "valid", "val", "eval", "test")
 
 
 def direction_of(monitor: str, mode: str = "auto") -> str:
-    """Tell whether a smaller or a larger value of a metric is better."""
+    """Return "min" if a smaller value of a metric is better, else "max"."""
     if not isinstance(monitor, str) or not monitor:
         raise ConfigError(f"monitor={monitor!r}; it must be the name of a metric, for instance 'loss'")
     if mode not in ("auto", "min", "max"):
@@ -80,7 +80,7 @@ class Metrics(dict[str, Any]):
 
 
 def _find(row: Mapping[str, Any], key: str) -> str | None:
-    """The key of a row that a differently prefixed name means."""
+    """Return the key of a row that a name with another prefix means."""
     prefix, bare = split_prefix(key)
     names = [bare, *(f"{p}{mark}{bare}" for p in ([prefix] if prefix else _PREFIXES) for mark in "_/")]
     return next((name for name in names if dict.__contains__(row, name)), None)

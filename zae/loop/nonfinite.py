@@ -169,7 +169,7 @@ def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:
 
 
 def _sum(value: Tensor) -> Any:
-    """A sum: by NumPy on the host, where the threads of torch would have to meet for each tensor of a busy machine."""
+    """Return a sum: of NumPy on the host, where the threads of torch would wait for each other for each tensor."""
     if value.is_cpu and value.dtype in (torch.float32, torch.float64) and value.is_contiguous():
         with np.errstate(all="ignore"):
             return float(np.add.reduce(value.numpy(), axis=None))
@@ -177,7 +177,7 @@ def _sum(value: Tensor) -> Any:
 
 
 def _format_numbers(out: Mapping[str, Any]) -> str:
-    """The numbers that a step returned."""
+    """Return the numbers that a step returned, as text."""
     parts = []
     for key, value in out.items():
         if isinstance(value, Mapping):
