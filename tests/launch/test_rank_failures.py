@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from kit.rank_tasks import Task, build, forks, loader, same, weights
 from zae import DistributedError
@@ -137,3 +140,41 @@ def test_ranks_that_all_end_at_once_are_an_error(monkeypatch):
     trainer = build(EndsAll, (MultiGPUAddon,), ["cpu", "cpu"], timeout=5.0, seed=1)
     with forks(), pytest.raises(DistributedError, match=r"rank 0 of 2 \(process \d+\) ended"):
         trainer.run(2, loader(16, 2, 3))
+
+
+class Deep(nn.Module):
+    """Calls the larger of two blocks for some batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3)) for width in (4, 8))
+
+    def forward(self, inputs):
+        return self.blocks[0](self.blocks[int(inputs.sum() > 0)](inputs))
+
+
+class Depth(Task):
+    def train_step(self, batch):
+        return {"loss": self.model(batch[0]).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "text"),
+    [
+        ("OFF", DistributedError, r"SIGABRT\); gloo .* the same blocks .*TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+        ("DETAIL", RuntimeError, r"(?s)Detected mismatch between collectives.*\[rank . of 2\]"),
+    ],
+)
+def test_ranks_that_call_different_blocks(level, kind, text, monkeypatch):
+    """gloo ends a rank, which the error explains; torch checks each exchange where it is asked to."""
+    monkeypatch.setattr(launching, "GRACE", 1.0)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    dist.set_debug_level_from_env()  # As torch does when it is imported, which a fork does not do.
+    rows = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]).repeat(4, 1)
+    trainer = build(Depth, (FSDPAddon,), ["cpu", "cpu"], model=Deep(), timeout=5.0, seed=1)
+    with forks(), pytest.raises(kind, match=text) as caught:
+        trainer.run(1, DataLoader(TensorDataset(rows), 1))
+    monkeypatch.undo()
+    dist.set_debug_level_from_env()
+    if level == "DETAIL":
+        assert "in train_step" in "".join(caught.value.__notes__)

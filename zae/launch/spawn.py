@@ -45,6 +45,11 @@ UNWIND = 9.0
 ANSWER = 0.3
 """Seconds in which a rank writes its stack before it is killed."""
 
+_WHY = {  # What a signal often means.
+    signal.SIGKILL: "; the system kills a process so when memory runs out",
+    signal.SIGABRT: "; gloo ends a process so when ranks exchange different tensors: all ranks must call the same "
+    "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
+}
 _CALLS = 20
 _PAUSE = 0.01  # Seconds between two looks at who has joined.
 
@@ -443,8 +448,7 @@ class _Ranks:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "?"
-            hint = "; the system kills a process so when memory runs out" if -code == signal.SIGKILL else ""
-            return f"{who} was killed by signal {-code} ({name}){hint}; the others were ended"
+            return f"{who} was killed by signal {-code} ({name}){_WHY.get(-code, '')}; the others were ended"
         if rank not in self._reports:
             return (
                 f"{who} ended with exit code {code} before it began; what it says is printed above. A script that runs "
