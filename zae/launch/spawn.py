@@ -45,7 +45,7 @@ UNWIND = 9.0
 ANSWER = 0.3
 """Seconds in which a rank writes its stack before it is killed."""
 
-_WHY = {  # What a signal often means.
+_WHY: dict[int, str] = {  # What a signal often means.
     signal.SIGKILL: "; the system kills a process so when memory runs out",
     signal.SIGABRT: "; gloo ends a process so when ranks exchange different tensors: all ranks must call the same "
     "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
