@@ -1,8 +1,8 @@
 """The commands of `python -m zae`: one module for each, imported only when it is used.
 
 A command is a line of `COMMANDS` and a module ``zae.cli.NAME`` with ``add_arguments(parser)`` and ``run(arguments) ->
-int``. `main` adds ``--json``, and prints the errors of zae and of the system without a traceback. These modules do not
-import torch at the top, so that ``--help`` answers at once.
+Answer``. `main` adds ``--json`` and prints the answer, and the errors of zae and of the system without a traceback.
+These modules do not import torch at the top, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zae
 from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "Answer", "main"]
+
+
+class Answer(NamedTuple):
+    """What a command prints: data for ``--json``, and the same as text; and its exit status."""
+
+    data: Any
+    text: str
+    status: int = 0
+
 
 COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
@@ -69,8 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     status = 2
     try:
-        status = _module(arguments.command).run(arguments)
+        answer: Answer = _module(arguments.command).run(arguments)
+        text = json.dumps(answer.data) if arguments.json else answer.text
+        sys.stdout.write(text.removesuffix("\n") + "\n")
         sys.stdout.flush()
+        status = answer.status
     except BrokenPipeError:  # The reader, head for instance, has closed the pipe; drop the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:

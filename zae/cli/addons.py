@@ -10,14 +10,13 @@ import argparse
 import ast
 import importlib.util
 import inspect
-import json
 import shutil
-import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zae.cli import Answer
 from zae.errors import ConfigError, did_you_mean, printable
 
 __all__ = ["InstalledAddon", "add_arguments", "list_addons", "run"]
@@ -39,26 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "overrides and what it saves (default: list all, and import none)")  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the list, or what is known of one; return 1 where two distributions use one name."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the list, or what is known of one; the status is 1 where two distributions use one name."""
     found = list_addons()
     if arguments.name is not None:
-        described = _describe(_find(arguments.name, found))
-        text = json.dumps(described) if arguments.json else _page(described)
-        sys.stdout.write(f"{text}\n")
-        return 0
+        description = _describe(_find(arguments.name, found))
+        return Answer(description, _page(description))
     names = [each.name for each in found]
     clashes = sorted({name for name in names if names.count(name) > 1})
-    if arguments.json:
-        listed = [each._asdict() for each in found]
-        sys.stdout.write(json.dumps({"add_ons": listed, "clashes": clashes}) + "\n")
-        return 1 if clashes else 0
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in _table(found)))
+    lines = _table(found)
     for name in clashes:
         owners = " and ".join(f"{each.distribution} {each.version}" for each in found if each.name == name)
-        sys.stdout.write(f"-> {name} is in {printable(owners)}: uninstall one of them, or import the class by its "
-                         "module\n")  # fmt: skip
-    return 1 if clashes else 0
+        lines.append(f"-> {name} is in {owners}: uninstall one of them, or import the class by its module")
+    data = {"add_ons": [each._asdict() for each in found], "clashes": clashes}
+    return Answer(data, "\n".join(map(printable, lines)), 1 if clashes else 0)
 
 
 def list_addons() -> list[InstalledAddon]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
 __all__ = ["add_arguments", "run"]
@@ -20,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", help="the file to write; its suffix is the format: .safetensors, .ckpt, .pt or .pth")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Verify the checkpoint, and write its weights; return 0."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
     from zae.cli.doctor import folders_below
     from zae.storage.checkpoint import load_weights, newest_valid, save_weights
@@ -41,5 +40,4 @@ def run(arguments: argparse.Namespace) -> int:
     save_weights(out, weights)
     found = {"checkpoint": str(path), "file": str(out), "tensors": len(weights)}
     text = f"{printable(str(path), kept='')}: {len(weights)} tensors in {printable(str(out), kept='')}"
-    sys.stdout.write(f"{json.dumps(found) if arguments.json else text}\n")
-    return 0
+    return Answer(found, text)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
 __all__ = ["STAGES", "Difference", "add_arguments", "compare", "read_ledger", "run"]
@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="runB", type=Path, help="the same, of the other run")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the first difference of two runs; return 1 if there is one."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the first difference of two runs; the status is 1 if there is one."""
     first, second = read_ledger(arguments.first), read_ledger(arguments.second)
     common = sorted(first.keys() & second.keys())
     if not common:
@@ -123,17 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     difference = compare(first, second)
     ends = max(first), max(second)
-    if arguments.json:
-        found: dict[str, Any] = {"same": difference is None and ends[0] == ends[1], "compared": len(common)}
-        found |= {"ends": ends} | (difference._asdict() if difference else {})
-        sys.stdout.write(json.dumps(found) + "\n")
-        return 0 if found["same"] else 1
-    if difference is None:
-        longer = "" if ends[0] == ends[1] else f"; runA ends at step {ends[0]}, runB at step {ends[1]}"
-        sys.stdout.write(f"the same in all {len(common)} common steps, up to step {common[-1]}{longer}\n")
-        return 0 if ends[0] == ends[1] else 1
-    sys.stdout.write(_describe(difference, common) + "\n")
-    return 1
+    is_same = difference is None and ends[0] == ends[1]
+    data: dict[str, Any] = {"same": is_same, "compared": len(common), "ends": ends}
+    if difference is not None:
+        return Answer({**data, **difference._asdict()}, _describe(difference, common), 1)
+    longer = "" if is_same else f"; runA ends at step {ends[0]}, runB at step {ends[1]}"
+    text = f"the same in all {len(common)} common steps, up to step {common[-1]}{longer}"
+    return Answer(data, text, 0 if is_same else 1)
 
 
 def _describe(found: Difference, common: list[int]) -> str:

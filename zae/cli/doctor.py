@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zae.cli import Answer
 from zae.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -24,20 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "are examined, for runs in the present folder")  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print a report of a folder, or of the machine; return 0 if the newest checkpoint, or the machine, is healthy."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Report on a folder, or on the machine; the status is 0 if the newest checkpoint, or the machine, is healthy."""
     if arguments.path is None:
         from zae.cli import environment
 
-        found = environment.examine(Path.cwd())
-        sys.stdout.write(json.dumps(found, indent=1) + "\n" if arguments.json else environment.table_of(found))
-        return 0 if found["healthy"] else 1
+        report = environment.examine(Path.cwd())
+        return Answer(report, environment.table_of(report), 0 if report["healthy"] else 1)
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give the save_path of a run, or one checkpoint")
     report = examine(path)
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else _table(report))
-    return 0 if report["healthy"] else 1
+    return Answer(report, _table(report), 0 if report["healthy"] else 1)
 
 
 def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
-from zae.cli import script
+from zae.cli import Answer, script
 
 __all__ = ["add_arguments", "run"]
 
@@ -17,16 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description} A trainer alone is enough here.\nNothing is trained."
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print what ``trainer.explain()`` returns."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return what ``trainer.explain()`` returns."""
     with script.trainer_of(arguments) as (trainer, _):
-        text = str(trainer.explain())
-        if arguments.json:
-            from zae.composition.introspect import add_ons_of
-            from zae.preview.explain import lines_of
+        from zae.composition.introspect import add_ons_of
+        from zae.preview.explain import lines_of
 
-            lines = [each._asdict() for each in lines_of(type(trainer), trainer)]
-            add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
-            text = json.dumps({"trainer": type(trainer).__name__, "add_ons": add_ons, "lines": lines, "text": text})
-    sys.stdout.write(f"{text.rstrip()}\n")
-    return 0
+        text = str(trainer.explain())
+        lines = [each._asdict() for each in lines_of(type(trainer), trainer)]
+        add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
+        data = {"trainer": type(trainer).__name__, "add_ons": add_ons, "lines": lines, "text": text}
+        return Answer(data, text.rstrip())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import keyword
 import re
 import sys
 from pathlib import Path
 from string import Template
 
+from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
 __all__ = ["add_arguments", "render", "run"]
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "or is empty (default: the name)")  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Answer:
     """Write all files, or none where the folder is not empty."""
     names = _names(arguments.kind, arguments.name)
     folder = (arguments.folder or Path(names["distribution"])).expanduser()
@@ -44,15 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     steps = [each.format(**names) for each in _NEXT[arguments.kind]]
-    if arguments.json:
-        found = {"folder": str(folder), "files": list(files), **names, "next": steps}
-        sys.stdout.write(json.dumps(found) + "\n")
-        return 0
+    data = {"folder": str(folder), "files": list(files), **names, "next": steps}
     shown = printable(str(folder), kept="")
-    sys.stdout.write(
-        "\n".join([f"{shown}: {len(files)} files. Next:", f"  cd {shown}", *(f"  {s}" for s in steps), ""])
-    )
-    return 0
+    return Answer(data, "\n".join([f"{shown}: {len(files)} files. Next:", f"  cd {shown}", *(f"  {s}" for s in steps)]))
 
 
 def render(kind: str, names: dict[str, str]) -> dict[str, str]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
-import sys
 from typing import Any
 
-from zae.cli import script
+from zae.cli import Answer, script
 from zae.errors import ConfigError, ZaeError, did_you_mean, printable
 
 __all__ = ["add_arguments", "run"]
@@ -24,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of the run, or what it would refuse; return 1 where it would refuse something, or fail."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the plan of the run, or what it would refuse; the status is 1 where it would refuse something, or fail."""
     with script.trainer_of(arguments) as (trainer, options):
         if options is None:
             raise ConfigError(
@@ -41,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
             status, found["refused"] = 1, f"{type(error).__name__}: {error}"
             text = f"the run would fail:\n{words}"
-    sys.stdout.write(f"{json.dumps(found) if arguments.json else printable(text)}\n")
-    return status
+    return Answer(found, printable(text), status)
 
 
 def fields_of(plan: Any) -> dict[str, Any]:

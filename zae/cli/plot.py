@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zae.cli import Answer
 from zae.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, default=16, help="lines of the plot (default: 16)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Answer:
     """Draw all metrics of all runs into one plot; ConfigError where a run or a metric is unknown."""
     from zae.cli.report import load_run, names_of
     from zae.common.walk import json_safe
@@ -49,16 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
                 known = f"{hint} A" if hint else "; a"
                 raise ConfigError(f"{each.name} has no metric {metric!r}{known}vailable: {', '.join(series) or 'none'}")
             curves[f"{each.name} {metric}" if len(runs) > 1 else metric] = series[metric]
-    if arguments.json:
-        points = {name: [*zip(each.steps, each.values)] for name, each in curves.items()}
-        sys.stdout.write(json.dumps(json_safe(points)) + "\n")
-        return 0
+    points = {name: [*zip(each.steps, each.values)] for name, each in curves.items()}
     width = arguments.width or shutil.get_terminal_size().columns
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     is_ascii = arguments.ascii or not _can_draw() or (len(curves) > 1 and not is_coloured)  # Marks tell them apart.
     style = {"is_ascii": is_ascii, "is_log": arguments.log, "is_coloured": is_coloured and len(curves) > 1}
-    sys.stdout.write(draw(curves, width, arguments.height, **style))
-    return 0
+    return Answer(json_safe(points), draw(curves, width, arguments.height, **style))
 
 
 def _can_draw() -> bool:

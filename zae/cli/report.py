@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Answer:
     """Write the page of all runs together; ConfigError or CheckpointError where one cannot be read."""
     from zae.report.page import write
 
@@ -37,12 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
     size = write(out, runs)
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
-    if arguments.json:
-        sys.stdout.write(json.dumps({"file": str(out), "bytes": size, "points": counts}) + "\n")
-        return 0
-    said = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
-    sys.stdout.write(f"{printable(str(out), kept='')} ({size / 1000:,.0f} kB; {said})\n")
-    return 0
+    points = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
+    text = f"{printable(str(out), kept='')} ({size / 1000:,.0f} kB; {points})"
+    return Answer({"file": str(out), "bytes": size, "points": counts}, text)
 
 
 def names_of(paths: list[Path]) -> list[str]:
