@@ -130,19 +130,14 @@ class MLflowLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import os, tempfile, torch
-    >>> from zae import Trainer
     >>> from zae.addons.mlflow_logger import MLflowLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # A server or a database does without.
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     logs = {"mlflow": {"experiment_name": "demo", "tracking_uri": f"file:{folder}"}}
-    ...     trainer = Task.add_on(MLflowLoggerAddon)(model, "cpu", optimizer=optimizer, web_logger=logs)
-    ...     trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    ...     trainer = PlainTask.add_on(MLflowLoggerAddon)(model, "cpu", optimizer=torch.optim.SGD, web_logger=logs)
+    ...     trainer.run(2, batches)["epoch"]
     2
     """
 

@@ -112,17 +112,14 @@ class NeptuneLoggerAddon(WebLoggerAddon):
     --------
     >>> import logging, neptune, torch
     >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client logs its own steps.
-    >>> from zae import Trainer
     >>> from zae.addons.neptune_logger import NeptuneLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> entries = {"mode": "debug", "capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
-    >>> trainer = Task.add_on(NeptuneLoggerAddon)(model, "cpu", optimizer=optimizer, web_logger={"neptune": entries})
-    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
+    >>> debug = {"mode": "debug", "capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
+    >>> trainer = PlainTask.add_on(NeptuneLoggerAddon)(
+    ...     model, "cpu", optimizer=torch.optim.SGD, web_logger={"neptune": debug}
+    ... )
+    >>> trainer.run(2, batches)["epoch"]
     2
     """
 

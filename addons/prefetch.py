@@ -36,17 +36,13 @@ class PrefetchAddon(AddOnBase):
     Examples
     --------
     >>> import torch
-    >>> from zae import Trainer
     >>> from zae.addons import PrefetchAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> trainer = Task.add_on(PrefetchAddon)(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> trainer.plan(1, [torch.ones(8, 2)]).notes
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
+    >>> trainer = PlainTask.add_on(PrefetchAddon)(model, "cpu", optimizer=torch.optim.SGD)
+    >>> trainer.plan(1, batches).notes
     ['PrefetchAddon does nothing: cpu has no stream that copies beside the computation']
-    >>> trainer.run(1, [torch.ones(8, 2)])["step"]
+    >>> trainer.run(1, batches)["step"]
     1
     """
 

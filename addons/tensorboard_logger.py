@@ -37,17 +37,12 @@ class TensorBoardLoggerAddon(LoggerAddon):
     --------
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from zae import Trainer
     >>> from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     trainer = Task.add_on(TensorBoardLoggerAddon)(model, "cpu", optimizer=optimizer, log_dir=folder)
-    ...     _ = trainer.run(2, [torch.ones(4, 2)])
+    ...     trainer = PlainTask.add_on(TensorBoardLoggerAddon)(model, "cpu", optimizer=torch.optim.SGD, log_dir=folder)
+    ...     _ = trainer.run(2, batches)
     ...     len(list(Path(folder).glob("events.out.tfevents.*")))
     1
     """

@@ -91,17 +91,12 @@ class TrackioLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import torch
-    >>> from zae import Trainer
     >>> from zae.addons.trackio_logger import TrackioLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> logs = {"trackio": {"project": "demo"}}
-    >>> trainer = Task.add_on(TrackioLoggerAddon)(model, "cpu", optimizer=optimizer, web_logger=logs)
-    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    >>> trainer = PlainTask.add_on(TrackioLoggerAddon)(model, "cpu", optimizer=torch.optim.SGD, web_logger=logs)
+    >>> trainer.run(2, batches)["epoch"]
     2
     """
 

@@ -140,18 +140,13 @@ class WandBLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import tempfile, torch
-    >>> from zae import Trainer
     >>> from zae.addons.wandb_logger import WandBLoggerAddon
-    >>> class Task(Trainer):
-    ...     def train_step(self, batch):
-    ...         return {"loss": self.model(batch).square().mean()}
-    ...     test_step = train_step
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> trainer = Task.add_on(WandBLoggerAddon)(
-    ...     model, "cpu", optimizer=optimizer, web_logger={"wandb": {"project": "demo", "mode": "disabled"}}
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
+    >>> trainer = PlainTask.add_on(WandBLoggerAddon)(
+    ...     model, "cpu", optimizer=torch.optim.SGD, web_logger={"wandb": {"project": "demo", "mode": "disabled"}}
     ... )
-    >>> trainer.run(2, [torch.ones(4, 2)])["epoch"]
+    >>> trainer.run(2, batches)["epoch"]
     2
     """
 
