@@ -77,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
+    return _print_answer(arguments)
+
+
+def _print_answer(arguments: argparse.Namespace) -> int:
+    """Run the command and print its answer, or its error in words; return the exit status."""
     status = 2
     try:
         answer: Answer = _module(arguments.command).run(arguments)
