@@ -27,6 +27,25 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
+MEASURED = """\
+## What is measured
+
+- Tiny MLP: layers of 20, 64 and 5 units, SGD, a shuffling DataLoader with batches of 32. Free loader: the same network
+  and a list of batches, which costs no time. 50 epochs: the tiny MLP with 20 batches in each epoch.
+- CNN: a network whose step takes about 10 ms, 50 steps in each epoch.
+- All features: validation, gradient clipping that changes every step, accumulation of 4 batches, a checkpoint (fsync
+  and SHA-256) and a log record in each epoch, early stopping, progress bar.
+- Evaluation: the tiny MLP over 500 batches of a DataLoader, or over a list of 2,000 batches. Accelerate runs the same
+  code as the manual loop there.
+- Each loop reads the loss of every step; zae also checks that it is finite.
+- Exact data path: a DataLoader without workers over tensors in memory collates each batch with one indexing operation,
+  in the same order and with the same random numbers. zae does so by default. The other rows of zae are measured with
+  `fast_data=False`, which turns it off. `plan()` says why a loader does not qualify.
+- Without a profiler and without hooks of the optimizer, zae calls the step of the optimizer without torch's wrapper
+  around it, and takes batches without the profiler range that torch opens around each. Both come back as soon as a
+  profiler runs. The optimizer here is SGD, whose step is short.
+- A GPU was not measured, because none was available. `benchmarks/gpu.py` would do it."""
+"""The section of the page that explains its words."""
 WORKLOADS = ("mlp", "free", "short", "cnn", "all", "eval", "free_eval")
 TITLES = ("tiny MLP", "free loader", "50 epochs", "CNN", "all features", "evaluation", "evaluation, free loader")
 ORDER = ("bare", "zae_fast_data", "zae_eight_fast_data", "zae_core", "zae_eight")
@@ -223,7 +242,7 @@ def chart(results: dict[str, Any], workload: str = "mlp") -> str:
     bars = [(known[n]["name"], median(v)) for n, rows in results.items()
             if (v := [row["ratio"] for row in rows.get(workload, []) if "ratio" in row])]  # fmt: skip
     widest = max((ratio for _, ratio in bars), default=1.0)
-    parts = []
+    parts = ['<rect width="100%" height="100%" rx="8" fill="#fff"/>']  # On a dark page too.
     for index, (name, ratio) in enumerate(bars):
         y, width = 20 + 24 * index, 360 * ratio / widest
         colour = "#2a6f97" if name.startswith("zae") else "#9aa5ad"
@@ -246,17 +265,21 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
         "# What a training step costs",
-        "This page compares the CPU time of a training loop with that of a manual loop in plain PyTorch that does the "
-        "same work. 1.00 means that both take the same time; less is faster. Each figure is the median "
-        f"(minimum-maximum) of {max(len(rows) for by in results.values() for rows in by.values())} repetitions, each "
-        f"in a new process. For the rows with a limit, and for the first row, each process repeats the measurement for "
+        "This page compares the CPU time of training loops with that of a manual loop in plain PyTorch that does the "
+        "same work. 1.00 means that both take the same time; less is faster.",
+        f"`{command}` measures it and writes this page. Measured on {machine()}.",
+        MEASURED,
+        "## The cost of a step",
+        "Each figure is the median (minimum-maximum) of "
+        f"{max(len(rows) for by in results.values() for rows in by.values())} repetitions, each in a new process. For "
+        "the rows with a limit, and for the first row, each process repeats the measurement for "
         f"{SECONDS:.0f} seconds ({SECONDS_OF['cnn']:.0f} for the CNN) and reports its median. The first row compares "
-        "the manual loop with itself, so its scatter is the noise of the machine. An asterisk marks final weights that "
+        "the manual loop with itself: its scatter is the noise of the machine. An asterisk marks final weights that "
         "are not bitwise those of the manual loop.",
-        f"`{command}` on {machine()}.",
         table(results, workloads),
         "![Ratio to the manual loop, tiny MLP with a DataLoader](performance.svg)",
         "## The limits",
+        "The ratios that zae is meant not to exceed.",
         verdicts(results),
         floor(results),
         "## Start and memory",
@@ -278,23 +301,6 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
         ]
     if failed:
         parts += ["Not measured: " + "; ".join(failed) + "."]
-    parts += [
-        "## What is measured",
-        "- tiny MLP: 20-64-5, SGD, batches of 32 of a TensorDataset, shuffled; free loader: a list of batches.\n"
-        "- all features: validation, gradient clipping that changes every step, accumulation of 4, a checkpoint (fsync "
-        "and SHA-256) and a log record each epoch, early stopping, progress bar.\n"
-        "- evaluation: the tiny MLP over 500 batches of a DataLoader, or over a list of 2,000 batches, where "
-        "Accelerate runs the same code as the manual loop; CNN: 50 steps of about 10 ms per epoch.\n"
-        "- Every contestant reads the loss of every step; zae also checks that it is finite.\n"
-        "- The exact data path is on by default: a DataLoader without workers over tensors in memory collates each "
-        "batch with one gather, with the same order and the same random numbers. `plan()` says why a loader does not "
-        "qualify; `fast_data=False` turns the path off.\n"
-        "- If there is no profiler and no optimizer hook, zae calls the optimizer's step without torch's wrapper, "
-        "which opens a profiler range and calls hooks; and it takes the batches of a DataLoader without workers "
-        "without the range that torch opens around each. Both come back as soon as a profiler runs. The optimizer here "
-        "is SGD, whose step is short.\n"
-        "- On a GPU: benchmarks/gpu.py. It has not been run, because no GPU was available.",
-    ]
     return "\n\n".join(parts) + "\n"
 
 
