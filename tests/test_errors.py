@@ -30,6 +30,7 @@ WITH_TORCHS_MESSAGE = {
 }
 
 
+@pytest.mark.covers("X-12")
 def test_the_catalogue_is_large_and_whole():
     """X-12: at least 40 mistakes, those of ECOSYSTEM.md section 1 among them."""
     assert len(CATALOGUE) >= 40
@@ -47,6 +48,7 @@ def test_the_catalogue_is_large_and_whole():
     }
 
 
+@pytest.mark.covers("X-12")
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_mistake(name):
     """X-12: the exact text, the cure in it, and at most 12 frames."""
@@ -135,6 +137,7 @@ def test_names_that_need_an_add_on():
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.covers("X-12", "X-16")
 @pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_OPTIONS))
 def test_foreign_option_names(name):
     """X-8's table: each name of another trainer is answered with ours."""
@@ -183,6 +186,7 @@ def test_the_foreign_names_lead_to_names_that_exist():
             )
 
 
+@pytest.mark.covers("X-16")
 @pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_METHODS))
 def test_foreign_methods(name):
     from kit.mistakes import trainer_of

@@ -56,6 +56,7 @@ def matched(pattern, text):
     return found.groups()
 
 
+@pytest.mark.covers("X-18")
 def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and again.
 

@@ -80,6 +80,7 @@ def test_the_repository_has_the_link():
     assert link.readlink() == Path("../addons")
 
 
+@pytest.mark.covers("X-1")
 def test_archives_hold_each_file_once(built):
     """The wheel is small, and the same with and without the link; the source archive has each file once, no link."""
     _, archives, is_linked = built

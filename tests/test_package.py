@@ -204,6 +204,7 @@ def modules():
 # ------------------------------------------------------------------------------------------------------ promises
 
 
+@pytest.mark.covers("X-24")
 def test_the_public_names():
     """P-52: nothing that was public is gone, and nothing is public by accident."""
     assert sorted(PUBLIC) == sorted(zae.__all__)
@@ -255,6 +256,7 @@ def test_every_public_name_is_documented(name, value):
             assert set(own) <= {n.lstrip("*") for group in described for n in group.split(", ")}, name
 
 
+@pytest.mark.covers("X-4")
 @pytest.mark.parametrize("name", modules())
 def test_the_examples_in_the_docstrings_run(name):
     """ECOSYSTEM: no example in the documentation is only prose."""
@@ -266,6 +268,7 @@ def test_the_examples_in_the_docstrings_run(name):
 # ------------------------------------------------------------------------------------------------------- imports
 
 
+@pytest.mark.covers("X-2")
 def test_optional_packages_are_not_imported():
     """P-30, P-54: importing everything and running leaves them alone; a logger loads its client in a run only."""
     code = f"""
@@ -343,6 +346,7 @@ def test_the_loop_is_150_lines_and_8_frames_deep():
 # ------------------------------------------------------------------------------------------------------- metadata
 
 
+@pytest.mark.covers("X-1")
 def test_the_metadata():
     """X-1: four packages are required and no more, none with an upper bound; the rest are extras."""
     found = metadata.distribution("zae")  # Of the installed package, or of the checkout beside it.

@@ -35,6 +35,7 @@ def blocks(tmp_path_factory):
     return blocks
 
 
+@pytest.mark.covers("X-4")
 def test_every_block_of_the_readme_runs(blocks):
     """X-4: every block runs after the first alone, none is of an unknown language, all take less than a minute."""
     fences = re.findall(r"^```(\w+)$", README, re.M)
@@ -77,6 +78,7 @@ def test_the_pictures_show_a_run_that_was_killed():
         assert data["straight"]["valid/accuracy"][-1] > 0.97
 
 
+@pytest.mark.covers("X-3")
 def test_first_block_trains_real_data_in_eleven_lines():
     """X-3: at most 11 non-blank lines beyond the data, and at most 4 names that are ours."""
     data, training = FIRST.split("# The data is ready. Now train on it:\n")
@@ -92,6 +94,7 @@ def test_first_block_trains_real_data_in_eleven_lines():
     assert ours == {"Trainer", "train_step", "test_step", "run"}
 
 
+@pytest.mark.covers("X-3", "X-5")
 def test_first_block_copied_into_a_file(tmp_path):
     """X-3, X-5, X-7: at least 0.95 within 20 s; piped, it writes plain lines, nothing to stderr, and no file."""
     (tmp_path / "first.py").write_text(FIRST)

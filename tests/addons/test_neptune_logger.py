@@ -59,7 +59,7 @@ def token(url):
     return base64.b64encode(json.dumps({"api_address": url, "api_url": url, "api_key": CANARY}).encode()).decode()
 
 
-@pytest.mark.covers("P-27")
+@pytest.mark.covers("P-27", "X-20")
 def test_every_record_is_read_back_offline():
     trainer = logger(gradient_clip=0.5)
     trainer.run(2, loader(), loader(1))

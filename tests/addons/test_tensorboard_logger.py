@@ -24,6 +24,7 @@ def scalars(folder):
     return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
+@pytest.mark.covers("X-20")
 def test_every_record_is_read_back(tmp_path):
     trainer = build(TensorBoardLoggerAddon, log_dir=tmp_path / "tb")
     trainer.run(2, loader(), loader(2))

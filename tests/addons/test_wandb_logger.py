@@ -90,7 +90,7 @@ def history(paths=None, read=ended):
     return rows
 
 
-@pytest.mark.covers("P-28")
+@pytest.mark.covers("P-28", "X-20")
 def test_every_record_is_read_back():
     """In order and none dropped, with validations between and over two calls of run, which are one W&B run."""
     trainer = logger()

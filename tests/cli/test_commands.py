@@ -40,6 +40,7 @@ def helps() -> tuple[str, str]:
     return text, slow.strip()
 
 
+@pytest.mark.covers("X-14")
 def test_the_help_of_every_command() -> None:
     """It does not wait for torch. Newer Pythons write ``-o, --out FILE``, and align the rest by that."""
 

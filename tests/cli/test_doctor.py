@@ -58,7 +58,7 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, run / "step-00000006")[0] == 0
 
 
-@pytest.mark.covers("F-A8")
+@pytest.mark.covers("F-A8", "X-15")
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
 def test_the_newest_is_damaged(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 1, the file and what to do; resume does just what is said."""
@@ -84,6 +84,7 @@ def test_an_older_one_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "delete the damaged ones: step-00000006" in text
 
 
+@pytest.mark.covers("X-15")
 def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None is whole: 1, with the way to save the weights; an empty folder: 1; no folder: 2."""
     for path in list_checkpoints(run):

@@ -31,6 +31,7 @@ def test_name_and_repr():
     assert repr(trainer) == "Task[AMPAddon](model=Linear, device=cpu, mode=train, epoch=0, step=0)"
 
 
+@pytest.mark.covers("X-23")
 @pytest.mark.parametrize(
     "pair", list(itertools.combinations(LOCAL, 2)), ids=lambda pair: "-".join(a.__name__ for a in pair)
 )
@@ -52,6 +53,7 @@ def test_the_signature_is_what_is_accepted(pair, tmp_path):
         made(**values, nonsense_zzz=1)
 
 
+@pytest.mark.covers("X-23")
 def test_help_lists_the_add_ons():
     made = Task.add_on(AMPAddon, StateManagerAddon)
     text = pydoc.render_doc(made, renderer=pydoc.plaintext)
@@ -171,6 +173,7 @@ def test_the_cache_keeps_what_is_in_use():
 # ------------------------------------------------------------------------------------------------- add-ons by name
 
 
+@pytest.mark.covers("X-22")
 def test_add_ons_are_found_by_their_name():
     assert Task.add_on("AMPAddon", "EMA") is Task.add_on(AMPAddon, EMAAddon)
     with pytest.raises(AddOnError, match=r"no add-on is called 'AMPAdon'; did you mean 'AMPAddon'?"):
@@ -189,6 +192,7 @@ def _install(folder, name, entries):
     (info / "entry_points.txt").write_text("[zae.addons]\n" + "\n".join(entries) + "\n")
 
 
+@pytest.mark.covers("X-22")
 def test_names_of_other_distributions(tmp_path, monkeypatch):
     (tmp_path / "zae_other_parts.py").write_text(
         "from zae import AddOnBase\nclass RemoteAddon(AddOnBase):\n    'Far away.'\n"

@@ -164,6 +164,7 @@ def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
     assert of(shown, "t")[0].data["text/plain"].startswith("Task(model=Linear")
 
 
+@pytest.mark.covers("X-8")
 def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
     """Three notebooks, each with one output for each run; the last of them shows add-ons, a plan and the loop."""
     outputs = shown[0][len(CELLS) :]

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("X-13")
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_what_a_run_then_does(case: str) -> None:
     """P-08: steps, batches, epochs, learning rates, validations, records and checkpoints."""
@@ -200,6 +201,7 @@ class Drawing(Task):
         return {**super().test_step(batch), "noise": torch.rand(1).item() + random.random() + np.random.rand()}
 
 
+@pytest.mark.covers("X-13")
 def test_plan_has_no_side_effect() -> None:
     """Weights, modes, optimizer, schedulers, random streams, the loader's generator, files: all as they were."""
     add_ons = [AMPAddon, EMAAddon, GradientAccumulationAddon, EarlyStoppingAddon, StateManagerAddon]
