@@ -37,6 +37,7 @@ from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
 from zae.preview import describe, explain, preview
+from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, read_weights, save_weights, try_save
 
@@ -274,10 +275,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Train on the same first batches in each epoch: those of the dataset in its order, without shuffling, or of
             the list. The ``valid_loader`` is not limited. Dropout and random transforms draw as ever.
         rehearse : bool
-            Train nothing, and try with copies what the run does later: its plan, the forward and backward of one
-            batch, one batch of each ``valid_loader``, and a save of the state into a temporary folder, which is read
-            again. Weights, random streams, loaders and files stay as they are, and no process is started. All that
-            would fail is in one RehearsalError; what cannot be tried is a warning.
+            Train nothing, and try with copies what the run does later: its plan, two steps with the optimizers and
+            schedulers, two batches of each ``valid_loader``, and a save of the state into a temporary folder beside
+            ``save_path``, which is loaded into another copy and compared. Weights, random streams, loaders and files
+            stay as they are, and no process is started. All that would fail is in one RehearsalError; what cannot be
+            tried is a warning. Loggers, and other add-ons of the layer "observe", take no part in the steps.
 
         Returns
         -------
@@ -293,7 +295,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         limits.check(loader, valid_loader)
         (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
         if is_rehearsal:
-            preview.Preview(self.current_run.new_call(loader, valid_loader, limits)).rehearse(try_save)
+            Rehearsal(self.current_run.new_call(loader, valid_loader, limits), try_save).try_all()
             return self.metrics
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 

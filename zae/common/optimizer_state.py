@@ -11,7 +11,7 @@ import copy
 import itertools
 import math
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "check_optimizer_states",
     "check_rates",
     "copy_optimizer",
+    "difference",
     "load_optimizer_state",
     "match_order",
     "parameter_order",
@@ -134,7 +135,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
     memo = {} if memo is None else memo
     memo[id(optimizer)] = twin = object.__new__(type(optimizer))
     # The copy has no hooks of the step, and neither a scheduler nor a trainer follows it.
-    instead = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}, **instead}
+    instead = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")} | instead
     own = {key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")}
     for hooks in own.values():
         for hook in hooks.values() if isinstance(hooks, dict) else ():
@@ -175,7 +176,7 @@ def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) ->
         return
     try:
         load_optimizer_state(twin, copy.deepcopy(dict(state)))
-        problem = _difference(state, twin.state_dict(), f"optimizer[{name!r}]")
+        problem = difference(state, twin.state_dict(), f"optimizer[{name!r}]")
     except Exception as error:
         problem = f"it raises {type(error).__name__}: {error}"
     if problem:
@@ -185,10 +186,10 @@ def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) ->
         )
 
 
-def _difference(saved: Any, found: Any, path: str) -> str:
+def difference(saved: Any, found: Any, path: str) -> str:
     """Return where a loaded state differs from the saved one; else an empty string."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping) and saved.keys() == found.keys():
-        return next((text for key in saved if (text := _difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
+        return next((text for key in saved if (text := difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
     if has_same_bits(saved, found):
         return ""
     return f"{path} was {_describe(saved)} and is {_describe(found)}"

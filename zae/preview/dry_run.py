@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,12 +29,15 @@ from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
 from zae.composition.introspect import set_by
+from zae.composition.metaclass import leave_out
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
-from zae.loop.step_output import explain_failure, read_output
+from zae.loop.step_output import read_output
 
-__all__ = ["NotTried", "Tried", "borrow", "copy_trainer", "first_batch", "state_after_a_step", "try_step"]
+__all__ = [
+    "NotTried", "Tried", "borrow", "copy_trainer", "first_batch", "first_batches", "state_after_a_step", "try_step",
+]  # fmt: skip
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
@@ -50,17 +54,11 @@ class Tried(NamedTuple):
     names: list[str]  # Of the metrics.
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
-    def raise_fault(self) -> None:
-        """Raise what ``metric_on_epoch_end`` raised."""
-        if self.fault is not None:
-            raise self.fault
 
-
-def try_step(trainer: Any, loader: Any, split: str, backward: bool = False) -> Tried:
+def try_step(trainer: Any, loader: Any, split: str) -> Tried:
     """Try a step with one batch and a copy of the trainer, and return what would be recorded.
 
-    With ``backward``, the gradients of the loss are computed too. `NotTried` is raised where a batch cannot be taken
-    and put back, or something cannot be copied.
+    `NotTried` is raised where a batch cannot be taken and put back, or something cannot be copied.
     """
     if isinstance(loader, Mapping):
         each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
@@ -70,14 +68,14 @@ def try_step(trainer: Any, loader: Any, split: str, backward: bool = False) -> T
         return Tried(common + [f"{name}/{key}" for name, names in lists.items() for key in names], *faults[:1])
     batch, is_train = first_batch(loader), split == "train"
     with random_state.isolated():
-        twin = copy_trainer(trainer, is_whole=False)
+        twin = copy_trainer(trainer, leave_out(type(trainer), ("state", "observe")), is_whole=False)
         twin.mode = "train" if is_train else "test"
         twin.model.train(is_train)
         with torch.set_grad_enabled(is_train):
-            return _make_step(twin, to_device(batch, twin.device), backward)
+            return _make_step(twin, to_device(batch, twin.device))
 
 
-def _make_step(twin: Any, batch: Any, backward: bool) -> Tried:
+def _make_step(twin: Any, batch: Any) -> Tried:
     """Make and record one step of a copy."""
     is_train = twin.mode == "train"
     log, step = (twin.log_train, twin.train_step) if is_train else (twin.log_test, twin.test_step)
@@ -85,8 +83,6 @@ def _make_step(twin: Any, batch: Any, backward: bool) -> Tried:
         with twin.forward_context():
             out = step(batch)
         output = read_output(out, batch, twin.sample_weight, type(twin), twin.mode)
-        if backward:
-            _differentiate(twin, out, output[0], batch)
     except Exception as error:
         error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
         raise
@@ -99,31 +95,26 @@ def _make_step(twin: Any, batch: Any, backward: bool) -> Tried:
     return Tried([*names, *(name for name in own if name not in names)])
 
 
-def _differentiate(twin: Any, out: Any, values: Mapping[str, Any], batch: Any) -> None:
-    """Compute the gradients of what a step of a copy returned, and explain a loss that has none."""
-    try:
-        losses = values["loss"]
-        torch.autograd.backward([*losses.values()] if isinstance(losses, Mapping) else [losses])
-    except Exception as error:
-        explain_failure(error, out, batch, type(twin), twin.optimizers)
-        raise
-
-
 # ------------------------------------------------------------------------------------------------ the batch
 
 
 def first_batch(loader: Any) -> Any:
     """Take a batch, with the loader, its parts and every random stream as they were; else raise `NotTried`."""
+    return first_batches(loader, 1)[0]
+
+
+def first_batches(loader: Any, count: int) -> list[Any]:
+    """Take at most so many batches, as `first_batch` does."""
     with borrow(loader) as twin:
         try:
-            batch = next((batch for batch in twin if batch is not None), None)
+            batches = [*islice((batch for batch in twin if batch is not None), count)]
         except Exception as error:
             if getattr(loader, "num_workers", 0):  # It may need what a worker prepares.
                 raise NotTried(f"a batch could not be loaded without workers ({error})") from error
             raise
-    if batch is None:
+    if not batches:
         raise NotTried(f"{describe(loader)} has no batch")
-    return batch
+    return batches
 
 
 @contextmanager
@@ -209,6 +200,9 @@ def copy_trainer(trainer: Any, cls: Any = None, is_whole: bool = True) -> Any:
     # Without its wrappers: a compiled model would be compiled again.
     parts = {**own, "_module": module, "model": module, "progress_checker": trainer.progress_checker}
     try:
+        for optimizer in optim.as_dict(trainer.optimizer).values() if is_whole else ():
+            if isinstance(optimizer, Optimizer):  # copy.deepcopy leaves out the attributes of a subclass.
+                copy_optimizer(optimizer, memo)
         copies = copy.deepcopy(state if is_whole else parts, memo)
     except torch.OutOfMemoryError:
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.errors import MonitorError, RehearsalError
+from zae.errors import MonitorError
 from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
@@ -106,49 +106,6 @@ class Preview:
                     "needs more than one batch, this is not a fault, and try_validation=False skips this trial",
                     type(tried.fault).__name__, tried.fault,
                 )  # fmt: skip
-
-    def rehearse(self, save: Callable[[Any, Any], object]) -> None:
-        """Try, with copies, what the run does later, and refuse all that fails in one error; see `Trainer.run`.
-
-        ``save`` saves a model's state and the rest of a state for a trial.
-        """
-        trainer, run, faults = self.trainer, self.run, dict[str, Exception]()
-        attempts: dict[str, Callable[[], object]] = {
-            "the plan of the run": self.plan,
-            "a step of training": lambda: try_step(trainer, run.loader, "train", backward=True),
-            "a batch of valid_loader": lambda: try_step(trainer, run.valid_loader, "valid").raise_fault(),
-            "a save of the state": lambda: self._try_save(save),
-        }
-        if trainer.mode == "test":
-            attempts = {"a batch of loader": lambda: try_step(trainer, run.loader, "valid").raise_fault()}
-        elif run.valid_loader is None:
-            del attempts["a batch of valid_loader"]
-        for what, attempt in attempts.items():
-            try:
-                attempt()
-            except NotTried as reason:
-                _log.warning("%s is not rehearsed: %s", what, reason)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                faults[what] = error
-        if faults:
-            said = "".join(f"\n  {what}: {_in_words(error)}" for what, error in faults.items())
-            raise RehearsalError(
-                f"{len(faults)} of {len(attempts)} rehearsed parts of this run would fail; correct them and call run "
-                f"again (nothing was trained or changed):{said}"
-            ) from next(iter(faults.values()))
-
-    def _try_save(self, save: Callable[[Any, Any], object]) -> None:
-        """Save the state where the run saves."""
-        trainer, settings = self.trainer, copy.copy(self.trainer.optimization.settings)
-        if "state" not in slots_of(type(trainer)):
-            return
-        try:
-            state = trainer.state_dict()
-        finally:
-            trainer.optimization.settings = settings  # A state notes those that it was read with.
-        save(state["model"], {key: value for key, value in state.items() if key != "model"})
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -247,10 +204,10 @@ class Preview:
             return
         except Exception as error:
             whose = "loader" if split == "train" else "valid_loader"
-            self.found.faults.append(f"one batch of {whose} was tried, and {_in_words(error)}")
+            self.found.faults.append(f"one batch of {whose} was tried, and {in_words(error)}")
             return
         if tried.fault is not None:  # It may need more than one batch.
-            said = f"metric_on_epoch_end was tried with one batch, and {_in_words(tried.fault)}"
+            said = f"metric_on_epoch_end was tried with one batch, and {in_words(tried.fault)}"
             self.found.notes.append(f"{split} metrics are not known: {said}")
             return
         self.found.metrics = tried.names
@@ -305,7 +262,7 @@ class Preview:
         found.bytes_per_checkpoint, *found._within_epoch = sizes
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """Return the class, the message and the notes of an exception, in one paragraph."""
     notes = " ".join(note.removeprefix("zae: ") for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

@@ -101,11 +101,17 @@ def save_checkpoint(
     return directory
 
 
-def try_save(model_state: Mapping[str, Tensor], state: Mapping[Any, Any]) -> None:
-    """Save a checkpoint into a temporary folder, and read it."""
+def try_save(state: Mapping[str, Any], folder: Path, model_format: str) -> dict[str, Any]:
+    """Save a checkpoint beside this folder, read it, remove it, and return its state."""
     about = {"step": 0, "epoch": 0, "run_id": "trial", "composition": [], "world_size": 1}
-    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-") as folder:
-        load_checkpoint(save_checkpoint(Path(folder) / "step-00000000", model_state, state, manifest_info=about))
+    rest = {key: value for key, value in state.items() if key != "model"}
+    model_format = "safetensors" if model_format == "sharded" else model_format
+    there = next(place for place in folder.parents if place.is_dir())  # The disk that the run saves on.
+    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-", dir=there) as made:
+        path = Path(made) / "step-00000000"
+        save_checkpoint(path, state["model"], rest, model_format=model_format, manifest_info=about)
+        _, model, read = load_checkpoint(path)
+    return {"model": model, **read}
 
 
 def load_checkpoint(
