@@ -321,9 +321,7 @@ def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
     dropped = f"skips what {below[0].__name__} does there" if below else "skips the add-ons inside it and the default"
     call = f"super().{name}" + ("" if isinstance(klass.__dict__[name], property) else "(...)")
     mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it replaces them on purpose"
-    what = (
-        "a seam" if name not in (*_STEPS, "__init__") else "__init__" if name == "__init__" else "the task's own step"
-    )
+    what = "the task's own step" if name in _STEPS else "__init__" if name == "__init__" else "a seam"
     raise _error(klass)(
         f"{klass.__name__}.{name} overrides {what} without calling super(), and so {dropped}; call {call}{mark}"
     )

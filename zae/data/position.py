@@ -63,13 +63,7 @@ class LoaderPosition:
         if self._resume is None and self.loader is not None:
             twin = self.fresh()
             twin.load_state_dict(self.state_dict())
-        return {
-            **twin.__dict__,
-            "loader": None,
-            "_ended_with": None,
-            "_padded": (None, None),
-            "view": (None, None, None),
-        }
+        return {**vars(twin), "loader": None, "_ended_with": None, "_padded": (None, None), "view": (None, None, None)}
 
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""

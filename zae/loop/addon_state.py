@@ -179,10 +179,8 @@ class Generators:
                 self._seed = torch.initial_seed() if trainer.seed is None else trainer.seed
             if not per_rank and trainer.seed is None:
                 self._seed = trainer.gather(self._seed)[0]
-            self._open[name], self._ranks[name] = (
-                torch.Generator(trainer.device),
-                trainer.data_rank if per_rank else None,
-            )
+            self._open[name] = torch.Generator(trainer.device)
+            self._ranks[name] = trainer.data_rank if per_rank else None
             self._place(name, self._saved.pop(name, None))
         return self._open[name]
 

@@ -32,10 +32,8 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 NO_LIMIT = sys.maxsize
-SIGNALED, TIME_IS_UP = (
-    "a signal asked for the end",
-    "max_time has passed",
-)  # Reasons to stop after which a resumed run continues.
+# Reasons to stop after which a resumed run continues.
+SIGNALED, TIME_IS_UP = "a signal asked for the end", "max_time has passed"
 _LARGEST = 2**63 - 1
 # The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
@@ -389,26 +387,28 @@ class RunView:
 
 def check_counters(counters: Mapping[str, Any]) -> None:
     """Refuse counters that no run can have."""
-    fault = ""
-    for name, value in counters.items():
-        if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):
-            fault = f"{name}={value!r:.40} is not a whole number from 0"
-    for part, whole in _NEVER_MORE:
-        if not fault and counters.get(part, 0) > counters.get(whole, _LARGEST):
-            fault = f"{part}={counters[part]} is more than {whole}={counters[whole]}"
-    reason = counters.get("stop_reason")
-    if not fault and not (reason is None or isinstance(reason, str)):
-        fault = f"stop_reason={reason!r:.40} is not text"
-    before = [0, 0]
-    for start in counters.get("run_starts", ()) if not fault else ():
-        now = [counters.get("epoch", 0), counters.get("step", 0)]
-        numbers = list(start) if isinstance(start, (list, tuple)) else []
-        is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
-        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, now, strict=True)):
-            fault = f"a call of run began at {start!r:.40}, and the state is of epoch and step {now}"
-            break
-        before = numbers
-    if fault:
+    if fault := _fault_of(counters):
         raise CheckpointMismatch(
             f"the progress in the state was not saved by zae ({fault}); nothing was loaded. Load another checkpoint"
         )
+
+
+def _fault_of(counters: Mapping[str, Any]) -> str:
+    """Return the first of the counters that no run can have, and why; else an empty string."""
+    for name, value in counters.items():
+        if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):
+            return f"{name}={value!r:.40} is not a whole number from 0"
+    for part, whole in _NEVER_MORE:
+        if counters.get(part, 0) > counters.get(whole, _LARGEST):
+            return f"{part}={counters[part]} is more than {whole}={counters[whole]}"
+    reason = counters.get("stop_reason")
+    if not (reason is None or isinstance(reason, str)):
+        return f"stop_reason={reason!r:.40} is not text"
+    before, now = [0, 0], [counters.get("epoch", 0), counters.get("step", 0)]
+    for start in counters.get("run_starts", ()):
+        numbers = list(start) if isinstance(start, (list, tuple)) else []
+        is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
+        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, now, strict=True)):
+            return f"a call of run began at {start!r:.40}, and the state is of epoch and step {now}"
+        before = numbers
+    return ""
