@@ -17,6 +17,7 @@ from zae.addons.agreement import AgreementAddon
 from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
+from zae.common.optim import has_lazy
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
@@ -202,6 +203,11 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""
+        if has_lazy([*model.parameters(), *model.buffers()]):
+            raise ConfigError(
+                "the model is lazy, and ranks cannot begin with parameters that have no shape; call it once with a "
+                "batch before run(): model(inputs)"
+            )
 
     def build_mesh(self) -> Any:
         """Return the DeviceMesh of this run; all ranks call it, once they have joined."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_flags
 from zae.common.model_weights import without_wrappers
-from zae.common.optim import has_lazy
 from zae.common.torch_private import overflow_flags
 from zae.common.walk import is_sharded
 from zae.errors import ConfigError
@@ -204,11 +203,6 @@ class FSDPAddon(DistributedAddon):
             raise ConfigError(
                 "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
                 "gathered one at a time; leave it out, and write compile_blocks=True"
-            )
-        if has_lazy([*model.parameters(), *model.buffers()]):
-            raise ConfigError(
-                "the model is lazy, and a parameter without a shape cannot be sharded; call it once with a batch "
-                "before run(): model(inputs)"
             )
         check_shardable(model, self.blocks())
 

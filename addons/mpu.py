@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_flags
-from zae.common.optim import has_lazy, like_parameter_layout
+from zae.common.optim import like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.blocks import check_tables
@@ -142,13 +142,8 @@ class MultiGPUAddon(DistributedAddon):
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
     def _check_model(self, model: nn.Module) -> None:
-        """Refuse a lazy model, and a communication hook that would not be called."""
+        """Refuse a communication hook that would not be called."""
         super()._check_model(model)
-        if has_lazy([*model.parameters(), *model.buffers()]):
-            raise ConfigError(
-                "the model is lazy, and all ranks must start from the same weights; call it once with a batch before "
-                "run(): model(inputs)"
-            )
         check_tables(model)
         self._sparse = sparse_in(model)
         if self.comm_hook is not None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
-from zae.common.optim import has_lazy
 from zae.common.optimizer_modes import NOTHING
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
@@ -162,11 +161,6 @@ class TensorParallelAddon(DistributedAddon):
             raise ConfigError(
                 f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
                 "TensorParallelAddon out"
-            )
-        if has_lazy([*model.parameters(), *model.buffers()]):
-            raise ConfigError(
-                "the model is lazy, and a parameter without a shape cannot be divided; call it once with a batch "
-                "before run(): model(inputs)"
             )
         modules = dict(model.named_modules())
         check_divisible({name: modules[name] for name in self.styles()})

@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "blocks": ("fsdp", {"fsdp_blocks": ["Blok"]}, "no module of Net is 'Blok'"),
     "mesh": ("fsdp", {"mesh": {"shard": 3}}, "is of 3 ranks, and this run has 2"),
     "no ranks": ("2-D", {"tensor_plan": PLAN, "mesh": {"shard": 2, "tensor": 1}}, "leaves 1 rank for each layer"),
-    "lazy layer": ("tensor", {"model": lambda: nn.LazyLinear(2), "tensor_plan": {}}, "cannot be divided"),
+    "lazy layer": ("tensor", {"model": lambda: nn.LazyLinear(2), "tensor_plan": {}}, "the model is lazy"),
 }
 
 

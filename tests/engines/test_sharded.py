@@ -566,6 +566,7 @@ def test_a_rank_that_ends_while_it_saves(saved: Any, tmp_path: Path, crews: Any)
     ways = {
         "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
         "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
+        "killed in a thread": (kill(signal.SIGKILL), 1, {"save_async": True}, "rank 1 of 2: ended with -9", 4),
         "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
     }
     for name, (act, rank, options, match, step) in ways.items():
