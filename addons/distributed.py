@@ -17,13 +17,13 @@ from zae.addons.agreement import AgreementAddon
 from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
-from zae.common.optim import has_lazy
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
 from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
 from zae.errors import ConfigError
 from zae.launch import spawn as launching
+from zae.launch.blocks import check_shapes
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, show, tell_failures_early
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
@@ -94,8 +94,6 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not (init_method is None or isinstance(init_method, str)):
-            raise ConfigError(f"init_method={init_method!r}; it must be a str such as 'tcp://localhost:12355', or None")
         if init_method is not None:
             launching.parse_address(init_method)
         if not isinstance(backend, str) or not _is_known(backend):
@@ -203,11 +201,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""
-        if has_lazy([*model.parameters(), *model.buffers()]):
-            raise ConfigError(
-                "the model is lazy, and ranks cannot begin with parameters that have no shape; call it once with a "
-                "batch before run(): model(inputs)"
-            )
+        check_shapes(model)
 
     def build_mesh(self) -> Any:
         """Return the DeviceMesh of this run; all ranks call it, once they have joined."""

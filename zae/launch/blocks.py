@@ -10,11 +10,13 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zae.common.optim import has_lazy
 from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
 
 __all__ = [
     "check_divisible",
+    "check_shapes",
     "check_shardable",
     "check_tables",
     "choose_blocks",
@@ -54,6 +56,15 @@ def _check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
                 f"fsdp_blocks=['{name}.*'] for the modules in it"
             )
     return blocks
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Refuse a lazy model."""
+    if has_lazy([*model.parameters(), *model.buffers()]):
+        raise ConfigError(
+            "the model is lazy, and ranks cannot begin with parameters that have no shape; call it once with a batch "
+            "before run(): model(inputs)"
+        )
 
 
 def check_tables(model: nn.Module) -> None:

@@ -223,9 +223,9 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     return store, f"tcp://{host}:{port_number}"
 
 
-def parse_address(text: str) -> SplitResult:
+def parse_address(text: Any) -> SplitResult:
     """Return the parts of an ``init_method``; refuse one of which torch could make nothing."""
-    address, why = urlsplit(text), ""
+    address, why = urlsplit(text if isinstance(text, str) else ""), ""
     needed = {"tcp": address.hostname, "env": "env", "file": address.path}.get(address.scheme)
     try:
         _ = address.port
