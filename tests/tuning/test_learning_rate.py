@@ -182,8 +182,30 @@ class Stream(IterableDataset[Any]):
         return iter([torch.ones(2)])
 
 
-class Saving(Task.add_on(StateManagerAddon)):  # type: ignore[misc]
-    """A class that derives from an add-on that writes."""
+class Saving(JSONLLoggerAddon, StateManagerAddon, GradientAccumulationAddon, Task):
+    """A class that derives from add-ons that write, and calls them."""
+
+    def train_step(self, batch: Any) -> Any:
+        self.log_histogram("inputs", batch[0])
+        assert self.last_path is None
+        return super().train_step(batch)
+
+
+def test_a_class_that_derives_from_what_writes_is_tried_without_it(tmp_path: Path) -> None:
+    """The add-ons that take part in a step stay: the losses are those of windows of two batches."""
+    losses = []
+    paths = {"save_path": tmp_path / "run", "jsonl_path": tmp_path / "log.jsonl"}
+    for task, options in ((Task.add_on(GradientAccumulationAddon), {}), (Saving, paths)):
+        options = {
+            "optimizer": torch.optim.AdamW,
+            "log_bar": False,
+            "gradient_accumulation_steps": 2,
+            "seed": 1,
+            **options,
+        }
+        losses.append(zae.find_lr(task(network(), "cpu", **options), loader(), steps=10).losses)
+    assert losses[0] == losses[1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_tried_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
@@ -202,4 +224,3 @@ def test_what_cannot_be_tried_is_refused_with_the_line_to_write(tmp_path: Path) 
     refused("give a DataLoader, or a list of batches", build(), (each for each in loader()))
     refused("write trainer.toggle('train') first", build(mode="test", optimizer=None))
     refused("call it with the trainer without its parallel add-on", build(Task.add_on(MultiGPUAddon)))
-    refused("Task.add_on(StateManagerAddon)", build(Saving, save_path=tmp_path))

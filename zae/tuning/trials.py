@@ -8,8 +8,8 @@ from typing import Any
 
 from zae.addon import AddOnBase, replaces
 from zae.common import random_state
-from zae.composition.introspect import is_engine_slot, recipe_of, slots_of
-from zae.composition.metaclass import compose
+from zae.composition.introspect import is_engine_slot, slots_of
+from zae.composition.metaclass import compose, leave_out
 from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.progress import ProgressChecker
@@ -77,12 +77,8 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
             f"{what} works in one process, and {type(trainer).__name__} is for several; call it with the trainer "
             "without its parallel add-on, and give the result to each process"
         )
-    root, add_ons = recipe_of(type(trainer))
     try:
-        # What root itself derives from cannot be left out.
-        if writing := [a.__name__ for a in root.__mro__ if getattr(a, "_is_addon", False) and a.layer in _LEFT_OUT]:
-            raise NotTried(f"it derives from {writing[0]}, which writes files; add it last, Task.add_on({writing[0]})")
-        twin = copy_trainer(trainer, compose(root, [*_steps_only(add_ons), *more, TrialAddon]))
+        twin = copy_trainer(trainer, compose(leave_out(type(trainer), _LEFT_OUT), [*more, TrialAddon]))
     except NotTried as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
     twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
@@ -90,10 +86,6 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
     twin.nonfinite.policy = "skip"
     twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
     return twin
-
-
-def _steps_only(add_ons: Sequence[Any]) -> list[Any]:
-    return [each for each in add_ons if each.layer not in _LEFT_OUT]
 
 
 @contextmanager
