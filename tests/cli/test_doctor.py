@@ -44,7 +44,7 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "step-00000018",
         "loss ",
         "EMAAddon, StateManagerAddon",
-        "0.0 MB",
+        " kB",
         "0.1.0",
         "resume=True resumes from",
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae.cli import Answer
+from zae.display.text import format_size
 from zae.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _row(each: dict[str, Any]) -> tuple[str, ...]:
-    size = f"{each['bytes'] / 1e6:.1f} MB"
+    size = format_size(each["bytes"])
     if not each["whole"]:
         return (_plain(each["name"]), "-", "-", "-", "-", size, "-", "DAMAGED")
     value = each["score"]  # Of the manifest, which may be forged.

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zae.display.text import format_size
 from zae.errors import did_you_mean, printable
 
 __all__ = ["Finding", "examine", "table_of"]
@@ -365,12 +366,14 @@ def _disk(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
     for place, least, what in ((folder, _LEAST, "disk"), (Path("/dev/shm"), _LEAST_SHARED, "shared memory")):
         if what == "disk" or place.is_dir():
             free = shutil.disk_usage(place).free
-            facts[what] = f"{_size(free)} free in {place}"
+            facts[what] = f"{format_size(free)} free in {place}"
             if free < least:
                 cure = "free some space, or start elsewhere"
                 if what != "disk":
                     cure = "start the container with --shm-size=1g, or loaders with num_workers=0: workers use it"
-                yield Finding("disk", f"{_size(free)} free in {place}, and {_size(least)} are advised", cure)
+                yield Finding(
+                    "disk", f"{format_size(free)} free in {place}, and {format_size(least)} are advised", cure
+                )
     system = os.statvfs(folder) if hasattr(os, "statvfs") else None
     if system is not None and system.f_files and system.f_favail < 1000:
         yield Finding("disk", f"{folder} takes only {system.f_favail} more files", "remove files that are not needed")
@@ -413,10 +416,10 @@ def _limits(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
         yield Finding("limits", f"a process may open {files} files, and {_LEAST_FILES} are advised: workers share "
                       "batches as files", "ulimit -n 4096")  # fmt: skip
     if size != unlimited:
-        yield Finding("limits", f"a file may have {_size(size)} at most: a larger checkpoint is not saved",
+        yield Finding("limits", f"a file may have {format_size(size)} at most: a larger checkpoint is not saved",
                       "ulimit -f unlimited", is_fault=size < _LEAST)  # fmt: skip
     if memory != unlimited:
-        yield Finding("limits", f"a process may address {_size(memory)} at most, which CUDA alone may exceed",
+        yield Finding("limits", f"a process may address {format_size(memory)} at most, which CUDA alone may exceed",
                       "ulimit -v unlimited", is_fault=False)  # fmt: skip
 
 
@@ -445,8 +448,3 @@ def _variables(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[dict[str, str], Path], Iterator[Finding]], ...] = (
     _packages, _shadows, _torch, _network, _disk, _limits, _variables,
 )  # fmt: skip
-
-
-def _size(count: float) -> str:
-    """Format a number of bytes; not `format_size` of the plan, whose module imports torch."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae.cli import Answer
+from zae.display.text import format_size
 from zae.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     size = write(out, runs)
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
     points = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
-    text = f"{printable(str(out), kept='')} ({size / 1000:,.0f} kB; {points})"
+    text = f"{printable(str(out), kept='')} ({format_size(size)}; {points})"
     return Answer({"file": str(out), "bytes": size, "points": counts}, text)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zae.errors import printable
 
-__all__ = ["cell", "columns_of", "duration", "fitting", "number", "table", "width_of"]
+__all__ = ["cell", "columns_of", "duration", "fitting", "format_size", "number", "table", "width_of"]
 
 _GAP = 2  # Spaces between two columns.
 _RANKS = {"epoch": 0, "time": 3, "steps/s": 6, "step": 7}
@@ -79,6 +79,18 @@ def duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02}m"
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def format_size(count: float) -> str:
+    """Return a number of bytes with a unit.
+
+    Examples
+    --------
+    >>> [format_size(each) for each in (712, 38_420, 999_600_000, 61.3e9)]
+    ['712 bytes', '38.4 kB', '1000 MB', '61.3 GB']
+    """
+    power = min(4, (len(str(int(count))) - 1) // 3)
+    return f"{number(count / 1000**power, 3)} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def cell(value: Any) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common.walk import tensors_in
+from zae.display.text import format_size
 
-__all__ = ["Memory", "Part", "format_size", "shard_memory"]
+__all__ = ["Memory", "Part", "shard_memory"]
 
 
 _STEP = "the optimizer's step"
@@ -232,12 +233,6 @@ def _gathered_bytes(rest: _Gathered, blocks: Sequence[_Gathered], keeps: bool, a
     # Gradients are accumulated in the type in which they are sent.
     begin += sum(each.sent for each in groups) if accumulates else rest.gradients + block.gradients
     return max(within, end, begin if keeps or accumulates else 0)
-
-
-def format_size(count: float) -> str:
-    """Format a number of bytes with a unit."""
-    power = min(4, (len(str(int(count))) - 1) // 3)
-    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def _list(sizes: Mapping[str, int]) -> str:

@@ -7,9 +7,9 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-from zae.display.text import number
+from zae.display.text import format_size, number
 from zae.loop.progress import Every
-from zae.preview.memory import Memory, format_size
+from zae.preview.memory import Memory
 
 __all__ = ["RunPreview"]
 

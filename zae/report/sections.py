@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from zae.common.walk import flatten
-from zae.display.text import duration, number
+from zae.display.text import duration, format_size, number
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 
@@ -156,7 +156,7 @@ def _checkpoints(runs: Sequence[Run]) -> str:
 
 def _checkpoint(each: Mapping[str, Any]) -> list[str]:
     """Return the cells of a checkpoint."""
-    size = f"{each['bytes'] / 1e6:,.1f} MB"
+    size = format_size(each["bytes"])
     if not each["whole"]:
         wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(each.get('wrong', ''))}</span>"
         return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]

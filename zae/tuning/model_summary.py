@@ -16,9 +16,9 @@ from zae.common import random_state
 from zae.common.device import to_device
 from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
+from zae.display.text import format_size
 from zae.errors import ConfigError, kind_of
 from zae.preview.dry_run import copy_trainer
-from zae.preview.memory import format_size
 from zae.trainer import Trainer
 
 __all__ = ["Layer", "ModelSummary", "summary"]
