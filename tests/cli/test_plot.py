@@ -78,6 +78,8 @@ def test_json_holds_the_points(capsys: pytest.CaptureFixture[str]) -> None:
         (("a", "train/los"), "a has no metric 'train/los'; did you mean 'train/loss'? Available: train/loss, valid/l"),
         (("nowhere", "lr"), "nowhere does not exist; give the folder or the log of a run, then metrics"),
         (("b", "lr"), "b has no metric 'lr'; available: train/loss"),
+        (("b", "--width", "0"), "--width 0 is too small for a plot; give at least 20"),
+        (("b", "--height", "-5"), "--height -5 is too small for a plot; give at least 3"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:

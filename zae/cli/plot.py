@@ -35,6 +35,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     from zae.common.walk import json_safe
     from zae.report.text_plot import draw
 
+    for name, least in (("width", 20), ("height", 3)):
+        if (given := getattr(arguments, name)) is not None and given < least:
+            raise ConfigError(f"--{name} {given} is too small for a plot; give at least {least}")
     paths = [path for path in map(Path, arguments.names) if path.expanduser().exists()]
     metrics = [name for name in arguments.names if not Path(name).expanduser().exists()]
     if not paths:
