@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zae
 from kit.engines import ENGINES, Counted, Engine, Net, Task, adamw, build, data, distance, net, sgd, weights
 from zae import ConfigError
-from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import EMAAddon, FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 LIMIT = 1e-12
 SMALL = [name for name, engine in ENGINES.items() if engine.world == 2]
@@ -283,6 +284,20 @@ class Alone(Task):
         may = super().may_step(outputs)
         self.seen.append((may, float(torch.rand(()))))
         return may
+
+
+@on_engine
+def test_a_uniform_average_and_the_summary_are_those_of_one_process(engine: Engine) -> None:
+    """Stochastic weight averaging of whole epochs; the parameters are counted whole."""
+    trainer, single = (build(each, EMAAddon, averaging="uniform") for each in (engine, None))
+    trainer.run(3, data(8 * engine.shares))
+    single.run(3, data(8 * engine.shares, 4 * engine.shares))
+    here, there = (each.state_dict()["EMAAddon"] for each in (trainer, single))
+    assert here["averaged"] == there["averaged"] == 3
+    for name, average in there["average"].items() if trainer.is_main else ():
+        assert name.endswith("key.bias") or float((here["average"][name] - average).abs().max()) < LIMIT
+    assert zae.summary(trainer).parameters == zae.summary(net()).parameters
+    check(trainer, engine)
 
 
 @on_engine
