@@ -211,7 +211,8 @@ class StateManagerAddon(AddOnBase):
         super().checkpoint()
         progress, retention = self.progress_checker, self.checkpointer.retention
         self._crash.rest(progress)
-        self.checkpointer.sync(self.gather)
+        if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
+            self.checkpointer.sync(self.gather)
         is_best = bool(retention.best) and self.best.get("step") == progress.step
         in_epoch, is_due = progress.epoch_batch > 0, self.save_every.is_due(progress)
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
