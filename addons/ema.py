@@ -19,8 +19,8 @@ from zae.common.optim import has_lazy
 from zae.common.walk import is_sharded, local_part, map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
-from zae.storage.checkpoint import save_weights
 from zae.storage.encoding import name_of_key
+from zae.storage.share import save_weights
 
 __all__ = ["EMAAddon"]
 

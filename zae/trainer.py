@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -39,7 +40,8 @@ from zae.loop.step_output import StepOutput, count_of, explain_failure, read_out
 from zae.preview import describe, explain, preview
 from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
-from zae.storage.checkpoint import Weights, read_weights, save_weights, try_save
+from zae.storage.checkpoint import Weights, load_checkpoint, read_weights
+from zae.storage.share import save_weights, try_save
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -295,7 +297,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         limits.check(loader, valid_loader)
         (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
         if is_rehearsal:
-            Rehearsal(self.current_run.new_call(loader, valid_loader, limits), try_save).try_all()
+            save = partial(try_save, load_checkpoint)
+            Rehearsal(self.current_run.new_call(loader, valid_loader, limits), save).try_all()
             return self.metrics
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 

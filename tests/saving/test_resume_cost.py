@@ -13,8 +13,9 @@ from kit import faults
 from kit.house import characters_read
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.storage.checkpoint import load_weights, save_weights
+from zae.storage.checkpoint import load_weights
 from zae.storage.names import MODEL_FILES
+from zae.storage.share import save_weights
 
 
 class Task(Trainer):

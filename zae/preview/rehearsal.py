@@ -41,7 +41,7 @@ class Rehearsal:
     run : Run
         The call.
     save : callable
-        `zae.storage.checkpoint.try_save`.
+        `zae.storage.share.try_save`, with the function that loads.
     """
 
     def __init__(self, run: Run, save: Callable[..., dict[str, Any]]) -> None:

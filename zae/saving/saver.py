@@ -15,9 +15,8 @@ from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.saving.snapshot import Snapshots
-from zae.storage.checkpoint import sweep
 from zae.storage.filesystem import remove_checkpoint
-from zae.storage.share import Group, Share, plan_share, verify_share, write_share
+from zae.storage.share import Group, Share, plan_share, sweep, verify_share, write_share
 from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import parse_format
 

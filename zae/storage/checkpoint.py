@@ -1,4 +1,4 @@
-"""Read and list checkpoints, which are directories that are whole or absent; and weights alone, as one file.
+"""Read and list checkpoints, which are directories that are whole or absent; and weights alone, from one file.
 
 A checkpoint has four files::
 
@@ -17,21 +17,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from zae.storage.encoding import decode
-from zae.storage.filesystem import clear, install, replace_file, staging_now
+from zae.storage.filesystem import install
 from zae.storage.hashed_io import CURE, read_whole
-from zae.storage.manifest import Manifest, read_manifest, verify
+from zae.storage.manifest import Manifest, is_whole, read_manifest, verify
 from zae.storage.names import (
     KNOWN,
     MANIFEST,
@@ -40,30 +37,22 @@ from zae.storage.names import (
     STATE_TENSORS,
     entries_of,
     holds_checkpoint,
-    is_abandoned,
     locate,
     original_name,
-    set_aside,
     step_of,
 )
 from zae.storage.parts import read_parts
-from zae.storage.share import plan_share, write_share
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import byte_count, separate
 from zae.storage.weights_file import (
     format_of,
     load_safetensors,
-    parse_format,
     read_ckpt,
     read_model,
     read_trusted,
-    write_ckpt,
-    write_safetensors,
 )
 
 __all__ = [
     "Weights",
-    "is_whole",
     "list_checkpoints",
     "load_checkpoint",
     "load_state",
@@ -71,47 +60,11 @@ __all__ = [
     "newest_valid",
     "put_back",
     "read_weights",
-    "save_checkpoint",
-    "save_weights",
-    "sweep",
-    "try_save",
 ]
 
 _log = logging.getLogger("zae")
 _Content = TypeVar("_Content")
 Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
-
-
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    model_state: Mapping[str, Tensor],
-    state: Mapping[Any, Any],
-    *,
-    model_format: str = "safetensors",
-    manifest_info: Mapping[str, Any],
-) -> Path:
-    """Write a checkpoint from one process; when this returns, the disk has all of it.
-
-    An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
-    processes have left beside it is removed.
-    """
-    directory, kind = Path(os.path.abspath(directory)), parse_format(model_format)
-    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
-    sweep(directory.parent)
-    return directory
-
-
-def try_save(state: Mapping[str, Any], folder: Path, model_format: str) -> dict[str, Any]:
-    """Save a checkpoint beside this folder, read it, remove it, and return its state."""
-    about = {"step": 0, "epoch": 0, "run_id": "trial", "composition": [], "world_size": 1}
-    rest = {key: value for key, value in state.items() if key != "model"}
-    model_format = "safetensors" if model_format == "sharded" else model_format
-    there = next(place for place in folder.parents if place.is_dir())  # The disk that the run saves on.
-    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-", dir=there) as made:
-        path = Path(made) / "step-00000000"
-        save_checkpoint(path, state["model"], rest, model_format=model_format, manifest_info=about)
-        _, model, read = load_checkpoint(path)
-    return {"model": model, **read}
 
 
 def load_checkpoint(
@@ -205,35 +158,6 @@ def newest_valid(
     )
 
 
-def sweep(parent: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
-    removed: list[Path] = []
-    with contextlib.suppress(OSError, ConfigError):
-        for entry in entries_of(Path(parent)):
-            path = Path(entry.path)
-            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
-                if _is_stray(path) and clear(path):
-                    removed.append(path)
-    return removed
-
-
-def is_whole(directory: Path) -> bool:
-    """Return whether a checkpoint stands at this place and verifies."""
-    try:
-        return directory.is_dir() and bool(verify(directory))
-    except CheckpointError:
-        return False
-
-
-def _is_stray(path: Path) -> bool:
-    """Return whether a directory entry is a left-over that nobody needs."""
-    if set_aside(path.name, "deleting") is not None:
-        return True
-    if (replaced := set_aside(path.name, "replaced")) is not None:
-        return is_whole(path.with_name(replaced))
-    return path.name not in staging_now and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
-
-
 def put_back(parent: str | os.PathLike[str]) -> None:
     """Rename what a killed save has moved aside back to its place, unless a whole checkpoint stands there.
 
@@ -246,29 +170,7 @@ def put_back(parent: str | os.PathLike[str]) -> None:
                 install(path, place)
 
 
-# --------------------------------------------------------------------------------------------- weights in one file
-
-
-def save_weights(
-    path: str | os.PathLike[str],
-    model_state: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    writes: bool = True,
-) -> Path:
-    """Write the state of a model as one file; an existing file is replaced atomically.
-
-    With ``writes=False`` everything is checked and nothing written: another process writes the file.
-    """
-    path = Path(os.path.abspath(os.path.expanduser(path)))
-    writer = partial(write_ckpt, tensors=model_state)
-    if format_of(path) == "safetensors":
-        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
-    separate(model_state)  # What cannot be written is refused before the disk is touched.
-    if not writes:
-        return path
-    replace_file(path, writer, byte_count(*model_state.values()))
-    sweep(path.parent)
-    return path
+# ------------------------------------------------------------------------------------------------ weights in one file
 
 
 def read_weights(weights: Weights) -> Mapping[str, Tensor]:

@@ -30,6 +30,7 @@ __all__ = [
     "Manifest",
     "check_progress",
     "draft",
+    "is_whole",
     "parse",
     "read_manifest",
     "seal",
@@ -167,6 +168,14 @@ def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> 
             with open_input(directory / name, size=entry["size"]) as source:
                 source.finish(entry["sha256"])
     return manifest
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint stands at this place and verifies."""
+    try:
+        return directory.is_dir() and bool(verify(directory))
+    except CheckpointError:
+        return False
 
 
 def _digest(data: bytes) -> str:

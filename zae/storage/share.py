@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,28 +26,50 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from zae.common.walk import is_sharded
-from zae.errors import CheckpointError, NonFiniteError
+from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.storage import filesystem
 from zae.storage.encoding import encode
-from zae.storage.filesystem import install, make_directory, not_saved, stage, write_file
-from zae.storage.manifest import FileEntry, Manifest, draft, seal, state_text, verify
+from zae.storage.filesystem import (
+    clear,
+    install,
+    make_directory,
+    not_saved,
+    replace_file,
+    stage,
+    staging_now,
+    write_file,
+)
+from zae.storage.manifest import FileEntry, Manifest, draft, is_whole, seal, state_text, verify
 from zae.storage.names import (
     MANIFEST,
     MODEL_FILES,
     SHARDS,
     STATE,
     STATE_TENSORS,
+    entries_of,
+    is_abandoned,
     refuse_foreign,
+    set_aside,
     shard_name,
 )
 from zae.storage.parts import OF_MODEL, OF_STATE, chunk_name
 from zae.storage.tensor_bytes import DTYPE_NAMES, byte_count, separate
-from zae.storage.weights_file import write_ckpt, write_safetensors
+from zae.storage.weights_file import format_of, parse_format, write_ckpt, write_safetensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData
 
-__all__ = ["Group", "Share", "plan_share", "verify_share", "write_share"]
+__all__ = [
+    "Group",
+    "Share",
+    "plan_share",
+    "save_checkpoint",
+    "save_weights",
+    "sweep",
+    "try_save",
+    "verify_share",
+    "write_share",
+]
 
 _Result = TypeVar("_Result")
 
@@ -240,3 +264,83 @@ def verify_share(directory: Path, group: Group) -> None:
 
     ranks = len(group.gather(None))
     group.together(check, directory)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    *,
+    model_format: str = "safetensors",
+    manifest_info: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint from one process; when this returns, the disk has all of it.
+
+    An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
+    processes have left beside it is removed.
+    """
+    directory, kind = Path(os.path.abspath(directory)), parse_format(model_format)
+    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
+    sweep(directory.parent)
+    return directory
+
+
+def try_save(
+    load: Callable[[Path], tuple[Any, Any, Any]], state: Mapping[str, Any], folder: Path, model_format: str
+) -> dict[str, Any]:
+    """Save a checkpoint beside this folder, load it, remove it, and return its state."""
+    about = {"step": 0, "epoch": 0, "run_id": "trial", "composition": [], "world_size": 1}
+    rest = {key: value for key, value in state.items() if key != "model"}
+    model_format = "safetensors" if model_format == "sharded" else model_format
+    there = next(place for place in folder.parents if place.is_dir())  # The disk that the run saves on.
+    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-", dir=there) as made:
+        path = Path(made) / "step-00000000"
+        save_checkpoint(path, state["model"], rest, model_format=model_format, manifest_info=about)
+        _, model, read = load(path)
+    return {"model": model, **read}
+
+
+def sweep(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError, ConfigError):
+        for entry in entries_of(Path(parent)):
+            path = Path(entry.path)
+            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
+                if _is_stray(path) and clear(path):
+                    removed.append(path)
+    return removed
+
+
+def _is_stray(path: Path) -> bool:
+    """Return whether a directory entry is a left-over that nobody needs."""
+    if set_aside(path.name, "deleting") is not None:
+        return True
+    if (replaced := set_aside(path.name, "replaced")) is not None:
+        return is_whole(path.with_name(replaced))
+    return path.name not in staging_now and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
+
+
+# ------------------------------------------------------------------------------------------------ weights in one file
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    writes: bool = True,
+) -> Path:
+    """Write the state of a model as one file; an existing file is replaced atomically.
+
+    With ``writes=False`` everything is checked and nothing written: another process writes the file.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    writer = partial(write_ckpt, tensors=model_state)
+    if format_of(path) == "safetensors":
+        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
+    separate(model_state)  # What cannot be written is refused before the disk is touched.
+    if not writes:
+        return path
+    replace_file(path, writer, byte_count(*model_state.values()))
+    sweep(path.parent)
+    return path
