@@ -1,4 +1,4 @@
-"""Write a checkpoint, of which each rank writes its share; a process alone writes all of it.
+"""Write a checkpoint, of which each rank writes its share and a process alone all of it; and weights as one file.
 
 Where tensors lie in parts on several ranks, there are beside the files of every checkpoint (see
 zae.storage.checkpoint), which rank 0 writes::
