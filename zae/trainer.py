@@ -298,7 +298,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
         if is_rehearsal:
             save = partial(try_save, load_checkpoint)
-            Rehearsal(self.current_run.new_call(loader, valid_loader, limits), save).try_all()
+            Rehearsal(preview.Preview(self.current_run.new_call(loader, valid_loader, limits)), save).try_all()
             return self.metrics
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 

@@ -453,11 +453,11 @@ def test_the_wrapper_opens_a_range_for_a_profiler_only(world):
             "__enter__",
             lambda self: (opened.append(self.name), enter(self))[1],
         )
-        trainers[0].run(1, loader(8, 2, 3, F64))
+        trainers[0].run(1, loader(4 * world, 2, 3, F64))
     assert trainers[0].world_size == world
     assert "DistributedDataParallel.forward" not in opened
     with torch.profiler.profile(**options) as profiler:
-        trainers[1].run(1, loader(8, 2, 3, F64))
+        trainers[1].run(1, loader(4 * world, 2, 3, F64))
     counts = {each.key: each.count for each in profiler.key_averages()}
     assert counts["DistributedDataParallel.forward"] == trainers[1].progress_checker.batch
     assert distance(*trainers) == 0

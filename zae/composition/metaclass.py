@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any, cast
@@ -19,14 +19,12 @@ from weakref import WeakValueDictionary
 from zae.composition.calls import USER_CALLS, user_call
 from zae.composition.class_checks import check_class, check_complete, check_instance
 from zae.composition.collisions import check_collisions
-from zae.composition.foreign_names import ABSENT_NAMES
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
     is_add_on,
     is_base,
     is_trainer,
-    kinds_of,
     recipe_of,
     replaces,
     seam,
@@ -142,28 +140,6 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
         _check_set(_outermost_kinds([*ordered, *held]), root)
         found = root._compositions[ordered] = _build(root, ordered)
     return found
-
-
-def leave_out(cls: Any, layers: Container[str]) -> Any:
-    """Return a class like this one without its add-ons of these layers; their public methods do nothing.
-
-    A class that derives from such an add-on keeps its own methods: the method resolution order passes by the add-on.
-    Other public attributes of the add-on are None.
-    """
-    add_ons = add_ons_of(cls)
-    kept = {kind for add_on in add_ons if add_on.layer not in layers for kind in kinds_of(add_on)}
-    gone = {kind for add_on in add_ons if add_on.layer in layers for kind in kinds_of(add_on)} - kept
-    if not gone:
-        return cls
-
-    class Passing(type(cls)):  # type: ignore[misc]
-        def mro(cls) -> list[type]:
-            return [each for each in super().mro() if each not in gone]
-
-    left = {name for each in cls.__mro__ if each not in gone for name in vars(each)} - ABSENT_NAMES
-    public = {name: value for each in gone for name, value in vars(each).items() if name[0] != "_" and name not in left}
-    idle = {name: (lambda self, *args, **kwargs: None) if callable(value) else None for name, value in public.items()}
-    return Passing(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})
 
 
 def arrange(add_ons: Iterable[TrainerMeta]) -> tuple[TrainerMeta, ...]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from zae.common.argument_checks import check_count
 from zae.errors import ConfigError, LoaderError
 
 __all__ = [
@@ -148,21 +147,6 @@ class BatchLimits(NamedTuple):
     train: int | None = None
     valid: int | None = None
     repeats: bool = False
-
-    @classmethod
-    def parse(cls, limit: Any, overfit: Any) -> BatchLimits:
-        """Return the limits that ``limit_batches`` and ``overfit_batches`` set."""
-        pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
-        if len(pair) != 2:
-            raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
-        train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
-        check_count("overfit_batches", overfit, optional=True)
-        if overfit is not None and train is not None:
-            raise ConfigError(
-                f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
-                f"limit_batches=(None, {valid}) to limit those of the validation alone"
-            )
-        return cls(overfit if train is None else train, valid, overfit is not None)
 
     def check(self, loader: Any, valid_loader: Any) -> None:
         """Refuse loaders that cannot be limited."""

@@ -270,6 +270,21 @@ class EvaluationAborted(BaseException):
     """A validation was left between two batches because a signal asks for the end; caught by the run."""
 
 
+def _parse_batch_limits(limit: Any, overfit: Any) -> BatchLimits:
+    """Return the limits that ``limit_batches`` and ``overfit_batches`` set."""
+    pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
+    if len(pair) != 2:
+        raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
+    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
+    check_count("overfit_batches", overfit, optional=True)
+    if overfit is not None and train is not None:
+        raise ConfigError(
+            f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
+            f"limit_batches=(None, {valid}) to limit those of the validation alone"
+        )
+    return BatchLimits(overfit if train is None else train, valid, overfit is not None)
+
+
 class RunLimits:
     """The arguments of ``run`` and ``plan`` beside the loaders: how long a call trains, and when it validates."""
 
@@ -291,7 +306,7 @@ class RunLimits:
         self.max_steps = check_count("max_steps", max_steps, optional=True)
         self.steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch, optional=True)
         self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
-        self.batches = BatchLimits.parse(limit_batches, overfit_batches)
+        self.batches = _parse_batch_limits(limit_batches, overfit_batches)
 
     def check(self, loader: Any, valid_loader: Any) -> None:
         """Refuse a call that would not end, and loaders that it cannot iterate over, or limit."""

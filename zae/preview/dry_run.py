@@ -29,7 +29,7 @@ from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
 from zae.composition.introspect import set_by
-from zae.composition.metaclass import leave_out
+from zae.composition.leave_out import leave_out
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.loop.epoch_log import plain
@@ -286,3 +286,9 @@ def _state_of_a_step(optimizer: Optimizer) -> Any:
     except Exception:
         return [p for group in optimizer.param_groups for p in group["params"]] * 2  # As much as Adam keeps.
     return twin.state
+
+
+def in_words(error: Exception) -> str:
+    """Return the class, the message and the notes of an exception, in one paragraph."""
+    notes = " ".join(note.removeprefix("zae: ") for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

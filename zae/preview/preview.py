@@ -29,7 +29,7 @@ from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
 from zae.preview.checkpoint_size import checkpoint_bytes
-from zae.preview.dry_run import NotTried, state_after_a_step, try_step
+from zae.preview.dry_run import NotTried, in_words, state_after_a_step, try_step
 from zae.preview.memory import Memory
 from zae.preview.plan import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
@@ -260,12 +260,6 @@ class Preview:
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
         found.bytes_per_checkpoint, *found._within_epoch = sizes
-
-
-def in_words(error: Exception) -> str:
-    """Return the class, the message and the notes of an exception, in one paragraph."""
-    notes = " ".join(note.removeprefix("zae: ") for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
 
 
 def _batch_size(loader: Any) -> int | None:

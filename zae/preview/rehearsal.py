@@ -15,15 +15,13 @@ import torch
 from zae.common import random_state
 from zae.common.optimizer_state import check_optimizer_states, difference
 from zae.composition.introspect import slots_of
-from zae.composition.metaclass import leave_out
+from zae.composition.leave_out import leave_out
 from zae.data.loaders import BatchLimits
-from zae.data.position import LoaderPosition
 from zae.errors import CheckpointMismatch, RehearsalError
-from zae.preview.dry_run import NotTried, borrow, copy_trainer, first_batches
-from zae.preview.preview import Preview, in_words
+from zae.preview.dry_run import NotTried, borrow, copy_trainer, first_batches, in_words
 
 if TYPE_CHECKING:
-    from zae.loop.run import Run
+    from zae.preview.preview import Preview
 
 __all__ = ["Rehearsal"]
 
@@ -38,19 +36,20 @@ class Rehearsal:
 
     Parameters
     ----------
-    run : Run
-        The call.
+    preview : Preview
+        The preview of the call.
     save : callable
         `zae.storage.share.try_save`, with the function that loads.
     """
 
-    def __init__(self, run: Run, save: Callable[..., dict[str, Any]]) -> None:
-        self.run, self.trainer, self.save = run, run.trainer, save
+    def __init__(self, preview: Preview, save: Callable[..., dict[str, Any]]) -> None:
+        self.preview, self.save = preview, save
+        self.run, self.trainer = preview.run, preview.run.trainer
         self.is_stepped = False
 
     def try_all(self) -> None:
         """Raise one RehearsalError with all that would fail; warn of what cannot be tried."""
-        faults, found = dict[str, Exception](), Preview(self.run)
+        faults, found = dict[str, Exception](), self.preview
         attempts: dict[str, Callable[[], object]] = {
             "the plan of the run": found.plan,
             "a step of training": self.step,
@@ -89,7 +88,7 @@ class Rehearsal:
         trainer = self.trainer
         twin = copy_trainer(trainer, leave_out(type(trainer), _LEFT_OUT))
         twin.log_bar = twin.try_validation = False
-        twin.loader_position = LoaderPosition(trainer.fast_data)  # It is given lists.
+        twin.loader_position = trainer.loader_position.fresh()  # It is given lists.
         if "parallel" in slots_of(type(trainer)):  # Its processes are still to be started.
             twin.device = next((each.device for each in twin.unwrap().parameters()), trainer.device)
         return twin
