@@ -499,3 +499,30 @@ def test_the_seed_s_example_runs():
     assert script.end(60) == (0, "Model saved as 'runs/dummy_model_mgpu.pth'.\n", "")
     state = torch.load("runs/dummy_model_mgpu.pth", weights_only=True)
     assert list(state) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "world"),
+    [
+        ("RANK=1", "1", None),
+        ("WORLD_SIZE=2", None, "2"),
+        ("RANK=0, WORLD_SIZE=x", "0", "x"),
+        ("RANK=2, WORLD_SIZE=2", "2", "2"),
+    ],
+)
+def test_half_of_an_environment_of_ranks_is_refused_at_once(found, rank, world, monkeypatch):
+    """One process would train in silence, or wait for the whole time limit."""
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    trainer = build(Task, (MultiGPUAddon,))
+    with pytest.raises(DistributedError, match=f"the environment has {found}; .*torchrun"):
+        trainer.run(1, loader(8, 2))
+    assert trainer.progress_checker.step == 0
+
+
+def test_one_process_of_a_launcher_that_sets_a_name_alone_trains(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    trainer = build(Task, (MultiGPUAddon,))
+    assert trainer.run(1, loader(8, 2))["step"] == 4
+    assert trainer.world_size == 1

@@ -58,9 +58,18 @@ _joins = itertools.count()
 
 def launched_world() -> tuple[int, int] | None:
     """Return the rank and the number of ranks that a launcher has set in the environment, None without one."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if (rank, world) in ((None, None), (None, "1"), ("0", None)):
         return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank is None or world is None or not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        found = ", ".join(
+            f"{name}={value}" for name, value in (("RANK", rank), ("WORLD_SIZE", world)) if value is not None
+        )
+        raise DistributedError(
+            f"the environment has {found}; a launcher sets both, and ranks count from 0 to WORLD_SIZE - 1: "
+            "torchrun --nproc_per_node 2 script.py. To train in one process, unset RANK and WORLD_SIZE"
+        )
+    return int(rank), int(world)
 
 
 def local_rank() -> int:
