@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import SGD
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from kit import hand
 from kit.faults import everything
@@ -19,6 +19,8 @@ from kit.ranks import on_ranks
 from kit.table import Task
 from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon
+from zae.data.loaders import BatchLimits
+from zae.data.sharding import Ranks, shard
 
 
 class First:
@@ -211,3 +213,16 @@ def test_an_iterator_that_comes_once_is_refused() -> None:
         with pytest.raises((ConfigError, LoaderError), match="steps_per_epoch="):
             build().run(1, iter(list(loader())), **limits)
     assert build().run(1, iter(list(loader())), loader(9), limit_batches=(None, 1))["step"] == 6
+
+
+def test_a_loader_that_shards_itself_is_limited_too() -> None:
+    """Each rank trains on the first batches of its own sampler; the first batches of all are evaluated, each once."""
+    samples = torch.arange(20)
+    evaluated: list[int] = []
+    for rank in range(2):
+        given = DataLoader(samples, 2, sampler=DistributedSampler(samples, 2, rank, shuffle=False))  # type: ignore[arg-type]
+        ranks = Ranks(rank, 2, lambda value: value, lambda agrees: agrees)
+        view = BatchLimits(3, 3).of_training(given)
+        assert torch.cat([*shard(view, True, ranks)]).tolist() == [rank + 2 * each for each in range(6)]
+        evaluated += torch.cat([*shard(BatchLimits(3, 3).of_validation(given), False, ranks)]).tolist()
+    assert sorted(evaluated) == [*range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.utils.data import (
 
 from zae.common import random_state
 from zae.common.device import leading_dimension
-from zae.data.loaders import copy_with, describe, length_of, unwrap_sampler
+from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 
 __all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "set_epoch", "shard", "shares_of"]
@@ -84,14 +85,20 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
         return _shard_other(loader, training, ranks)
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, loader.dataset, training, ranks)
-    user_sharded = isinstance(_sampler_of(loader), DistributedSampler)
+    sampler = _sampler_of(loader)
+    user_sharded = isinstance(unwrap_sampler(sampler), DistributedSampler)
     if user_sharded and training:
         return loader
     each_is_batch = loader.batch_sampler is None
     inner: Any = loader.sampler if each_is_batch else loader.batch_sampler
     if user_sharded:
         # With its padding, samples would be evaluated twice.
-        inner = BatchSampler(SequentialSampler(loader.dataset), loader.batch_size or 1, loader.drop_last)  # type: ignore[arg-type]
+        entries: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+        if isinstance(sampler, Proxy):  # Of limit_batches.
+            limited = copy.copy(sampler)
+            limited.passed = entries
+            entries = limited
+        inner = BatchSampler(entries, loader.batch_size or 1, loader.drop_last)
     if length_of(inner) is None:
         raise LoaderError(
             f"the {type(inner).__name__} of the loader has no length ({describe(loader)}), so {ranks.size} ranks "
@@ -99,7 +106,7 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
         )
     shards: Any = BatchShards(inner, each_is_batch, training, ranks)
     if training and type(inner) is BatchSampler:
-        entries: Any = inner.sampler
+        entries = inner.sampler
         shards = SampleShards(entries, inner.batch_size, inner.drop_last, ranks)
         if inner.drop_last and not len(shards):
             raise LoaderError(
