@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zae.addon import AddOnBase
-from zae.common.argument_checks import check_count, check_flags, check_folder, check_partial
+from zae.common.argument_checks import check_flags, check_folder, check_partial
 from zae.common.model_weights import named_parameters
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
@@ -20,9 +20,9 @@ from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import OLD_ATTRIBUTES, Resumption
-from zae.saving.retention import Retention
+from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, check_moment, format_for
-from zae.saving.start_from import Start, parts_of
+from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
 from zae.storage.share import Group
 
@@ -84,12 +84,18 @@ class StateManagerAddon(AddOnBase):
         they contained starts from scratch.
     start_from : str or Path, optional
         A checkpoint, or a folder of them, whose newest whole one is taken, to start a new run from: a fine-tune, or the
-        cooldown of a schedule. It is read once, if ``resume`` finds nothing in ``save_path``.
+        cooldown of a schedule; or a file of weights. It is read once, if ``resume`` finds nothing in ``save_path``.
     start_with : tuple of str, optional
         What to take from ``start_from``; the rest starts from scratch. Any of "model" (the default is ``("model",)``),
         "optimizer" (the state of each parameter; every setting of the groups is the script's), "scheduler" (with its
         rates), "progress" (the counters of epochs, steps and batches), "random" (the random streams), and add-ons by
         the names of their classes, "EMAAddon" for instance.
+    save_weights_every : Every or int, optional
+        When to save the weights alone too, in a file ``weights-00000012.safetensors`` under ``save_path``, or ``.ckpt``
+        with that format, as ``save_model`` does. ``apply_weights`` and ``start_from`` load it; a run resumes only from
+        a checkpoint.
+    keep_weights : int, optional
+        How many of the newest of these files to keep; None keeps all.
 
     Raises
     ------
@@ -141,22 +147,23 @@ class StateManagerAddon(AddOnBase):
         allow_partial: Sequence[str] = (),
         start_from: str | Path | None = None,
         start_with: Sequence[str] | None = None,
+        save_weights_every: Every | int | None = None,
+        keep_weights: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         model_format = format_for(self.unwrap(), save_format)
         self.save_path = folder = check_folder(save_path, "save_path").absolute()  # A script may change its own.
-        self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
-        last, best = check_count("keep_last", keep_last, optional=True), check_count("keep_best", keep_best, least=0)
-        start = Start(start_from, start_with, parts_of(type(self)), folder, resume, allow_partial)
+        self.save_every, self.on_save_error = Every.parse(save_every, "save_every", Every(epochs=1)), on_save_error
+        start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
         flags = check_flags(overwrite=overwrite, save_async=save_async, save_on_signal=save_on_signal)
         self.overwrite, in_background, self.save_on_signal = flags
-        self.on_save_error = on_save_error
-        retention = Retention(last, best or 0, 1 if self.history.direction == "min" else -1)
+        retention = Retention.parse(keep_last, keep_best, self.history.direction)
+        weights = WeightFiles(folder, model_format, save_weights_every, keep_weights)
         options: dict[str, Any] = {"in_background": in_background, "on_save_error": on_save_error}
         options["warns_of_nonfinite"] = self.nonfinite.policy != "raise"
-        self.checkpointer = Checkpointer(folder, model_format, retention, **options)
+        self.checkpointer = Checkpointer(folder, model_format, retention, weights, **options)
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder)
 
     @property
@@ -168,6 +175,21 @@ class StateManagerAddon(AddOnBase):
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
         return self.checkpointer.best
+
+    def resume_from(self, resume: bool | str | Path) -> None:
+        """Set the option ``resume`` before the first call of ``run``.
+
+        Parameters
+        ----------
+        resume : bool, "auto", str or Path
+            As the option.
+
+        Raises
+        ------
+        ConfigError
+            The trainer has run already.
+        """
+        self._resumption.begin_from(resume)
 
     # ---------------------------------------------------------------------------------------------- during a run
 
@@ -214,11 +236,16 @@ class StateManagerAddon(AddOnBase):
         if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
             self.checkpointer.sync(self.gather)
         is_best = bool(retention.best) and self.best.get("step") == progress.step
-        in_epoch, is_due = progress.epoch_batch > 0, self.save_every.is_due(progress)
+        requests, in_epoch = self.current_run.requests, progress.epoch_batch > 0
+        is_due = self.save_every.is_due(progress) or "save" in requests
+        requests.discard("save")
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             name = self.checkpointer.path_at(progress.step).name
             is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
             is_due = is_scored or (is_best and retention.best_first()[:1] != [name])
+        # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
+        if self.checkpointer.weights.every is not None:
+            self.checkpointer.save_weights(progress, self.save_model, self.is_main)
         if is_due:
             self.save_state()
 
@@ -352,8 +379,7 @@ class StateManagerAddon(AddOnBase):
         """
         self.checkpointer.settle()
         place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
-        found, content = self.checkpointer.newest(place, files, self.held_parts())
-        self._load_content(found, content, strict, files)
+        self._load_content(*self.checkpointer.newest(place, files, self.held_parts()), strict, files)
 
     def _resume_from(self, found: Path, content: Content) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
@@ -372,8 +398,7 @@ class StateManagerAddon(AddOnBase):
         """Load what was read of a checkpoint."""
         manifest, model, state = content
         if allow_partial and not (model and state):
-            rest = "all but the weights" if model else "the model"
-            _log.warning("%s is damaged: %s starts a new run", found, rest)
+            _log.warning("%s is damaged: %s starts a new run", found, "all but the weights" if model else "the model")
         if allow_partial and not state:
             self.apply_weights(model, strict)
         else:
@@ -409,8 +434,7 @@ class StateManagerAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Describe when it saves, and what room that takes."""
-        kept = self.checkpointer.retention
-        return [*super().plan_lines(plan), *plan.keep(self.save_every, kept.last, kept.best, self.save_path)]
+        return super().plan_lines(plan) + self.checkpointer.plan_lines(plan, self.save_every)
 
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""

@@ -251,7 +251,11 @@ def test_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> No
         ({"start_with": ()}, ConfigError, "a tuple of parts"),
         ({"start_from": None, "start_with": ("model",)}, ConfigError, "give its path: start_from="),
         ({"start_from": 3}, ConfigError, "must be the path of a checkpoint"),
-        ({"start_from": "no-such-run"}, CheckpointNotFound, "the folder does not exist"),
+        (
+            {"start_from": "no-such-run"},
+            CheckpointNotFound,
+            "does not exist; give the folder of a checkpoint, or a file",
+        ),
         ({"start_from": "."}, CheckpointDamaged, "manifest.json"),
         ({"resume": True}, ConfigError, "begins a new run, and resume=True continues one"),
         ({"resume": "elsewhere"}, ConfigError, "begins a new run, and resume='elsewhere' continues one"),

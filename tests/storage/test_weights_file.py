@@ -344,7 +344,7 @@ def test_programs_and_bombs_are_not_loaded() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, r"contains a dict with the keys \['state_dict', 'epoch'\]"),
+        ({"weights": {"w": torch.ones(1)}, "epoch": 3}, r"contains a dict with the keys \['weights', 'epoch'\]"),
         (torch.ones(1), "contains a Tensor; expected a dict of tensors"),
     ],
 )

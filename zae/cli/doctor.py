@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:
     """Verify every checkpoint in a folder, reading all of their bytes, or only their manifests; nothing is changed."""
     from zae.saving.crash import crashes_in
+    from zae.saving.retention import weight_files
     from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 
     folder = Path(path)
@@ -53,6 +54,7 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
         "resume_from": whole[0]["name"] if whole else None,
         "checkpoints": checkpoints,
+        "weights": [each.name for each in weight_files(folder)],
         "crashes": [_examine_one(each, reads_all) for each in crashes],
         "left_behind": _left_behind(folder) if paths != [folder] else [],
         "holder": _holder(folder),
@@ -122,6 +124,8 @@ def _table(report: dict[str, Any]) -> str:
             lines.append(f"{_plain(each['name'])}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
         else:
             lines.append(f"{_plain(each['name'])}: {each['wrong']}")
+    if report["weights"]:
+        lines.append(f"files of weights alone, from which no run resumes: {', '.join(report['weights'])}")
     if report["left_behind"]:
         names = ", ".join(_plain(name) for name in report["left_behind"])
         lines.append(f"left by interrupted saves, removed by the next save: {names}")

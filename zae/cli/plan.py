@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from zae.cli import Answer, script
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> Answer:
                 f"{arguments.script} returned a trainer without the arguments of its run; write: return trainer, "
                 '{"n_epoch": 3, "loader": loader}'
             )
-        _check(trainer, options)
+        _check(trainer.plan, options)
         status, found = 0, {}
         try:
             plan = trainer.plan(**options)
@@ -53,9 +54,9 @@ def fields_of(plan: Any) -> dict[str, Any]:
     return found
 
 
-def _check(trainer: Any, options: dict[str, Any]) -> None:
+def _check(plan: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse arguments that ``run`` does not have, or lacks."""
-    signature = inspect.signature(trainer.plan)
+    signature = inspect.signature(plan)
     for name in options:
         if name not in signature.parameters:
             hint = did_you_mean(str(name), signature.parameters)

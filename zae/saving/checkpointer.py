@@ -9,18 +9,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
 from zae.saving.locks import FolderLock
-from zae.saving.retention import Retention
+from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
+
+if TYPE_CHECKING:
+    from zae.loop.progress import Every, ProgressChecker
 
 __all__ = ["Checkpointer", "Content"]
 
@@ -45,6 +48,8 @@ class Checkpointer:
         The format of the weights.
     retention : Retention
         The rule for which checkpoints stay.
+    weights : WeightFiles, optional
+        The files of weights alone.
     in_background : bool
         Whether a thread writes while training continues.
     on_save_error : {"raise", "warn"}
@@ -73,12 +78,14 @@ class Checkpointer:
         folder: Path,
         model_format: str,
         retention: Retention,
+        weights: WeightFiles | None = None,
         *,
         in_background: bool = False,
         on_save_error: str = "raise",
         warns_of_nonfinite: bool = False,
     ) -> None:
         self.folder, self.model_format, self.retention = folder, model_format, retention
+        self.weights = weights or WeightFiles(folder, model_format, None, None)
         if on_save_error not in ("raise", "warn"):
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
@@ -136,6 +143,7 @@ class Checkpointer:
                 "from it, give another save_path, or write overwrite=True to replace them"
             )
         self._replaced = others
+        self.weights.open(step, overwrite)
 
     def _is_left_over(self, path: Path, step: int) -> bool:
         """Return whether a checkpoint before this step is an older one of this run, or damaged."""
@@ -191,6 +199,16 @@ class Checkpointer:
         if self.has_failed:
             self.saver.wait()
 
+    def save_weights(self, progress: ProgressChecker, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save the weights alone if that is due; all ranks call it."""
+        if self.weights.is_due(progress):
+            try:
+                self.weights.save(progress.step, save_model, is_main)
+            except CheckpointError as error:
+                if error.errno is None or self.on_save_error != "warn":
+                    raise
+                _log.warning("not saved at step %d: %s", progress.step, error)
+
     def settle(self) -> None:
         """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
         try:
@@ -219,6 +237,11 @@ class Checkpointer:
     def _forget_save(self) -> None:
         """Forget the last save, which failed: what it was to replace still exists."""
         (self.retention.scores, self._replaced), self.saved_at = self._before, None
+
+    def plan_lines(self, plan: Any, every: Every) -> list[str]:
+        """Set in a plan when is saved, and describe what is kept."""
+        kept = self.retention
+        return [*plan.keep(every, kept.last, kept.best, self.folder), *self.weights.plan_lines()]
 
     # -------------------------------------------------------------------------------------------------------- loading
 

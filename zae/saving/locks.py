@@ -33,16 +33,16 @@ class FolderLock:
     if it ran on another.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(os.path.abspath(folder))
+    def __init__(self, folder: Path, option: str = "save_path") -> None:
+        self.folder, self._option = Path(os.path.abspath(folder)), option
         self._token: str | None = None
         self._stop = threading.Event()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
+        return {"folder": self.folder, "option": self._option}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]  # A copy, or another process, does not hold the lock.
+        self.__init__(**state)  # type: ignore[misc]  # A copy, or another process, does not hold the lock.
 
     def check(self) -> None:
         """Raise ConfigError if another run saves into the folder."""
@@ -55,9 +55,9 @@ class FolderLock:
             return
         if _alive(holder, self.folder / _NAME):
             raise ConfigError(
-                f"save_path={str(self.folder)!r} is in use: process {_plain(holder.get('pid'))} on host "
+                f"{self._option}={str(self.folder)!r} is in use: process {_plain(holder.get('pid'))} on host "
                 f"{_plain(holder.get('host'))} saves there since {_plain(holder.get('since'))}; give another "
-                f"save_path, or end that process (if it is certainly dead, delete {self.folder / _NAME})"
+                f"{self._option}, or end that process (if it is certainly dead, delete {self.folder / _NAME})"
             )
 
     def acquire(self) -> None:

@@ -7,7 +7,7 @@ in the slot ``parallel``, a list with those of each rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ class RankStates:
         name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying_entries(type(trainer))
         for key, each in state.items() if trainer.world_size > 1 else ():
             if key in varying or not in_parts:
-                state[key] = _gather(trainer, each, keeps=key in varying or trainer.is_main)
+                state[key] = _gather(trainer.whole, each, keeps=key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return state
         own = {}
@@ -178,14 +178,14 @@ class RankStates:
             )  # fmt: skip
 
 
-def _gather(trainer: Trainer, value: Any, keeps: bool) -> Any:
+def _gather(whole: Callable[[Tensor], Tensor], value: Any, keeps: bool) -> Any:
     """Return a value with whole tensors, on the meta device unless this rank keeps them; all ranks call it."""
 
-    def whole(tensor: Tensor) -> Tensor:
-        found = trainer.whole(tensor)
+    def gathered(tensor: Tensor) -> Tensor:
+        found = whole(tensor)
         return found if keeps or found is tensor else found.to("meta")
 
-    return map_tensors(whole, value)
+    return map_tensors(gathered, value)
 
 
 def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -236,11 +236,13 @@ def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
     """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
     found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
     for each in cls.__mro__:
-        if not is_add_on(each) or each.__module__.partition(".")[0] == "zae":
+        if not is_add_on(each):
             continue
         if names := tuple(each.__dict__.get("rank_state_attributes", ())):
             found[each.__name__] = tuple(map(key_of, names))
-        elif "state_dict" in each.__dict__ and each not in declaring(cls):
+        elif (
+            each.__module__.partition(".")[0] != "zae" and "state_dict" in each.__dict__ and each not in declaring(cls)
+        ):
             found[each.__name__] = None
     return found
 

@@ -56,6 +56,15 @@ class Resumption:
         self.path: Path | None = None
         self._is_done = self._is_left = False
 
+    def begin_from(self, resume: bool | str | Path) -> None:
+        """Resume from a checkpoint when the trainer is set up, as with the option ``resume``."""
+        if self._is_done and resume is not False:
+            raise ConfigError(
+                f"resume from {resume!r} comes after a call of run(), which has begun already; make a new trainer, or "
+                "load the state: load_state(path)"
+            )
+        self.resume = resume
+
     def is_due(self, calls: RunCalls, is_seeded: bool) -> bool:
         """Return whether to look for a checkpoint: once, as the trainer is set up for the first time."""
         # Calls that other processes have made for this one count; what they resumed from is not known here.

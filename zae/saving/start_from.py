@@ -17,6 +17,7 @@ from zae.saving.rank_states import RankStates, engine_of
 from zae.storage.checkpoint import list_checkpoints, load_state, load_weights, newest_valid
 from zae.storage.manifest import read_manifest, verify
 from zae.storage.names import MODEL_FILES, STATE, STATE_TENSORS
+from zae.storage.weights_file import format_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -33,19 +34,29 @@ class Start:
     """The options ``start_from`` and ``start_with``: which checkpoint, and which parts of it."""
 
     def __init__(
-        self, start_from: Any, start_with: Any, known: Sequence[str], save_path: Path, resume: Any, allow_partial: Any
+        self, start_from: Any, start_with: Any, cls: type, save_path: Path, resume: Any, allow_partial: Any
     ) -> None:
-        self.parts = _check_parts(start_from, start_with, known)
+        self.parts, add_ons = _check_parts(start_from, start_with, parts_of(cls)), add_ons_of(cls)
+        self._checked = [each.__name__ for each in add_ons if each.checks_model] if "model" in self.parts else []
         self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
-        if self.path is not None and not (resume == "auto" and list_checkpoints(save_path)):
+        if self.path is not None and self.path.is_file():
+            format_of(self.path)
+            if self.parts != ["model"]:
+                raise ConfigError(
+                    f"start_from={str(start_from)!r} is a file of weights, and start_with={start_with!r} names more "
+                    "than the model; leave start_with out, or give a checkpoint"
+                )
+        elif self.path is not None and not (resume == "auto" and list_checkpoints(save_path)):
             self._newest(read_manifest, read_manifest)
 
     def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
         """Read the checkpoint at the path, or the newest whole one of a folder, and return both."""
         assert self.path is not None
+        if self.path.is_file():
+            return self.path, read(self.path)
         if not self.path.is_dir():
             raise CheckpointNotFound(
-                f"start_from={str(self.path)!r}: the folder does not exist; give that of a checkpoint"
+                f"start_from={str(self.path)!r} does not exist; give the folder of a checkpoint, or a file of weights"
             )
         if not list_checkpoints(self.path):
             return self.path, read(self.path)
@@ -58,12 +69,15 @@ class Start:
     def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read only the files of a checkpoint that the parts need."""
         model = load_weights(path) if "model" in self.parts else {}
-        return model, {} if self.parts == ["model"] else load_state(path)
+        return model, load_state(path) if self._reads_state() and path.is_dir() else {}
+
+    def _reads_state(self) -> bool:
+        return self.parts != ["model"] or bool(self._checked)
 
     def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read what the parts need, and verify the other files."""
         needed = {*MODEL_FILES.values()} if "model" in self.parts else set()
-        verify(path, skip=needed if self.parts == ["model"] else {*needed, STATE, STATE_TENSORS})
+        verify(path, skip={*needed, STATE, STATE_TENSORS} if self._reads_state() else needed)
         return self._load(path)
 
     def apply(self, trainer: Trainer) -> None:
@@ -78,6 +92,7 @@ class Start:
         state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "model" in self.parts:
             state["model"] = model
+            state |= {name: saved[name] for name in self._checked if saved.get(name) is not None}
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]
         position, kept = trainer.loader_position, dict(vars(trainer.loader_position))

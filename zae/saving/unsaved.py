@@ -40,7 +40,8 @@ class Unsaved:
     It compares the attributes that the user's own classes set, unless these have a ``state_dict``, and in the model's
     modules numbers, random streams, and tensors that are not persistent buffers. Of large values it compares a sample.
 
-    The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`.
+    The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
+    saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
     """
 
     def __init__(self) -> None:
@@ -72,12 +73,12 @@ class Unsaved:
 
     def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Map the name of each value to a mark that is equal while the value has not changed."""
-        held = vars(owner)
+        held, kept = vars(owner), getattr(owner, "saved_attributes", ())
         saved = (owner, held["model"], *optimization.optimizers.values(), *optimization.schedulers.values())
         inside = {id(each) for each in (*saved, *model.modules())}
         look, found = _Look(inside), {}
         own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
-        for name, value, depth in (*own, *((*each, 2) for each in _of_model(model))):
+        for name, value, depth in (*own, *((*each, 2) for each in _of_model(model) if each[0] not in kept)):
             with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
                 found[name] = look(value, depth)
         return found

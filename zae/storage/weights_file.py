@@ -245,8 +245,11 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
         reason = str(error).strip().split("\n")[0][:160]
         raise CheckpointDamaged(
             f"{where}: not loaded: contains code, or is cut short ({reason}). "
-            "Get the weights as .safetensors, or as .ckpt with a dict of tensors."
+            "Get the weights as .safetensors, or as .ckpt with a dict of tensors. If you trust the file, "
+            "apply_weights(torch.load(path, weights_only=False)['state_dict']) reads one of Lightning."
         ) from error
+    if isinstance(made, dict) and _is_state(made.get("state_dict")):  # A checkpoint of Lightning.
+        made = made["state_dict"]
     if _is_state(made):
         return dict(made)
     found = f"a dict with the keys {list(made)[:5]!r:.120}" if isinstance(made, dict) else f"a {type(made).__name__}"
@@ -257,6 +260,7 @@ def read_trusted(path: Path) -> dict[str, Tensor]:
     """Read what ``torch.save`` wrote, and run whatever code it contains."""
     made = torch.load(path, map_location="cpu", weights_only=False)
     made = made.state_dict() if isinstance(made, nn.Module) else made
+    made = made["state_dict"] if isinstance(made, dict) and _is_state(made.get("state_dict")) else made
     if _is_state(made):
         return dict(made)
     raise CheckpointDamaged(f"{path}: contains a {type(made).__name__}; expected a state_dict or a torch.nn.Module")
