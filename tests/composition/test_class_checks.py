@@ -374,9 +374,9 @@ def test_a_misspelt_hook_is_refused(name, meant, base):
         type(Task)("X", (base,), {name: lambda self, *args: None})
 
 
-@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_HOOKS))
+@pytest.mark.parametrize("name", sorted(zae.composition.foreign_tables.HOOKS))
 def test_a_foreign_hook_is_refused(name):
-    here = zae.composition.foreign_names.FOREIGN_HOOKS[name]
+    here = zae.composition.foreign_tables.HOOKS[name]
     with pytest.raises(TaskError) as caught:
         type(Task)("X", (Task,), {name: lambda self, batch: None})
     assert f"X.{name} would never be called" in str(caught.value)

@@ -11,7 +11,8 @@ from types import FunctionType
 from typing import Any
 
 from zae.composition.collisions import check_init_names
-from zae.composition.foreign_names import FOREIGN_HOOKS, foreign_hook
+from zae.composition.foreign_names import Absent, foreign_hook
+from zae.composition.foreign_tables import ATTRIBUTES, HOOKS
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
@@ -32,6 +33,9 @@ __all__ = ["check_class", "check_complete", "check_instance"]
 
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
+
+_OF_DATA = ("evaluate", "predict")
+"""Those of them that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _OF_BACKWARD = {"retain_graph", "create_graph", "inputs"}
@@ -82,7 +86,7 @@ def _check_declaration(cls: Any) -> None:
     if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
         raise AddOnError(f"{name}.apply is not a classmethod; write @classmethod def apply(cls, base_cls)")
     for fixed in FIXED:
-        if fixed in cls.__dict__:
+        if fixed in cls.__dict__ and not (fixed in _OF_DATA and calls_super(cls.__dict__[fixed], fixed)):
             raise AddOnError(
                 f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
                 "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
@@ -186,13 +190,13 @@ def _check_methods(cls: Any, klass: Any) -> None:
     behind, bases = cls.__mro__[cls.__mro__.index(klass) + 1 :], cls.__mro__[_root_index(cls)].__mro__
     trainers = [c for c in behind if is_trainer(c) or c in bases]
     for name, value in klass.__dict__.items():
-        inherited = [c.__dict__[name] for c in behind if name in c.__dict__]
+        inherited = any(name in c.__dict__ and not isinstance(c.__dict__[name], Absent) for c in behind)
         if is_marked(value, "__override__") and not inherited:
             known = {n for c in behind for n in c.__dict__ if not n.startswith("_")}
             raise _error(klass)(
                 f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
             )
-        if name.startswith("_"):
+        if name.startswith("_") and name not in HOOKS:
             continue
         ours = [c.__dict__[name] for c in trainers if name in c.__dict__]
         if ours and isinstance(function_of(ours[0]), FunctionType):
@@ -206,8 +210,8 @@ def _check_methods(cls: Any, klass: Any) -> None:
 def _check_name(cls: Any, klass: Any, name: str) -> None:
     """Refuse a method that looks like a hook and is not called."""
     seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if (len(s) > 5 or s == "setup") and s != name]
-    near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 else ""
-    hint = f"; {foreign_hook(name)}." if name in FOREIGN_HOOKS or (foreign_hook(name) and not near) else near
+    near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 and name not in ATTRIBUTES else ""
+    hint = f"; {foreign_hook(name)}." if name in HOOKS or (foreign_hook(name) and not near) else near
     if is_marked(klass.__dict__[name], "__seam__") or not hint:
         return
     users = [c for c in cls.__mro__ if c is klass or c.__module__.partition(".")[0] != "zae"]
@@ -217,7 +221,7 @@ def _check_name(cls: Any, klass: Any, name: str) -> None:
             return  # The class calls it itself.
     raise _error(klass)(
         f"{klass.__name__}.{name} would never be called{hint} "
-        "If the method is your own, give it another name or begin it with an underscore"
+        f"If the method is your own, give it another name{'' if name[0] == '_' else ' or begin it with an underscore'}"
     )
 
 
@@ -254,6 +258,8 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
     wanted = list(inspect.signature(function_of(ours)).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in wanted):
         return
+    if is_marked(ours, "__by_name__"):
+        wanted = [p for p in wanted if p.default is p.empty]
     count = sum(p.kind in _POSITIONAL for p in wanted) - isinstance(value, staticmethod)
     signature = inspect.signature(value)
     try:

@@ -18,6 +18,7 @@ __all__ = [
     "RENAMED_SEAMS",
     "AddOnPart",
     "add_ons_of",
+    "by_name",
     "calls_super",
     "function_of",
     "is_add_on",
@@ -121,6 +122,12 @@ def repeats(function: AnyFunction) -> AnyFunction:
     ...         return super().gradients(batch)
     """
     _mark(function, "__repeats__")
+    return function
+
+
+def by_name(function: AnyFunction) -> AnyFunction:
+    """Mark a method that gets its optional arguments by name, and of them those alone that an override takes."""
+    _mark(function, "__by_name__")
     return function
 
 

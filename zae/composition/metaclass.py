@@ -31,11 +31,22 @@ from zae.composition.introspect import (
     seams_of,
     slots_of,
 )
-from zae.composition.options import check_call, check_owners, options_of
+from zae.composition.options import check_call, check_owners, expand_call, options_of
 from zae.composition.renamed import absent_names, keep_old_names, present_names
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
-__all__ = ["LAYERS", "TrainerMeta", "add_ons_of", "compose", "options_of", "replaces", "seam", "seams_of", "slots_of"]
+__all__ = [
+    "LAYERS",
+    "TrainerMeta",
+    "add_ons_of",
+    "compose",
+    "load_installed",
+    "options_of",
+    "replaces",
+    "seam",
+    "seams_of",
+    "slots_of",
+]
 
 
 class _OfClass(classmethod):
@@ -67,6 +78,7 @@ class TrainerMeta(ABCMeta):
     requires: tuple[str | type, ...]
     excludes: Mapping[str, str]
     apply: Callable[[Any], Any]
+    expand_options: Callable[[Mapping[str, Any]], dict[str, Any]]
 
     @user_call
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
@@ -75,7 +87,7 @@ class TrainerMeta(ABCMeta):
         if str(namespace.get("__module__")).startswith("zae."):
             namespace |= {call: user_call(namespace[call]) for call in USER_CALLS & namespace.keys()}
         if not parents:
-            namespace |= absent_names()
+            namespace |= absent_names({*namespace, *(name for base in bases for name in dir(base))})
             namespace["add_on"] = _OfClass(user_call(namespace["add_on"].__func__))
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
@@ -97,6 +109,7 @@ class TrainerMeta(ABCMeta):
                 f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
             )
         check_complete(cls)
+        args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
         try:
             trainer = super().__call__(*args, **kwargs)
@@ -185,7 +198,7 @@ def _label(name: Any) -> str:
 def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     """Return an add-on class, looking a name up among the installed entry points."""
     if isinstance(add_on, str):
-        add_on = _load_installed(add_on)
+        add_on = load_installed(add_on)
     if isinstance(add_on, (list, tuple, set)):
         raise AddOnError(f"add_on() takes the classes one by one, not in a {type(add_on).__name__}; write add_on(A, B)")
     if not isinstance(add_on, type):
@@ -199,7 +212,7 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     return cast(TrainerMeta, add_on)
 
 
-def _load_installed(name: str) -> Any:
+def load_installed(name: str) -> Any:
     """Load the add-on that is installed under a name."""
     points = list(metadata.entry_points(group="zae.addons"))
     found = {p.value: p for p in points if p.name == name} or {p.value: p for p in points if p.name == name + "Addon"}

@@ -14,7 +14,7 @@ from zae.composition.foreign_names import foreign_option
 from zae.composition.introspect import function_of, is_add_on, is_base, is_trainer
 from zae.errors import AddOnConflict, OptionError, did_you_mean
 
-__all__ = ["check_call", "check_owners", "join", "option_values", "options_of", "own_options"]
+__all__ = ["check_call", "check_owners", "expand_call", "join", "option_values", "options_of", "own_options"]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -117,6 +117,16 @@ def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
                 )
 
 
+def expand_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the options that stand for others, whether they are given by position or by name."""
+    positional = [name for name, (p, _) in options_of(cls).items() if p.kind in _POSITIONAL]
+    by_position = dict(zip(positional, args, strict=False))
+    once = {name: value for name, value in by_position.items() if name not in kwargs}
+    expanded = cls.expand_options({**kwargs, **once})
+    once = {name: expanded.pop(name, value) for name, value in once.items()}
+    return (*({**by_position, **once}.values()), *args[len(by_position) :]), expanded
+
+
 def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse an unknown, repeated or missing argument before any ``__init__`` runs."""
     options = options_of(cls)
@@ -163,12 +173,13 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f"def __init__(self, *args, {name}=..., **kwargs) there"
             )
     # The last owner wins, so that a derived class of a user does not.
-    owners = {o: a for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) for o in own_options(c)}
-    if name in owners:
-        return f": it is an option of {owners[name].__name__}; add it with .add_on({owners[name].__name__})"
-    foreign = foreign_option(name)
+    parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
+    owners = {o: a for a, c in parts for o in own_options(c)}
+    foreign, owner = foreign_option(name), owners[name].__name__ if name in owners else ""
     if foreign:
-        return f"; {foreign}"
+        return f"; {foreign}{f', or the same option of {owner}' if owner else ''}"
+    if owner:
+        return f": it is an option of {owner}; add it with .add_on({owner})"
     near = did_you_mean(name, options)
     if near:
         return near

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Container
 from operator import attrgetter
 from typing import Any
 
-from zae.composition.foreign_names import ABSENT_NAMES, foreign_method
+from zae.composition.foreign_names import ABSENT_NAMES, Absent
 from zae.composition.introspect import RENAMED_SEAMS
-from zae.errors import MissingError
 
 __all__ = ["absent_names", "keep_old_names", "present_names"]
 
@@ -57,27 +57,13 @@ def keep_old_names(cls: Any) -> None:
                 setattr(klass, old, _OldName(old, new, klass.__dict__[new]))
 
 
-class _Absent:
-    """A name of another trainer, or of an add-on that is not there: reading it raises an error with what to write.
-
-    A class attribute, not ``__getattr__``: with that, Python would not cache where the attributes of a trainer are,
-    and each ``self.name`` of a step would take twice as long.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        raise MissingError(f"{owner.__name__} has no attribute {self.name!r}{foreign_method(self.name)}")
-
-
-def absent_names() -> dict[str, Any]:
+def absent_names(present: Container[str]) -> dict[str, Any]:
     """Return what explains the absent names, for the namespace of Trainer; a class or an instance may set each."""
-    return {**{name: _Absent(name) for name in ABSENT_NAMES}, "__dir__": present_names}
+    return {**{name: Absent(name) for name in ABSENT_NAMES if name not in present}, "__dir__": present_names}
 
 
 def present_names(self: Any) -> list[str]:
     """Return what ``dir`` lists of a class or an instance."""
     names = type.__dir__(self) if isinstance(self, type) else object.__dir__(self)
-    hidden = {name for name in names if isinstance(inspect.getattr_static(self, name, None), (_Absent, _OldName))}
+    hidden = {name for name in names if isinstance(inspect.getattr_static(self, name, None), (Absent, _OldName))}
     return [name for name in names if name not in hidden]
