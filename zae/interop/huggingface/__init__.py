@@ -1,0 +1,1 @@
+"""Training as Transformers does it: its arguments, datasets, loss, optimizers, metrics and folders."""

@@ -1,0 +1,118 @@
+"""How long a run with the arguments of Transformers takes, and when it is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from zae.errors import ConfigError
+from zae.loop.progress import Every
+
+__all__ = ["NEVER", "EveryAnd", "carry_evaluation", "carry_length", "cut_at", "steps_of", "train"]
+
+NEVER = Every(epochs=sys.maxsize)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EveryAnd(Every):
+    """A cadence of steps, and single steps beside it: the first, or the last of a run."""
+
+    also: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return it as it is written in a script."""
+        return f"EveryAnd(steps={self.steps}, after={self.after}, also={self.also})"
+
+    def due_at_step(self, step: int) -> bool:
+        """Return whether it is due after this optimizer step."""
+        return super().due_at_step(step) or (step in self.also and step > self.after)
+
+
+def steps_of(name: str, args: Any, total: int | None) -> int:
+    """Return a number of steps; less than 1 is a share of the run."""
+    value = getattr(args, name)
+    if value >= 1:
+        return int(value)
+    if total is None:
+        raise ConfigError(
+            f"{name}={value} is a share of the run, whose steps are not known here; write "
+            "from_arguments(args, total_steps=...), or a whole number of steps"
+        )
+    return math.ceil(total * value)
+
+
+def carry_length(args: Any, to: Any) -> None:
+    """Carry num_train_epochs and max_steps."""
+    if args.max_steps > 0:
+        to.run.update(n_epoch=None, max_steps=args.max_steps)
+    elif float(args.num_train_epochs).is_integer():
+        to.run["n_epoch"] = int(args.num_train_epochs)
+    elif to.total_steps is None:
+        to.report["num_train_epochs"] = (
+            f"num_train_epochs={args.num_train_epochs} ends within an epoch: carried.train(trainer, loader) counts its "
+            "steps; for trainer.run(), write from_arguments(args, total_steps=...)"
+        )
+    else:
+        to.run.update(n_epoch=math.ceil(args.num_train_epochs), max_steps=to.total_steps)
+
+
+def carry_evaluation(args: Any, to: Any) -> None:
+    """Carry eval_strategy, eval_steps and eval_delay."""
+    after = max(0, math.ceil(args.eval_delay) - 1)
+    if args.eval_strategy == "no":
+        to.run["valid_every"] = NEVER
+    elif args.eval_strategy == "epoch":
+        to.run["valid_every"] = Every(epochs=1, after=after)
+    else:
+        last = () if to.total_steps is None else (to.total_steps,)
+        to.run["valid_every"] = EveryAnd(steps=steps_of("eval_steps", args, to.total_steps), after=after, also=last)
+        if not last:
+            to.report["eval_strategy"] = (
+                "eval_strategy='steps': the last step is evaluated by carried.train(trainer, loader, valid_loader), or "
+                "with from_arguments(args, total_steps=...)"
+            )
+
+
+def cut_at(args: Any, in_epoch: int | None) -> int:
+    """Return the step within an epoch at which a run ends and is evaluated; 0 where it ends with an epoch."""
+    if not in_epoch:
+        return 0
+    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
+    return 0 if total % in_epoch == 0 or args.eval_delay > total / in_epoch else total
+
+
+def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None, total_steps: int | None = None) -> Any:
+    """Run a trainer as long as arguments say, evaluating as they say; load the best weights at the end.
+
+    ``args`` is a TrainingArguments, or has its attributes for the length and the evaluation. Without loaders, they are
+    those of HuggingFaceAddon.
+    """
+    loader = trainer.get_train_dataloader() if loader is None else loader
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if valid_loader is None and evaluates and hasattr(trainer, "get_eval_dataloader"):
+        if trainer.eval_dataset is None:
+            strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+            raise ConfigError(f"eval_strategy={strategy!r} needs data; write eval_dataset=dataset")
+        valid_loader = trainer.get_eval_dataloader()
+    steps = trainer.steps_in(loader)
+    if args.max_steps > 0:
+        total_steps = args.max_steps
+    elif steps:
+        total_steps = math.ceil(args.num_train_epochs * steps)
+    elif not float(args.num_train_epochs).is_integer():
+        raise ConfigError(
+            f"num_train_epochs={args.num_train_epochs} of a loader without a length has no end; write max_steps"
+        )
+    limits = SimpleNamespace(total_steps=total_steps, run={}, report={})
+    carry_length(args, limits)
+    carry_evaluation(args, limits)
+    if args.eval_on_start and valid_loader is not None and not trainer.progress_checker.step:
+        trainer.evaluate(valid_loader)
+    valid_loader = None if args.eval_strategy == "no" else valid_loader
+    metrics = trainer.run(loader=loader, valid_loader=valid_loader, **limits.run)
+    if args.load_best_model_at_end and getattr(trainer, "best_path", None) is not None:
+        trainer.restore_best()
+    return metrics

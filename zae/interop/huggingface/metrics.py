@@ -1,0 +1,337 @@
+"""The outputs of an evaluation as Transformers gives them to ``compute_metrics``, and what it returns as metrics.
+
+The outputs of each batch are collected in ``log_test``, which is gathered over the ranks in the order of the loader, so
+that ``compute_metrics`` gets the same arrays on any number of ranks. With ``batch_eval_metrics`` nothing is collected
+on one rank: a batch is given to ``compute_metrics`` as soon as the next one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zae.common.argument_checks import check_metrics
+from zae.errors import ConfigError, StepError
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import EvalPrediction
+
+__all__ = ["BatchOutputs", "EvaluationOutputs", "concatenate", "forward_outputs", "labels_of", "monitor_of"]
+
+ENTRY = "eval_outputs"
+"""The name of the outputs in ``log_test``."""
+
+PADDING = -100
+"""What shorter rows are filled up with, as by Transformers: losses ignore such labels."""
+
+_Nested = TypeVar("_Nested")
+_INCLUDES = ("inputs", "loss")
+
+
+class BatchOutputs(NamedTuple):
+    """What one batch of an evaluation is judged by; tensors, nested in tuples, lists and dicts."""
+
+    predictions: Any
+    label_ids: Any
+    inputs: Any
+    losses: Any
+
+
+class EvaluationOutputs:
+    """Compute metrics of the outputs of an evaluation by a ``compute_metrics`` that was written for Transformers.
+
+    Parameters
+    ----------
+    compute_metrics : callable, optional
+        A function of an ``EvalPrediction`` that returns a dict of numbers.
+    preprocess_logits : callable, optional
+        A function of the logits and labels of a batch, which returns what is kept of the logits.
+    by_batch : bool
+        Call ``compute_metrics(prediction, compute_result=is_last)`` with each batch.
+    includes : sequence of str
+        What the ``EvalPrediction`` contains beside logits and labels: "inputs", "loss".
+    """
+
+    def __init__(
+        self,
+        compute_metrics: Callable[..., Any] | None = None,
+        preprocess_logits: Callable[[Any, Any], Any] | None = None,
+        *,
+        by_batch: bool = False,
+        includes: Sequence[str] = (),
+    ) -> None:
+        functions = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": preprocess_logits}
+        for name, function in functions.items():
+            if function is not None and not callable(function):
+                raise ConfigError(
+                    f"{name}={function!r:.60} is not a function; write {name}=function, without calling it"
+                )
+        if isinstance(includes, str) or any(each not in _INCLUDES for each in includes):
+            raise ConfigError(f"include_for_metrics={includes!r}; write a list of 'inputs' and 'loss'")
+        if by_batch and compute_metrics is None:
+            raise ConfigError("batch_eval_metrics=True needs compute_metrics; give it, or leave batch_eval_metrics out")
+        self.compute_metrics, self.preprocess_logits = compute_metrics, preprocess_logits
+        self.by_batch, self.includes = by_batch, tuple(includes)
+        self._held: BatchOutputs | None = None
+
+    def begin(self) -> None:
+        """Forget a batch that an evaluation left behind when it failed."""
+        self._held = None
+
+    def collect(
+        self, loss: Tensor | None, logits: Any, labels: Any, inputs: Mapping[str, Any], main_input: str, alone: bool
+    ) -> dict[str, Any]:
+        """Return what ``test_step`` returns for a batch; ``alone`` says that no other rank evaluates."""
+        values: dict[str, Any] = {} if loss is None else {"loss": loss}
+        if self.compute_metrics is None:
+            if loss is None:
+                raise StepError(
+                    f"a batch of the evaluation has no labels, so there is no loss; its entries are "
+                    f"{', '.join(inputs)}; "
+                    "name those of your labels in label_names, or call predict()"
+                )
+            return values
+        if labels is None or logits is None:
+            missing = "labels" if labels is None else "logits"
+            raise StepError(
+                f"compute_metrics needs {missing}, and the batch has none: its entries are {', '.join(inputs)}; "
+                + ("name those of your labels in label_names, or call predict()" if labels is None else "leave "
+                   "prediction_loss_only and ignore_keys out, or compute_metrics")
+            )  # fmt: skip
+        outputs = self.read(loss, logits, labels, inputs, main_input)
+        if not self.by_batch or not alone:
+            return {**values, ENTRY: outputs}
+        if self._held is not None:
+            self._compute(self._held, compute_result=False)
+        self._held = outputs
+        return values
+
+    def read(
+        self, loss: Tensor | None, logits: Any, labels: Any, inputs: Mapping[str, Any], main_input: str
+    ) -> BatchOutputs:
+        """Return what is kept of a batch."""
+        if logits is not None and self.preprocess_logits is not None:
+            logits = self.preprocess_logits(logits, labels)
+        held = inputs if self.by_batch else inputs.get(main_input)
+        size = next((len(each) for each in _leaves(logits) if each.dim()), 1)
+        return BatchOutputs(
+            logits,
+            labels,
+            held if "inputs" in self.includes else None,
+            loss.reshape(1).repeat(size) if loss is not None and "loss" in self.includes else None,
+        )
+
+    def metrics(self, log: Mapping[str, list[Any]]) -> dict[str, float]:
+        """Return the metrics of an evaluation, whose log is that of all ranks."""
+        if self.compute_metrics is None:
+            return {}
+        held, self._held = [] if self._held is None else [self._held], None
+        found = held or (log[ENTRY] if ENTRY in list(log) else [])
+        if not found and len(log):
+            raise StepError(
+                "compute_metrics was not called: test_step of your class returns no predictions. Leave test_step out, "
+                "or override prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None)"
+            )
+        return self.compute(found)
+
+    def compute(self, outputs: Sequence[BatchOutputs]) -> dict[str, float]:
+        """Return the metrics of batches in their order."""
+        has_both = bool(outputs) and outputs[0].predictions is not None and outputs[0].label_ids is not None
+        if self.compute_metrics is None or not has_both:
+            return {}
+        if not self.by_batch:
+            return self._compute(BatchOutputs(*(to_numpy(concatenate(each)) for each in zip(*outputs, strict=True))))
+        *most, last = outputs
+        for each in most:
+            self._compute(each, compute_result=False)
+        return self._compute(last, compute_result=True)
+
+    def _compute(self, outputs: BatchOutputs, **options: bool) -> dict[str, float]:
+        """Call ``compute_metrics``; return its metrics, or nothing where it was not asked for a result."""
+        from transformers.trainer_utils import EvalPrediction
+
+        assert self.compute_metrics is not None
+        prediction: EvalPrediction = EvalPrediction(*outputs)
+        found = self.compute_metrics(prediction, **options)
+        if options.get("compute_result") is False:
+            return {}
+        if found is None:
+            raise StepError("compute_metrics returned None; return a dict of numbers: return {'accuracy': accuracy}")
+        return check_metrics("compute_metrics", dict(_flat(found)) if isinstance(found, Mapping) else found)
+
+
+def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the metrics of nested dicts under names with a slash, and without the prefix of an evaluation."""
+    for key, value in metrics.items():
+        name = prefix + (str(key) if prefix else str(key).removeprefix("eval_"))
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}/")
+        else:
+            yield name, value
+
+
+# ------------------------------------------------------------------------------------------------ one batch
+
+
+def labels_of(inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the labels of a batch: one, a tuple of several, or None where one of them is missing."""
+    if not names or any(inputs.get(name) is None for name in names):
+        return None
+    labels = tuple(detach(inputs[name]) for name in names)
+    return labels[0] if len(labels) == 1 else labels
+
+
+def forward_outputs(outputs: Any, ignore_keys: Sequence[str], has_loss: bool) -> Any:
+    """Return what a model has returned beside its loss: one tensor, or a tuple in the order of the outputs."""
+    if isinstance(outputs, Mapping):
+        names = [key for key in outputs if key not in ignore_keys and not (has_loss and key == "loss")]
+        for name in names:
+            _check_tensors(outputs[name], name)
+        found = tuple(outputs[name] for name in names)
+    elif isinstance(outputs, (tuple, list)):
+        found = tuple(outputs[1:] if has_loss else outputs)
+    else:  # A model without labels may return a tensor.
+        return None if has_loss else detach(outputs)
+    found = detach(found)
+    return found[0] if len(found) == 1 else found or None
+
+
+def default_ignored(model: nn.Module) -> list[str]:
+    """Return the outputs that the configuration of a model leaves out of predictions."""
+    return list(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ["past_key_values"])
+
+
+def _check_tensors(value: Any, name: str) -> None:
+    """Refuse an output that cannot be joined with those of the other batches."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            _check_tensors(each, name)
+    elif isinstance(value, Mapping):
+        _check_tensors([*value.values()], name)
+    elif not isinstance(value, (Tensor, type(None))):
+        raise StepError(
+            f"the output {name!r} of the model contains a {type(value).__name__}, and predictions are tensors; leave "
+            f"it out: ignore_keys=[{name!r}]"
+        )
+
+
+def generate(
+    model: Any, inputs: Mapping[str, Any], labels: Any, processing_class: Any, options: Mapping[str, Any]
+) -> tuple[Tensor, Any]:
+    """Return the tokens that a model generates for a batch, and its labels, padded to the longest that may come."""
+    if not hasattr(model, "generate"):
+        raise ConfigError(f"predict_with_generate=True needs a model with generate; {type(model).__name__} has none")
+    inputs = dict(inputs)
+    decoded = inputs.get("decoder_input_ids")
+    if decoded is not None and labels is not None and labels.shape == decoded.shape:  # Made of the labels.
+        inputs = {name: each for name, each in inputs.items() if not name.startswith("decoder_")}
+    tokens = model.generate(**inputs, **{name: value for name, value in options.items() if value is not None})
+    config = model.generation_config
+    length = config.max_length if config.max_length is not None else 20  # The default of Transformers.
+    if config.max_new_tokens is not None:
+        length = max(length, config.max_new_tokens + 1)
+    pad = getattr(processing_class, "pad_token_id", None)
+    pad = getattr(model.config, "pad_token_id", None) if pad is None else pad
+    if pad is None:
+        raise ConfigError("predict_with_generate=True pads with pad_token_id, which neither processing_class nor the "
+                          "configuration of the model has; set model.config.pad_token_id")  # fmt: skip
+
+    def padded(each: Tensor) -> Tensor:
+        return nn.functional.pad(each, (0, max(length - each.shape[-1], 0)), value=pad)
+
+    return padded(tokens), None if labels is None else _map(padded, labels)
+
+
+# ------------------------------------------------------------------------------------------------ nested tensors
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a copy of nested tensors with a function of each."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(function, each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return (tuple if isinstance(value, tuple) else list)(_map(function, each) for each in value)
+    return value
+
+
+def detach(value: Any) -> Any:
+    """Return nested tensors without their graphs."""
+    return _map(Tensor.detach, value)
+
+
+def to_numpy(value: Any) -> Any:
+    """Return nested tensors as arrays; NumPy has no bfloat16, which becomes float32."""
+    return _map(lambda each: (each.float() if each.dtype == torch.bfloat16 else each).cpu().numpy(), value)
+
+
+def concatenate(parts: Iterable[_Nested]) -> _Nested:
+    """Join nested tensors of all batches along their first dimension, and pad the second one on the right.
+
+    The result is that of Transformers, which joins two at a time and so copies each row as often as there are batches.
+    """
+    parts = list(parts)
+    first: Any = parts[0]
+    if any(type(each) is not type(first) for each in parts):
+        found = sorted({type(each).__name__ for each in parts})
+        raise StepError(f"batches have outputs of different types: {', '.join(found)}; return the same for each batch")
+    if isinstance(first, Tensor):
+        return _concatenate_tensors(parts)  # type: ignore[return-value, arg-type]
+    if isinstance(first, Mapping):
+        return {key: concatenate(each[key] for each in parts) for key in first}  # type: ignore[return-value,index]
+    if isinstance(first, (tuple, list)):
+        joined = [concatenate(each) for each in zip(*parts, strict=True)]
+        return tuple(joined) if isinstance(first, tuple) else joined  # type: ignore[return-value]
+    return first
+
+
+def _concatenate_tensors(parts: list[Tensor]) -> Tensor:
+    parts = [each.reshape(1) if each.dim() == 0 else each for each in parts]
+    first = parts[0]
+    if any(
+        each.shape[:1] + each.shape[2:] != each.shape[:1] + first.shape[2:] or each.dim() != first.dim()
+        for each in parts
+    ):
+        found = sorted({tuple(each.shape[1:]) for each in parts})
+        raise StepError(
+            f"the outputs of batches have rows of different shapes, {found[0]} and {found[-1]}, and only the first "
+            "dimension of a row is padded; use preprocess_logits_for_metrics to bring them to one shape"
+        )
+    if first.dim() < 2 or all(each.shape[1] == first.shape[1] for each in parts):
+        return torch.cat(parts)
+    shape = (sum(map(len, parts)), max(each.shape[1] for each in parts), *first.shape[2:])
+    joined, row = first.new_full(shape, PADDING), 0
+    for each in parts:
+        joined[row : row + len(each), : each.shape[1]] = each
+        row += len(each)
+    return joined
+
+
+# ------------------------------------------------------------------------------------------------ names of metrics
+
+
+def monitor_of(name: str, eval_names: Iterable[str] = ()) -> str:
+    """Return the monitor for a ``metric_for_best_model``: ``eval_accuracy`` is ``accuracy`` here.
+
+    Of a dict of evaluation sets, ``eval_<name>_loss`` is ``<name>/loss``.
+    """
+    bare = name.removeprefix("eval_")
+    longest = max((each for each in eval_names if bare.startswith(f"{each}_")), key=len, default="")
+    return f"{longest}/{bare[len(longest) + 1 :]}" if longest else bare
+
+
+def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return metrics under the names that Transformers gives them."""
+    return {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}

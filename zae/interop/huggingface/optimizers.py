@@ -1,0 +1,374 @@
+"""Optimizers and learning-rate schedules by the names of Transformers, for any trainer.
+
+Transformers makes both itself: its groups of parameters, its defaults and its schedules, of the installed version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from zae.errors import ConfigError, did_you_mean
+from zae.interop.huggingface.arguments import library
+
+__all__ = [
+    "OptimizerFactory",
+    "ScheduleFactory",
+    "create_optimizer",
+    "create_schedule",
+    "factories",
+    "optimizer",
+    "schedule",
+]
+
+_log = logging.getLogger("zae")
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+# The packages that some optimizers need, by a part of their names; the module, and what to install.
+_PACKAGES = {
+    "schedule_free": ("schedulefree", "schedulefree"),
+    "galore": ("galore_torch", "git+https://github.com/jiaweizzhao/GaLore"),
+    "apollo": ("apollo_torch", "git+https://github.com/zhuhanqing/APOLLO"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+    "anyprecision": ("torchdistx", "git+https://github.com/pytorch/torchdistx"),
+    "_xla": ("torch_xla", "torch_xla"),
+    "_npu": ("torch_npu", "torch-npu"),
+    "adamw_torch_4bit": ("torchao", "torchao"),
+    "adamw_torch_8bit": ("torchao", "torchao"),
+    **dict.fromkeys(("8bit", "paged", "bnb", "ademamix", "lion"), ("bitsandbytes", "bitsandbytes")),
+}
+# What the optimizers that need no package take from ``optim_args``; Transformers ignores the rest.
+_OPTIM_ARGS = {
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adafactor"), ()),
+}
+_OPTIMIZER_ARGUMENTS = (
+    "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
+    "optim_target_modules", "warmup_steps",
+)  # fmt: skip
+_SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
+
+
+def optimizer(optim: str | None = None, **arguments: Any) -> OptimizerFactory:
+    """Return a factory of an optimizer of Transformers, to be given to a trainer as ``optimizer=``.
+
+    Weight decay applies to neither biases nor norms, by the rule of ``transformers.Trainer``.
+
+    Parameters
+    ----------
+    optim : str, optional
+        A name of ``transformers.training_args.OptimizerNames``; None is the default of the installed version.
+    **arguments : object
+        The arguments of ``TrainingArguments`` that optimizers read: ``learning_rate``, ``weight_decay``,
+        ``adam_beta1``, ``adam_beta2``, ``adam_epsilon``, ``optim_args``, ``optim_target_modules`` and
+        ``warmup_steps`` (schedule-free ones). Those that are left out have its defaults.
+
+    Returns
+    -------
+    OptimizerFactory
+        A function of the model.
+
+    Raises
+    ------
+    ConfigError, ImportError
+        The name or an argument is unknown, or a package is not installed, with the line that installs it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.interop.huggingface import optimizers
+    >>> make = optimizers.optimizer("sgd", learning_rate=0.1, weight_decay=0.01, optim_args="momentum=0.9")
+    >>> groups = make(torch.nn.Linear(2, 1)).param_groups
+    >>> [(len(group["params"]), group["weight_decay"], group["momentum"]) for group in groups]
+    [(1, 0.01, 0.9), (1, 0.0, 0.9)]
+    """
+    given = {} if optim is None else {"optim": optim}
+    factory = OptimizerFactory(_defaults(_OPTIMIZER_ARGUMENTS, {**given, **arguments}, "optimizer"))
+    _check_optimizer(factory.args)
+    return factory
+
+
+def schedule(lr_scheduler_type: str | None = None, **arguments: Any) -> ScheduleFactory:
+    """Return a factory of a schedule of Transformers, to be given to a trainer as ``scheduler=``.
+
+    The trainer calls it with the optimizer steps of the run, and steps it after each of them.
+
+    Parameters
+    ----------
+    lr_scheduler_type : str, optional
+        A name of ``transformers.SchedulerType``; None is the default of the installed version.
+    **arguments : object
+        ``warmup_steps``, steps (a number of at least 1) or the share of the run (less than 1), and
+        ``lr_scheduler_kwargs``, a dict of what the schedule takes beside them.
+
+    Returns
+    -------
+    ScheduleFactory
+        A function of the optimizer and ``total_steps``.
+
+    Raises
+    ------
+    ConfigError
+        The name or an argument is unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.interop.huggingface import optimizers
+    >>> make = optimizers.schedule("linear", warmup_steps=0.5)
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule, rates = make(optimizer, total_steps=4), []
+    >>> for _ in range(4):
+    ...     rates += schedule.get_last_lr()
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.0, 0.5, 1.0, 0.5]
+    """
+    given = {} if lr_scheduler_type is None else {"lr_scheduler_type": lr_scheduler_type}
+    factory = ScheduleFactory(_defaults(_SCHEDULE_ARGUMENTS, {**given, **arguments}, "schedule"))
+    _check_schedule(factory.args)
+    return factory
+
+
+def factories(args: Any) -> tuple[OptimizerFactory, ScheduleFactory]:
+    """Return the factories of the optimizer and the schedule of a ``TrainingArguments``."""
+    made = optimizer(**{name: getattr(args, name) for name in _OPTIMIZER_ARGUMENTS})
+    return made, schedule(**{name: getattr(args, name) for name in _SCHEDULE_ARGUMENTS})
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerFactory:
+    """Make an optimizer of a model by the arguments of Transformers; see `optimizer`."""
+
+    args: Any
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of a model."""
+        return create_optimizer(self.args, model)
+
+    def __repr__(self) -> str:
+        return _written("optimizer", self.args, _OPTIMIZER_ARGUMENTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleFactory:
+    """Make a schedule of an optimizer by the arguments of Transformers; see `schedule`."""
+
+    args: Any
+    steps_on_batch: ClassVar[bool] = True
+
+    def __call__(self, optimizer: Optimizer, total_steps: int | None) -> Any:
+        """Return the schedule of a run with so many optimizer steps."""
+        return create_schedule(self.args, optimizer, total_steps)
+
+    def __repr__(self) -> str:
+        return _written("schedule", self.args, _SCHEDULE_ARGUMENTS)
+
+
+def create_optimizer(args: Any, model: nn.Module) -> Optimizer:
+    """Return the optimizer that ``transformers.Trainer(model, args)`` would create.
+
+    Parameters
+    ----------
+    args : transformers.TrainingArguments
+        Or an object with those of its attributes that optimizers read.
+    model : Module
+        Parameters that require no gradient are left out.
+
+    Returns
+    -------
+    Optimizer
+        With one group that decays and one that does not.
+
+    Raises
+    ------
+    ConfigError, ImportError
+        As `optimizer` does.
+    """
+    transformers = library()
+
+    _check_optimizer(args)
+    for text in unused_optim_args(args):
+        _log.warning("%s", text)
+    # A trainer without its constructor, which would want data and move the model.
+    trainer: Any = object.__new__(transformers.Trainer)
+    vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
+    try:
+        made = trainer.create_optimizer()
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"optim={_name(args.optim)!r} cannot be made: {error}") from error
+    return made
+
+
+def create_schedule(args: Any, optimizer: Optimizer, total_steps: int | None) -> Any:
+    """Return the schedule that ``transformers.Trainer`` would create for a run of so many optimizer steps.
+
+    Parameters
+    ----------
+    args : transformers.TrainingArguments
+        Or an object with those of its attributes that schedules read.
+    optimizer : Optimizer
+        Its rates are the highest ones.
+    total_steps : int or None
+        None where it is not known; most schedules need it.
+
+    Returns
+    -------
+    LRScheduler or ReduceLROnPlateau
+        To be stepped after each optimizer step; ReduceLROnPlateau after each validation.
+
+    Raises
+    ------
+    ConfigError
+        The steps are not known, or an argument is unknown.
+    """
+    transformers = library()
+
+    _check_schedule(args)
+    name, warmup = _name(args.lr_scheduler_type), args.warmup_steps
+    if total_steps is None and name != "reduce_lr_on_plateau" and (name not in _ENDLESS or 0 < warmup < 1):
+        raise ConfigError(
+            f"lr_scheduler_type={name!r} needs the number of optimizer steps of the run, which is not known: the "
+            "loader has no length; write run(..., max_steps=1000) or run(..., steps_per_epoch=100)"
+        )
+    total = total_steps or 0
+    given = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
+    try:
+        made = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=args.lr_scheduler_kwargs, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} cannot be made: {error}"
+        ) from error
+    return Schedule(made, total, ends=name not in _ENDLESS) if isinstance(made, LambdaLR) else made
+
+
+class Schedule(LambdaLR):
+    """A schedule of Transformers that says how long it is, and that it counts optimizer steps."""
+
+    steps_on_batch = True
+
+    def __init__(self, made: LambdaLR, total: int, ends: bool) -> None:
+        self._total, self._ends = total, ends
+        super().__init__(made.optimizer, made.lr_lambdas)
+
+    @property
+    def total_iters(self) -> int | None:
+        """The steps of the run."""
+        return self._total if self._ends else None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it must not be stepped further."""
+        return self._ends
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the length: a resumed run may be longer, as it may be in Transformers."""
+        return {name: value for name, value in super().state_dict().items() if name not in ("_total", "_ends")}
+
+
+def unused_optim_args(args: Any) -> list[str]:
+    """Describe the entries of ``optim_args`` that the optimizer does not read, and Transformers ignores."""
+    name, given = _name(args.optim), _optim_args(args)
+    known = _OPTIM_ARGS.get(name, given)
+    return [
+        f"optim_args has {each!r}, which optim={name!r} does not read{did_you_mean(each, known)}"
+        for each in given
+        if each not in known
+    ]
+
+
+def _optim_args(args: Any) -> list[str]:
+    """Return the names in ``optim_args``, such as "momentum=0.9,nesterov=true"."""
+    given = args.optim_args or ""
+    pairs = [each.partition("=") for each in given.replace(" ", "").split(",")] if given else []
+    if not all(name and value and "=" not in value for name, _, value in pairs):
+        raise ConfigError(f"optim_args={given!r}; write optim_args='momentum=0.9,nesterov=true'")
+    return [name for name, _, _ in pairs]
+
+
+def _check_optimizer(args: Any) -> None:
+    """Refuse an optimizer that the installed packages cannot make, or that steps within backward."""
+    from transformers.training_args import OptimizerNames
+
+    name = _name(args.optim)
+    known = [each.value for each in OptimizerNames]
+    if name not in known:
+        raise ConfigError(f"unknown optim={name!r}{did_you_mean(name, known) or '; it is one of ' + ', '.join(known)}")
+    if name.endswith("_layerwise") or "lomo" in name:
+        whole = name.removesuffix("_layerwise")
+        raise ConfigError(
+            f"optim={name!r} changes the weights within backward, before gradients are clipped and checked; write "
+            f"optim={whole if whole != name else 'adafactor'!r}"
+        )
+    for part, (module, package) in _PACKAGES.items():
+        if part in name and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"optim={name!r} needs {module}, which is not installed: pip install {package}")
+        if part in name:
+            break
+    _optim_args(args)
+
+
+def _check_schedule(args: Any) -> None:
+    """Refuse an unknown schedule, and those that cannot be stepped by a trainer."""
+    from transformers import SchedulerType
+
+    name, known = _name(args.lr_scheduler_type), [each.value for each in SchedulerType]
+    if name not in known:
+        near = did_you_mean(name, known) or "; it is one of " + ", ".join(known)
+        raise ConfigError(f"unknown lr_scheduler_type={name!r}{near}")
+    if name == "greedy":
+        raise ConfigError(
+            "lr_scheduler_type='greedy' is not a torch scheduler; write lr_scheduler_type='reduce_lr_on_plateau', or "
+            "step it in on_validation_end"
+        )
+    if not isinstance(args.warmup_steps, (int, float)) or args.warmup_steps < 0:
+        raise ConfigError(f"warmup_steps={args.warmup_steps!r}; write a number of steps, or a share such as 0.1")
+    if not isinstance(args.lr_scheduler_kwargs, (Mapping, type(None))):
+        raise ConfigError(
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}; write a dict, such as {{'num_cycles': 2}}"
+        )
+
+
+def _warmup_steps(args: Any, total: int) -> int:
+    """Return the steps of the warm-up, as ``TrainingArguments.get_warmup_steps`` does."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments.get_warmup_steps(args, total)
+
+
+def _defaults(names: tuple[str, ...], given: Mapping[str, Any], what: str) -> Any:
+    """Return some arguments with the defaults of the installed version, where they are not given."""
+    transformers = library()
+    from transformers.training_args import ParallelMode
+
+    for name in given:
+        if name not in names:
+            near = did_you_mean(name, names) or "; it has " + ", ".join(names)
+            raise ConfigError(f"unknown argument {name!r} for optimizers.{what}{near}")
+    fields = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
+    values = {name: given.get(name, fields[name]) for name in names}
+    return SimpleNamespace(**values, gradient_accumulation_steps=1, parallel_mode=ParallelMode.NOT_PARALLEL)
+
+
+def _name(value: Any) -> str:
+    """Return the name of an entry of an enumeration of Transformers, or of a str."""
+    return str(getattr(value, "value", value))
+
+
+def _written(function: str, args: Any, names: tuple[str, ...]) -> str:
+    """Return a factory as it is written in a script."""
+    first, *rest = names
+    more = {name: getattr(args, name) for name in rest}
+    given = [repr(_name(getattr(args, first))), *(f"{name}={value!r}" for name, value in more.items() if value)]
+    return f"zae.interop.huggingface.optimizers.{function}({', '.join(given)})"
