@@ -1,0 +1,127 @@
+"""hyperparameter_search as Transformers has it: its defaults, its snippet, and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from kit import hf
+from kit.searches import make_trainer
+from zae import ConfigError, OptionError, Trainer
+from zae.addons import HuggingFaceAddon, JSONLLoggerAddon, StateManagerAddon
+from zae.search import BestRun, hyperparameter_search
+from zae.search.huggingface import default_compute_objective, default_hp_space
+
+
+def model_init() -> Any:
+    return hf.make_model("sequence")
+
+
+def test_the_snippet(tmp_path, monkeypatch):
+    """Of the documentation of Transformers, with a tiny model and the arguments as options."""
+    monkeypatch.chdir(tmp_path)
+    training_args = {"eval_strategy": "epoch", "seed": 3}
+    train_dataset = eval_dataset = hf.dataset("sequence", 16)
+
+    trainer = Trainer.add_on(HuggingFaceAddon)(
+        model_init=model_init,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        device="cpu",
+        log_bar=False,
+        **training_args,
+    )
+
+    best_trial = trainer.hyperparameter_search(
+        direction="minimize",
+        backend="optuna",
+        n_trials=3,
+        hp_space=lambda trial: {
+            "learning_rate": trial.suggest_float("learning_rate", 1e-5, 5e-5, log=True),
+            "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [8, 16, 32]),
+            "num_train_epochs": trial.suggest_int("num_train_epochs", 2, 5),
+        },
+    )
+    assert isinstance(best_trial, BestRun)
+    assert best_trial.hyperparameters.keys() == {"learning_rate", "per_device_train_batch_size", "num_train_epochs"}
+    trials = best_trial.run_summary.trials
+    assert best_trial.objective == min(each.value for each in trials) == trials[int(best_trial.run_id)].value
+    for each in trials:
+        assert len(each.reports) == each.params["num_train_epochs"]
+        assert each.value == [*each.reports.values()][-1]
+        assert each.folder.name == f"run-{each.number}"
+    assert trainer.progress_checker.step == 0
+
+
+def test_each_trial_has_its_own_folder_and_options(tmp_path):
+    """Checkpoints and logs go there; without a validation the dataset is evaluated at the end."""
+    made = Trainer.add_on(HuggingFaceAddon, StateManagerAddon, JSONLLoggerAddon)
+    options = {"save_path": tmp_path / "checkpoints", "jsonl_path": tmp_path / "log.jsonl", "resume": "auto"}
+    options |= {"model_init": lambda trial: hf.make_model("sequence", 0 if trial is None else trial["seed"])}
+    options |= {"train_dataset": hf.dataset("sequence", 8), "eval_dataset": hf.dataset("sequence", 8)}
+    trainer = made(device="cpu", log_bar=False, learning_rate=1e-3, **options)
+    best = trainer.hyperparameter_search(
+        lambda trial: {"seed": trial.suggest_int("seed", 1, 40), "num_train_epochs": 1},
+        lambda metrics: metrics["eval_loss"], 2, hp_name=lambda trial: f"seed-{trial['seed']}", folder=tmp_path / "s",
+    )  # fmt: skip
+    for each in best.run_summary.trials:
+        assert each.folder == tmp_path / "s" / f"seed-{each.params['seed']}"
+        assert (each.folder / "log.jsonl").exists()
+        assert (each.folder / "checkpoints" / "step-00000001").exists()
+    assert not (tmp_path / "log.jsonl").exists()
+    again = trainer.hyperparameter_search(default_hp_space, n_trials=1, timeout=60, gc_after_trial=True)
+    assert again.run_summary.folder == tmp_path / "checkpoints" / "search-1"
+
+
+def test_the_defaults_are_those_of_transformers():
+    asked = list[Any]()
+
+    class Asks:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: asked.append((name, args, kwargs)) or len(asked)
+
+    theirs = transformers.trainer_utils.default_hp_space_optuna(Asks())
+    calls, asked = asked, []
+    assert default_hp_space(Asks()) == theirs
+    assert calls == asked
+    for metrics in ({"eval_loss": 1.5, "epoch": 2}, {"eval_loss": 1.5, "eval_accuracy": 0.5, "eval_f1": 0.25},
+                    {"eval_loss": 2.0, "eval_runtime": 3.0, "eval_steps_per_second": 4.0}):  # fmt: skip
+        assert default_compute_objective(metrics) == transformers.trainer_utils.default_compute_objective(metrics)
+    assert BestRun._fields == transformers.trainer_utils.BestRun._fields
+
+
+def test_several_directions_give_a_front(tmp_path):
+    found = hyperparameter_search(
+        make_trainer, lambda trainer: trainer.run(1, batches_of(), batches_of()), tmp_path,
+        lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1), "bias": True},
+        lambda metrics: (metrics["eval_loss"], metrics["eval_accuracy"]), 3, ["minimize", "maximize"], seed=0,
+    )  # fmt: skip
+    assert isinstance(found, list)
+    assert all(len(each.objective) == 2 for each in found)
+
+
+def batches_of() -> Any:
+    from kit.searches import batches
+
+    return batches()
+
+
+def test_what_is_refused(tmp_path):
+    given = (make_trainer, lambda trainer: None, tmp_path)
+    with pytest.raises(ConfigError, match="backend='ray'; zae searches with optuna alone"):
+        hyperparameter_search(*given, backend="ray")
+    with pytest.raises(OptionError, match=r"storage is not taken: the study is in the folder, search\.journal"):
+        hyperparameter_search(*given, storage="sqlite://")
+    with pytest.raises(OptionError, match="has no argument 'pruners'; did you mean 'pruner'"):
+        hyperparameter_search(*given, pruners=None)
+    data = {"train_dataset": hf.dataset("sequence", 8), "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"give model_init=\.\.\., a function, in the place of the model"):
+        Trainer.add_on(HuggingFaceAddon)(model_init(), **data).hyperparameter_search()
+    with pytest.raises(OptionError, match="learning_rates"):
+        Trainer.add_on(HuggingFaceAddon)(model_init=model_init, **data).hyperparameter_search(
+            lambda trial: {"learning_rates": trial.suggest_float("learning_rates", 0.1, 0.2)}, folder=tmp_path / "a"
+        )
+    with pytest.raises(AttributeError, match=r"HuggingFaceAddon.*zae\.search\.search"):
+        make_trainer({"lr": 0.1, "bias": True}).hyperparameter_search()

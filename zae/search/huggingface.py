@@ -1,0 +1,151 @@
+"""`hyperparameter_search` with the signature of Transformers' Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zae.errors import OptionError, did_you_mean
+from zae.search.trial import Trial
+
+__all__ = [
+    "BestRun",
+    "LastScore",
+    "ModelInit",
+    "RunAndScore",
+    "default_hp_space",
+    "name_of",
+    "new_folder",
+    "options_of",
+]
+
+_STUDY = ("sampler", "pruner")  # Arguments of optuna's create_study that are carried,
+_OPTIMIZE = {"timeout": "max_time", "n_jobs": "n_jobs", "catch": "catch"}  # and of optimize.
+_PLACES = ("save_path", "jsonl_path", "log_dir", "ledger_path", "report_path")
+"""Options that are files and folders; each trial has them in its own folder."""
+_REFUSED = {
+    "storage": "the study is in the folder, search.journal",
+    "study_name": "a folder has one study; give another folder",
+    "load_if_exists": "a search continues in its folder by itself",
+    "directions": "write direction=[...]",
+}
+
+
+class BestRun(NamedTuple):
+    """The best trial of a search, as Transformers returns it.
+
+    Attributes
+    ----------
+    run_id : str
+        The number of the trial.
+    objective : float or list of float
+        Its score, or one for each direction.
+    hyperparameters : dict of str to object
+        Its parameters.
+    run_summary : object
+        The `SearchResult`, where Transformers has None for optuna.
+    """
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+def default_hp_space(trial: Any) -> dict[str, Any]:
+    """Return the parameters that Transformers searches by default, of a trial of optuna."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
+
+
+def default_compute_objective(metrics: Mapping[str, float]) -> float:
+    """Return the loss where there is no other metric, else the sum of all others, as Transformers does."""
+    left_out = ("epoch", "eval_loss")
+    others = [value for name, value in metrics.items()
+              if name not in left_out and not name.endswith(("_runtime", "_per_second"))]  # fmt: skip
+    return sum(others) if others else metrics["eval_loss"]
+
+
+@dataclass(frozen=True)
+class LastScore:
+    """The objective of a search, of metrics whose names begin with ``eval_``."""
+
+    compute_objective: Callable[[Any], Any] | None
+
+    def __call__(self, metrics: Mapping[str, float]) -> Any:
+        named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
+        return (self.compute_objective or default_compute_objective)(named)
+
+
+@dataclass(frozen=True)
+class RunAndScore:
+    """Train a trial; its score is that of the last validation, or of the metrics that ``run`` returns."""
+
+    run: Callable[..., Any]
+    objective: LastScore
+
+    def __call__(self, trainer: Any, trial: Trial) -> Any:
+        found = self.run(trainer)
+        metrics = trainer.history.test_metrics or found
+        return None if trial.is_pruned else self.objective(metrics) if isinstance(metrics, Mapping) else found
+
+
+@dataclass(frozen=True)
+class ModelInit:
+    """A ``model_init``, and the options of the trainer that it was given to."""
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = field(repr=False)
+    trial: Any = None
+
+    def __call__(self) -> Any:
+        """Return a new model; the function may take the trial, which is None outside of a search."""
+        takes_one = any(p.default is p.empty for p in inspect.signature(self.function).parameters.values())
+        return self.function(self.trial) if takes_one else self.function()
+
+    def trainer_of(self, kind: type) -> Callable[[Trial], Any]:
+        """Return what makes the trainer of a trial."""
+        return partial(_make_trainer, kind, self)
+
+
+def _make_trainer(kind: type, model_init: ModelInit, trial: Trial) -> Any:
+    """Return a trainer with the options of another one, the parameters of a trial, and its folder."""
+    options = {**model_init.options, **trial.params}
+    for name in _PLACES:
+        if options.get(name) is not None:
+            options[name] = trial.folder / Path(options[name]).name
+    return kind(**{**options, "model_init": replace(model_init, trial=trial)})
+
+
+def new_folder(place: str | Path) -> Path:
+    """Return the first folder ``search-1``, ``search-2`` and so on in a place that does not exist."""
+    numbers = itertools.count(1)
+    return next(path for path in (Path(place) / f"search-{number}" for number in numbers) if not path.exists())
+
+
+def name_of(trial: Trial) -> str:
+    return f"run-{trial.number}"
+
+
+def options_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `search` that Transformers' keyword arguments are."""
+    found = {}
+    for name, value in kwargs.items():
+        if name in _REFUSED:
+            raise OptionError(f"hyperparameter_search(): {name} is not taken: {_REFUSED[name]}")
+        if name == "gc_after_trial":
+            continue  # Memory is given back after each trial.
+        if name not in (*_STUDY, *_OPTIMIZE, "seed", "log_bar"):
+            hint = did_you_mean(name, (*_STUDY, *_OPTIMIZE, "seed"))
+            raise OptionError(f"hyperparameter_search() has no argument {name!r}{hint}")
+        found[_OPTIMIZE.get(name, name)] = value
+    return found

@@ -1,0 +1,233 @@
+"""The result of a search: its trials, as a table, a page and a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zae.display.html import block, escape, rows_html
+from zae.display.text import duration, table
+from zae.errors import ConfigError
+from zae.search.plots import SearchPlot, page
+from zae.search.study import NAME, load_optuna, quiet
+from zae.storage.filesystem import replace_file
+
+__all__ = ["SearchResult", "TrialResult", "read", "read_study"]
+
+
+@dataclass
+class TrialResult:
+    """One trial of a search.
+
+    Attributes
+    ----------
+    number : int
+        Counts from 0.
+    state : str
+        "complete", "pruned", "fail", or "running" for one that was interrupted.
+    params : dict of str to object
+        Its parameters.
+    values : list of float
+        Its score, or one for each direction; of a pruned trial the last report. Empty for others.
+    folder : Path
+        What it saved and logged.
+    seconds : float
+        The time that it took.
+    error : str
+        Why it failed.
+    reports : dict of int to float
+        The score of each validation, by optimizer step.
+    """
+
+    number: int
+    state: str
+    params: dict[str, Any]
+    values: list[float]
+    folder: Path
+    seconds: float = 0.0
+    error: str = ""
+    reports: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float | None:
+        """The score; None where there is not one."""
+        return self.values[0] if len(self.values) == 1 else None
+
+
+@dataclass
+class SearchResult:
+    """The trials of a search; it prints as a table, and shows with plots in a notebook.
+
+    Attributes
+    ----------
+    trials : list of TrialResult
+        In the order in which they began.
+    directions : list of str
+        "minimize" or "maximize", one for each score.
+    folder : Path
+        Where the search is.
+    scales : dict of str to str or list
+        "linear" or "log" for each parameter that was drawn from a range, or its choices.
+    """
+
+    trials: list[TrialResult]
+    directions: list[str]
+    folder: Path
+    scales: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best_trials(self) -> list[TrialResult]:
+        """The best trial; with several directions, those that no other one is better than in all of them."""
+        ended = [each for each in self.trials if each.state == "complete"]
+        return [each for each in ended if not any(self._is_better(other, each) for other in ended)][
+            : 1 if len(self.directions) == 1 else None
+        ]
+
+    @property
+    def best_trial(self) -> TrialResult:
+        """The best trial of a search in one direction.
+
+        Raises
+        ------
+        ConfigError
+            There are several directions, or no trial has ended with a score.
+        """
+        if len(self.directions) > 1:
+            raise ConfigError(f"this search has {len(self.directions)} directions, and not one best trial: best_trials")
+        if not self.best_trials:
+            raise ConfigError(f"no trial of the search in {self.folder} has ended with a score yet")
+        return self.best_trials[0]
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The parameters of the best trial."""
+        return self.best_trial.params
+
+    @property
+    def best_value(self) -> float:
+        """The score of the best trial."""
+        return self.best_trial.values[0]
+
+    def _is_better(self, one: TrialResult, other: TrialResult) -> bool:
+        signs = [1 if direction == "minimize" else -1 for direction in self.directions]
+        mine, its = ([sign * value for sign, value in zip(signs, each.values)] for each in (one, other))
+        return all(a <= b for a, b in zip(mine, its)) and mine != its
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each trial, with the same columns."""
+        several = len(self.directions) > 1
+        names = dict.fromkeys(name for each in self.trials for name in each.params)
+        return [
+            {
+                "trial": each.number,
+                **{
+                    f"score_{at}" if several else "score": each.values[at] if each.values else None
+                    for at in range(len(self.directions))
+                },
+                **{name: each.params.get(name) for name in names},
+                "state": each.state,
+                "time": each.seconds,
+            }
+            for each in self.trials
+        ]
+
+    def to_frame(self) -> Any:
+        """Return the table as a ``pandas.DataFrame``; ``time`` is in seconds.
+
+        Raises
+        ------
+        ConfigError
+            pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self.rows())
+
+    def plot(self) -> SearchPlot:
+        """Return a plot that prints in a terminal, and shows as a picture in a notebook.
+
+        Returns
+        -------
+        SearchPlot
+            Its ``svg()`` is the picture.
+        """
+        return SearchPlot(self)
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a page with the plots and the table, by default ``search.html`` in the folder of the search."""
+        path = self.folder / "search.html" if path is None else Path(path)
+        text = page(f"{self.folder.name}: {len(self.trials)} trials", self._conclusion(), self.plot(), self._table())
+        content = text.encode()
+        replace_file(path, lambda put: put(content), len(content))
+        return path
+
+    def __str__(self) -> str:
+        if not self.trials:
+            return "no trial has begun"
+        rows, marks = self._shown()
+        return f"{table(rows, marks)}\n{self._conclusion()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return block(f"<div>{escape(self._conclusion())}</div>", self.plot().svg(), self._table())
+
+    def _shown(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the rows as they are shown, and the marks of the best ones."""
+        best = [each.number for each in self.best_trials]
+        rows = [{**row, "time": duration(row["time"])} for row in self.rows()]
+        return rows, ["best" if row["trial"] in best else "" for row in rows]
+
+    def _table(self) -> str:
+        return rows_html(*self._shown()) + "".join(
+            f"<div>trial {each.number} failed: {escape(each.error)}</div>" for each in self.trials if each.error
+        )
+
+    def _conclusion(self) -> str:
+        """Return the counts of the trials."""
+        names = {"complete": "finished", "pruned": "pruned", "fail": "failed", "running": "interrupted"}
+        counts = {said: sum(each.state == state for each in self.trials) for state, said in names.items()}
+        found = ", ".join(f"{count} {said}" for said, count in counts.items() if count)
+        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)}: {found or 'none'}"
+
+
+def read(folder: str | Path) -> SearchResult:
+    """Return the trials of a search, also of one that still runs.
+
+    Parameters
+    ----------
+    folder : str or Path
+        The ``folder`` of `search`.
+
+    Raises
+    ------
+    ConfigError
+        There is no search.
+    """
+    path = Path(folder).expanduser()
+    if not (path / NAME).exists():
+        raise ConfigError(f"{path} has no search: {NAME} is missing; give the folder of zae.search.search")
+    optuna = load_optuna()
+    with quiet(optuna):
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path / NAME)))
+        study = optuna.load_study(study_name=optuna.get_all_study_names(storage)[0], storage=storage)
+    return read_study(study, path)
+
+
+def read_study(study: Any, folder: Path) -> SearchResult:
+    """Return the trials of a study of optuna."""
+    trials, scales = [], dict[str, Any]()
+    for each in study.get_trials(deepcopy=False):
+        about: Mapping[str, Any] = each.user_attrs
+        for name, kind in each.distributions.items():
+            scales[name] = list(kind.choices) if hasattr(kind, "choices") else "log" if kind.log else "linear"
+        params, values = {**each.params, **about.get("params", {})}, list(each.values or [])
+        place, reports = folder / about.get("folder", ""), dict(each.intermediate_values)
+        seconds, error = about.get("seconds", 0.0), about.get("error", "")
+        state = each.state.name.lower()
+        trials.append(TrialResult(each.number, state, params, values, place, seconds, error, reports))
+    return SearchResult(trials, [each.name.lower() for each in study.directions], folder, scales)
