@@ -1,0 +1,333 @@
+"""What a LightningModule finds as ``self.trainer`` and ``self.logger``, and which of their names it may read."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zae.composition.foreign_names import ABSENT_NAMES
+from zae.errors import ConfigError, MissingError, TaskError
+from zae.loop.progress import NO_LIMIT
+
+__all__ = ["LoggerView", "TrainerView", "check_logger", "check_names"]
+
+_log = logging.getLogger("zae")
+_CALLS = "call run, evaluate, test or predict of the zae trainer, outside of the module"
+_LOOP = "the loop belongs to zae; write a task or an add-on"
+_FOLDER = "give the module a folder of its own, by an argument"
+_CURES = {
+    "trainer": {
+        **dict.fromkeys(("fit", "validate", "test", "predict"), _CALLS),
+        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOP),
+        **dict.fromkeys(("default_root_dir", "log_dir"), _FOLDER),
+        **dict.fromkeys(("accelerator", "device_ids"), "read self.device"),
+        **dict.fromkeys(("precision", "precision_plugin", "scaler"), "read torch.is_autocast_enabled()"),
+        **dict.fromkeys(("early_stopping_callback", "early_stopping_callbacks"), "use EarlyStoppingAddon"),
+        "limit_train_batches": "read self.trainer.num_training_batches",
+        "limit_val_batches": "read self.trainer.num_val_batches",
+        "limit_test_batches": "read self.trainer.num_test_batches",
+        "limit_predict_batches": "read self.trainer.num_predict_batches",
+        "state": "read self.trainer.training, validating, testing or predicting",
+        "val_check_batch": "write run(..., valid_every=Every(steps=...))",
+        "init_module": "write configure_model",
+        "print": "write self.print(...)",
+        "profiler": "write with torch.profiler.record_function(name)",
+    },
+    "logger": {
+        **dict.fromkeys(("save_dir", "log_dir", "root_dir", "name", "version"), _FOLDER),
+        "watch": "write self.logger.experiment.watch(self)",
+    },
+}
+
+
+class _Read(NamedTuple):
+    """A name of ``self.trainer`` or ``self.logger`` that a method reads or sets."""
+
+    method: str
+    owner: str
+    name: str
+    verb: str
+    is_guarded: bool
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those within it."""
+    code = getattr(function, "__code__", None)
+    waiting = [] if code is None else [code]
+    while waiting:
+        yield (code := waiting.pop())
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+@cache
+def _reads(cls: type) -> tuple[_Read, ...]:
+    """Return what the methods of a class read of ``self.trainer`` and ``self.logger``, but for Lightning's own."""
+    found = []
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("builtins", "lightning", "pytorch_lightning", "torch"):
+            continue
+        for name, member in vars(base).items():
+            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            for code in _codes(inspect.unwrap(member) if callable(member) else None):
+                found += [_Read(f"{base.__qualname__}.{name}", *read) for read in _reads_of(code)]
+    return tuple(found)
+
+
+def _reads_of(code: CodeType) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield owner, name, verb and whether the code looks first whether there is such a thing."""
+    steps = [*dis.get_instructions(code)]
+    loaded = [step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) for step in steps]
+    bare = {s.argval for s, after, is_name in zip(steps, [*loaded[1:], False], loaded, strict=True)
+            if is_name and not after}  # fmt: skip
+    asks = bool({"hasattr", "getattr"} & set(code.co_names))
+    for first, owner, last in zip(steps, steps[1:], steps[2:], strict=False):
+        if "self" in first.argrepr and owner.argval in _CURES and owner.opname.startswith("LOAD"):
+            guarded = asks or (owner.argval == "logger" and "logger" in bare)
+            if last.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+                yield owner.argval, last.argval, "reads", guarded
+            elif last.opname == "STORE_ATTR":
+                yield owner.argval, last.argval, "sets", guarded
+
+
+def _explain(owner: str, name: str, method: str = "", verb: str = "reads") -> str:
+    """Say of a name of Lightning that it is not here, and what to write."""
+    cure = _CURES[owner].get(name)
+    if cure is None and owner == "trainer" and name in ABSENT_NAMES:
+        cure = f"outside of the module it is {ABSENT_NAMES[name]}"
+    if cure is None:
+        names = [each for each in dir(_VIEWS[owner]) if not each.startswith("_")]
+        cure = f"self.{owner} has {', '.join(names)}. For more, write a zae task or an add-on"
+    what = "which cannot be set" if verb == "sets" else "which is not carried over from Lightning"
+    return f"{method or 'the module'} {verb} self.{owner}.{name}, {what}; {cure}"
+
+
+def check_names(cls: type) -> None:
+    """Refuse a module, or a data module, that reads a name of Lightning's trainer or logger that is not here."""
+    for read in _reads(cls):
+        is_there = hasattr(_VIEWS[read.owner], read.name) and (read.verb == "reads" or read.name == "should_stop")
+        if not (is_there or read.is_guarded):
+            raise TaskError(_explain(read.owner, read.name, read.method, read.verb))
+
+
+def check_logger(cls: type) -> None:
+    """Refuse a module that logs to ``self.logger`` where there is no logger add-on."""
+    for read in _reads(cls):
+        if read.owner == "logger" and not read.is_guarded:
+            raise ConfigError(
+                f"{read.method} reads self.logger.{read.name}, and this trainer has no logger; write "
+                "task_of(module).add_on(TensorBoardLoggerAddon), or ask first: if self.logger is not None"
+            )
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:
+        return math.inf
+
+
+class LoggerView:
+    """What a LightningModule finds as ``self.logger`` where the trainer has a logger add-on."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def experiment(self) -> Any:
+        """The client of the first logger that has one, for instance the SummaryWriter; one that is silent elsewhere."""
+        trainer = self._trainer
+        if trainer.is_main and not trainer.clients:
+            _warn_of_no_client()
+        return next(iter(trainer.clients.values()), _Silent())
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass a record to the loggers."""
+        self._trainer.log(dict(metrics), self._trainer.progress_checker.step if step is None else step)
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Pass hyperparameters to the loggers, as a record."""
+        given = dict(params) if isinstance(params, Mapping) else vars(params)
+        self.log_metrics({**{f"hparams/{name}": value for name, value in given.items()}, **(metrics or {})})
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Pass images to the loggers."""
+        for index, image in enumerate(images):
+            self._trainer.log_image(f"{key}/{index}" if len(images) > 1 else key, image, step)
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingError(_explain("logger", name))
+
+
+@cache  # Once is enough.
+def _warn_of_no_client() -> None:
+    _log.warning(
+        "self.logger.experiment has no client: what is logged to it is dropped. There is one within run(), of "
+        "TensorBoardLoggerAddon or WandBLoggerAddon for instance"
+    )
+
+
+class _Silent:
+    """Takes any call and does nothing, as Lightning's own on the other ranks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class TrainerView:
+    """What a LightningModule finds as ``self.trainer``: it reads the trainer, and stops it by ``should_stop``."""
+
+    barebones = False
+    callbacks: tuple[Any, ...] = ()
+    progress_bar_callback = ckpt_path = min_steps = None
+    num_nodes, node_rank, gradient_clip_algorithm = 1, 0, None
+    sanity_checking = fast_dev_run = is_last_batch = False
+
+    def __init__(self, trainer: Any = None, is_trial: bool = False) -> None:
+        vars(self)["_trainer"] = (lambda: None) if trainer is None else weakref.ref(trainer)
+        vars(self)["sanity_checking"] = is_trial
+
+    @property
+    def _of(self) -> Any:
+        trainer = self._trainer()
+        if trainer is None:
+            raise RuntimeError("this LightningModule is not part of a trainer any more; it was copied or unpickled")
+        return trainer
+
+    global_step = property(lambda self: self._of.progress_checker.step)
+    current_epoch = property(lambda self: self._of.module_epoch)
+    is_global_zero = property(lambda self: self._of.is_main)
+    world_size = num_devices = property(lambda self: self._of.world_size)
+    global_rank = local_rank = property(lambda self: self._of.rank)
+    model = property(lambda self: self._of.model)
+    lightning_module = property(lambda self: self._of.unwrap())
+    datamodule = property(lambda self: self._of.datamodule)
+    optimizers = property(lambda self: list(self._of.optimizers.values()))
+    lr_scheduler_configs = property(lambda self: list(self._of.schedulers.values()))
+    callback_metrics = logged_metrics = progress_bar_metrics = property(lambda self: self._of.callback_metrics)
+    gradient_clip_val = property(lambda self: self._of.gradient_clip or None)
+    accumulate_grad_batches = property(lambda self: getattr(self._of, "gradient_accumulation_steps", 1))
+    train_dataloader = property(lambda self: self._of.current_run.user_loader)
+    val_dataloaders = property(lambda self: self._of.current_run.valid_loader)
+    test_dataloaders = predict_dataloaders = val_dataloaders
+    enable_validation = property(lambda self: self.val_dataloaders is not None)
+    num_val_batches = property(lambda self: self._lengths("validation"))
+    num_test_batches = property(lambda self: self._lengths("test"))
+    num_predict_batches = property(lambda self: self._lengths("predict"))
+    num_sanity_val_batches = property(lambda self: [])
+    logger = property(lambda self: LoggerView(self._of) if hasattr(self._of, "clients") else None)
+    loggers = property(lambda self: [each for each in (self.logger,) if each is not None])
+    training = property(lambda self: self._of.evaluation_stage == "")
+    validating = property(lambda self: self._of.evaluation_stage == "validation")
+    testing = property(lambda self: self._of.evaluation_stage == "test")
+    predicting = property(lambda self: self._of.evaluation_stage == "predict")
+    evaluating = property(lambda self: self._of.evaluation_stage in ("validation", "test"))
+
+    min_epochs = property(lambda self: getattr(self._of, "min_epochs", 0))
+    max_epochs = property(lambda self: self._last(0))
+    max_steps = property(lambda self: self._last(1))
+
+    def _last(self, place: int) -> int:
+        """Return the epoch, or the step, at the end of this call of ``run``; -1 without a limit."""
+        run = self._of.current_run
+        last: int = (run.last_epoch, run.last_step)[place]
+        if last == NO_LIMIT and run.is_call:  # It is being set up.
+            last = run.bounds()[place]
+        return -1 if last == NO_LIMIT else last
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The optimizer steps that the call of ``run`` is planned to take."""
+        try:
+            found = self._of.current_run.total_steps()
+        except ConfigError:
+            raise ConfigError(
+                "self.trainer.estimated_stepping_batches is known only within run(); call run first, or load the state "
+                "in it, by resume=..."
+            ) from None
+        return math.inf if found is None else found
+
+    @property
+    def num_training_batches(self) -> float:
+        """The batches of an epoch."""
+        return _length(self._of.current_run.loader)
+
+    def _lengths(self, stage: str) -> list[float]:
+        """Return the batches of each loader of a kind of evaluation."""
+        if self.sanity_checking:
+            return [1]
+        now, run = self._of.evaluation_stage, self._of.current_run
+        loaders = run.valid_loader if stage == "validation" else None
+        if loaders is None and now == stage:
+            loaders = run.current_loader
+        given = loaders.values() if isinstance(loaders, Mapping) else [] if loaders is None else [loaders]
+        return [_length(each) for each in given]
+
+    def begin_batch(self, index: int) -> None:
+        """Note which batch of the epoch begins, for ``is_last_batch``."""
+        vars(self)["is_last_batch"] = index + 1 >= self.num_training_batches
+
+    should_stop = property(lambda self: bool(self._of.should_stop))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "should_stop":
+            raise MissingError(_explain("trainer", name, verb="sets"))
+        if value:
+            self._of.stop("the module set self.trainer.should_stop")
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingError(_explain("trainer", name))
+
+    def plan_view(self) -> TrainerView:
+        """Return a view for a plan of a run that has not begun: any number of steps will do."""
+        made = _PlanView()
+        vars(made)["_trainer"] = self._trainer
+        return made
+
+    def get_optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, as ``LightningModule.optimizers``."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of an optimizer, as ``LightningModule.clip_gradients``."""
+        value, parameters = (
+            gradient_clip_val or self.gradient_clip_val,
+            [p for group in optimizer.param_groups for p in group["params"]],
+        )
+        if value and str(gradient_clip_algorithm or "norm").endswith("value"):
+            nn.utils.clip_grad_value_(parameters, value)
+        elif value:
+            nn.utils.clip_grad_norm_(parameters, value)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a tensor of all ranks, stacked, as ``LightningModule.all_gather``."""
+        parts = self._of.gather(data)
+        return data if len(parts) == 1 else torch.stack([each.to(data.device) for each in parts])
+
+    def __deepcopy__(self, memo: Any) -> TrainerView:
+        return self
+
+    def __reduce__(self) -> Any:
+        return TrainerView, ()
+
+
+class _PlanView(TrainerView):
+    """Makes the optimizer for a plan, which reads its kind and settings."""
+
+    estimated_stepping_batches = 1000
+    max_epochs = max_steps = 1000
+
+
+_VIEWS: dict[str, type] = {"trainer": TrainerView, "logger": LoggerView}
