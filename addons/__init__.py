@@ -7,16 +7,19 @@ from zae.common.lazy import load as _load
 if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon
     from zae.addons.amp import AMPAddon
+    from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
     from zae.addons.fsdp import FSDPAddon
+    from zae.addons.huggingface import HuggingFaceAddon
     from zae.addons.jsonl_logger import JSONLLoggerAddon
     from zae.addons.ledger import LedgerAddon
     from zae.addons.logger import LoggerAddon, WebLoggerAddon
     from zae.addons.mlflow_logger import MLflowLoggerAddon
     from zae.addons.mpu import MultiGPUAddon
     from zae.addons.neptune_logger import NeptuneLoggerAddon
+    from zae.addons.peft import PEFTAddon
     from zae.addons.prefetch import PrefetchAddon
     from zae.addons.report import ReportAddon
     from zae.addons.state_manager import StateManagerAddon
@@ -30,17 +33,20 @@ if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second 
 
 __all__ = [
     "AMPAddon",
+    "CallbackAddon",
     "CompileAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
     "FSDPAddon",
     "GradientAccumulationAddon",
+    "HuggingFaceAddon",
     "JSONLLoggerAddon",
     "LedgerAddon",
     "LoggerAddon",
     "MLflowLoggerAddon",
     "MultiGPUAddon",
     "NeptuneLoggerAddon",
+    "PEFTAddon",
     "PrefetchAddon",
     "ReportAddon",
     "StateManagerAddon",
@@ -53,17 +59,20 @@ __all__ = [
 
 _HOMES = {
     "AMPAddon": "amp",
+    "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",
     "FSDPAddon": "fsdp",
     "GradientAccumulationAddon": "accumulation",
+    "HuggingFaceAddon": "huggingface",
     "JSONLLoggerAddon": "jsonl_logger",
     "LedgerAddon": "ledger",
     "LoggerAddon": "logger",
     "MLflowLoggerAddon": "mlflow_logger",
     "MultiGPUAddon": "mpu",
     "NeptuneLoggerAddon": "neptune_logger",
+    "PEFTAddon": "peft",
     "PrefetchAddon": "prefetch",
     "ReportAddon": "report",
     "StateManagerAddon": "state_manager",

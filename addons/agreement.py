@@ -77,9 +77,17 @@ class AgreementAddon(AddOnPart):
             return super().stop(reason)
         self._stop_flag.reason = reason
 
+    @replaces
+    def request(self, action: str) -> None:
+        """Ask for something on all ranks, whichever rank calls it; they agree on it as on `stop`."""
+        if self._world == 1:
+            return super().request(action)
+        self._stop_flag.requests.add(action)
+
     def on_run_begin(self) -> None:
         """Reset the request to stop, and check that all ranks begin at the same place."""
         self._stop_flag.reason, progress = None, self.progress_checker
+        self._stop_flag.requests.clear()
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         self._drift.begin(progress.step)
         super().on_run_begin()
@@ -90,18 +98,21 @@ class AgreementAddon(AddOnPart):
         self._stop_flag.is_meeting = True
 
     def checkpoint(self) -> None:
-        """Agree on whether to stop: after a step on what was asked at the step before, so that no step waits for it.
+        """Agree on whether to stop, and on what `request` was called with.
 
-        After a validation, an epoch and the last step of the run, where the ranks meet in any case, they agree on what
-        is asked now.
+        After a step they agree on what was asked at the step before, so that no step waits for it. After a validation,
+        an epoch and the last step of the run, where the ranks meet in any case, they agree on what is asked now.
         """
         if self._world > 1:
             progress = self.progress_checker
             waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
             if waits:
                 self._check_drift()
-            if (reason := self._stop_flag.agree(waits, self.gather, self.timeout)) is not None:
+            reason, requests = self._stop_flag.agree(waits, self.gather, self.timeout)
+            if reason is not None:
                 super().stop(reason)
+            for action in requests:
+                super().request(action)
         super().checkpoint()
 
     def replicas(self) -> dict[str, Tensor]:

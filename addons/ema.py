@@ -108,7 +108,7 @@ class EMAAddon(AddOnBase):
             self._paired = -1
             return
         state = plain_state(module, keep_vars=True)
-        live = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        live = {key: state[key] for key in self._names_to_average(state)}
         started = {id(weight): average for average, weight in (*self._averaged, *self._copied)}
         for key, value in live.items():
             if key not in self.average:  # All of them at first; later those that were added to the model.
@@ -146,6 +146,17 @@ class EMAAddon(AddOnBase):
                 for average, buffer in self._copied:
                     average.copy_(buffer)
         return stepped
+
+    def _names_to_average(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the tensors that the average has: all, but those that are not saved, such as a frozen model's."""
+        kept = self.weights_to_save(state)
+        return [
+            key
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+            # Statistics of BatchNorm are saved once they have changed.
+            and (key in kept or not (isinstance(value, nn.Parameter) or _is_quantized(value)))
+        ]
 
     def _update_average(self, decay: float | None) -> None:
         """Add the weights to the average; None replaces it by them."""
@@ -253,7 +264,8 @@ class EMAAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""
-        held = self.unwrap().state_dict()
+        state = plain_state(self.unwrap(), keep_vars=True)
+        held = {key: state[key] for key in self._names_to_average(state)}
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         notes = super().plan_lines(plan)
@@ -308,6 +320,10 @@ def _misfit(average: Any, module: nn.Module) -> str:
         if key in trained and not has_lazy([trained[key]]) and value.shape != trained[key].shape:
             return f"{key} is {tuple(value.shape)} and must be {tuple(trained[key].shape)}"
     return ""
+
+
+def _is_quantized(value: Tensor) -> bool:
+    return value.dim() > 0 and not (value.is_floating_point() or value.is_complex())
 
 
 def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:

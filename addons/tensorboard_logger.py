@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 from zae.addons.logger import LoggerAddon, check_installed
 from zae.common.argument_checks import check_folder
+from zae.composition.options import options_of
 from zae.sinks.base import RunInfo, Sink
 
 __all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
@@ -24,7 +26,8 @@ class TensorBoardLoggerAddon(LoggerAddon):
     Parameters
     ----------
     log_dir : str or Path
-        The folder of the event files; it is created. Use one for each run: TensorBoard shows a folder as one run.
+        The folder of the event files; it is created. Use one for each run: TensorBoard shows a folder as one run. With
+        StateManagerAddon it may be left out, and is ``runs`` in ``save_path``.
 
     Raises
     ------
@@ -51,6 +54,15 @@ class TensorBoardLoggerAddon(LoggerAddon):
         super().__init__(*args, **kwargs)
         check_installed("tensorboard", TensorBoardLoggerAddon)
         self.log_dir = check_folder(log_dir, "log_dir").absolute()
+
+    @classmethod
+    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the event files beside the checkpoints where no folder is given."""
+        given = super().expand_options(options)
+        is_required = "log_dir" in (known := options_of(cls)) and known["log_dir"][0].default is Parameter.empty
+        if is_required and "log_dir" not in given and isinstance(given.get("save_path"), (str, Path)):
+            given["log_dir"] = Path(given["save_path"]) / "runs"
+        return given
 
     def sinks(self) -> list[Sink]:
         """Add the event files."""

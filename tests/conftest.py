@@ -23,6 +23,7 @@ os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-", dir=os.environ.g
 import pytest
 import torch
 from torch._dynamo import guards
+from xdist.scheduler import LoadFileScheduling
 
 from kit import faults
 
@@ -39,11 +40,24 @@ guards.profile_guard_manager = lambda *_: 0.0
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
+"""Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
+
 LONGEST = ("table", "engines", "distributed", "composition", "testing", "resume", "crash", "rank_failures", "sharded",
            "examples", "together", "compile_fused", "tensor", "mpu", "wandb_logger", "gather", "package", "compile",
            "loading", "fault_signals", "torch_private", "addon_examples", "mpu_resume", "plan_memory", "mpu_data",
            "resume_scripts", "readme", "stop_signals", "start_from", "performance")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Give a worker a file at a time, or a folder whose files share more than that."""
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return next((each for each in FOLDERS_OF_ONE_WORKER if nodeid.startswith(each)), nodeid.partition("::")[0])
+
+    return ByFileOrFolder(config, log)
 
 
 def pytest_unconfigure():
@@ -52,9 +66,14 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files, so that no worker is left with one of them at the end."""
+    """Begin with the folders of one worker and the longest files: no worker is left with one of them at the end."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(FOLDERS_OF_ONE_WORKER),
+            places.get(item.path.stem, len(places)),
+        )
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -179,4 +179,6 @@ def test_every_add_on_is_in_the_proof_or_said_to_be_elsewhere() -> None:
 
 
 def test_the_page_of_the_matrix_is_fresh() -> None:
-    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.page(), "stale: run python tests/kit/matrix.py"
+    page = matrix.page()
+    assert matrix.PAGE.read_text(encoding="utf-8") == page, "stale: run python tests/kit/matrix.py"
+    assert "both define" not in page, "a name that two add-ons use by chance is no reason to refuse a pair"

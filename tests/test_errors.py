@@ -128,69 +128,10 @@ def test_python_suggests_the_name_that_was_meant(capsys):
 def test_names_that_need_an_add_on():
     from kit.mistakes import trainer_of
 
-    for name, owner in zae.composition.foreign_names.METHODS_OF_ADD_ONS.items():
-        assert name in vars(getattr(zae.addons, owner))
+    for name, owner in zae.composition.foreign_tables.OWNERS.items():
+        assert name in dir(getattr(zae.addons, owner))
         with pytest.raises(zae.MissingError) as caught:
             getattr(trainer_of(), name)
         cure = f"it belongs to {owner}; add it with .add_on({owner})"
         assert str(caught.value) == f"Task has no attribute {name!r}: {cure}"
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-@pytest.mark.covers("X-12", "X-16")
-@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_OPTIONS))
-def test_foreign_option_names(name):
-    """X-8's table: each name of another trainer is answered with ours."""
-    from kit.mistakes import trainer_of
-
-    here = zae.composition.foreign_names.FOREIGN_OPTIONS[name]
-    with pytest.raises(zae.OptionError) as caught:
-        trainer_of(**{name: 1})
-    assert f"unknown argument {name!r} for Task; here it is " in str(caught.value)
-    assert str(caught.value).endswith(here)
-
-
-def test_the_foreign_names_lead_to_names_that_exist():
-    """At least 40 names; each answer is an option, a method or an add-on that zae has."""
-    from zae.composition.options import _known_add_ons, own_options
-
-    assert len(zae.composition.foreign_names.FOREIGN_OPTIONS) >= 40
-    known = set(dir(zae.Trainer)) | set(own_options(zae.Trainer)) | set(zae.__all__)
-    known |= {n for a in _known_add_ons(zae.Trainer) for n in (a.__name__, *own_options(a), *a.__dict__)}
-    known |= {*inspect.signature(zae.Trainer.run).parameters, "Task", "MultiGPUAddon"}
-    for table in (
-        zae.composition.foreign_names.FOREIGN_OPTIONS,
-        zae.composition.foreign_names.FOREIGN_HOOKS,
-        zae.composition.foreign_names.FOREIGN_METHODS,
-    ):
-        for name, here in table.items():
-            words = re.findall(r"\b\w+(?==|\()|\b\w+Addon\b|^\w+$", here)
-            assert [
-                w for w in words if w not in known | {"steps", "epochs", "save_pretrained", "step", "epoch"}
-            ] == [], name
-            assert (
-                name
-                not in known
-                - {
-                    "train",
-                    "epoch",
-                    "step",
-                    "test",
-                    "n_epoch",
-                    "max_steps",
-                    "max_time",
-                    "overfit_batches",
-                    "optimizers",
-                }
-                or here == name
-            )
-
-
-@pytest.mark.covers("X-16")
-@pytest.mark.parametrize("name", sorted(zae.composition.foreign_names.FOREIGN_METHODS))
-def test_foreign_methods(name):
-    from kit.mistakes import trainer_of
-
-    with pytest.raises(zae.MissingError) as caught:
-        getattr(trainer_of(), name)
-    assert str(caught.value).endswith(zae.composition.foreign_names.FOREIGN_METHODS[name])

@@ -110,6 +110,14 @@ def test_gan_draws_digits_that_teach_a_classifier(tmp_path):
     assert imread(tmp_path / "runs" / "gan.png").shape[:2] == (400, 400)
 
 
+def test_multitask_learns_both_tasks():
+    """Each task from images of its own, and a body that both train."""
+    pattern = r"digit: test accuracy (0\.\d+)\nparity: test accuracy (0\.\d+)\n"
+    digit, parity = map(float, matched(pattern, start("multitask.py")))
+    assert digit >= 0.95
+    assert parity >= 0.93
+
+
 def test_custom_addon_bites():
     """Where plain SGD stays at one in ten, the add-on's clipping trains."""
     line = r"learning rate 3, clip_ratio {}: test accuracy (0\.\d+)\n"

@@ -26,6 +26,7 @@ from zae.composition.metaclass import seams_of
 ROOT = Path(zae.__file__).resolve().parent.parent
 CORE = sorted((ROOT / "zae").rglob("*.py"))
 ADDONS = sorted((ROOT / "addons").glob("*.py"))
+ADAPTERS = [path for path in CORE if {"interop", "search"} & set(path.parts)]
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (
@@ -40,7 +41,7 @@ OPTIONAL = (
         "torchmetrics",
         "optuna",
     ),
-    *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
+    *("transformers", "accelerate", "peft", "deepspeed", "matplotlib", "pandas", "sklearn"),
 )
 
 # What may be relied on. A name that goes, or a seam that goes, breaks somebody's code: it needs a release note.
@@ -359,12 +360,12 @@ def test_the_metadata():
 
 
 def test_extras_hold_only_what_is_used():
-    """Each package of a user's extra is imported by an add-on; `all` holds each of them but the ended service."""
+    """Each package of a user's extra is imported by an add-on or an adapter; `all` holds all but the ended service."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = {name: packages.split() for name, packages in setup["options.extras_require"].items()}
     own = set(extras) - {"all", "examples", "bench", "test", "dev", "docs"}
-    texts = "".join(path.read_text() for path in ADDONS)
+    texts = "".join(path.read_text() for path in (*ADDONS, *ADAPTERS))
     for extra in own:
         packages = [re.match(r"\w+", line)[0] for line in extras[extra]]
         assert [name for name in packages if not re.search(rf'^ +(import|from) {name}\b|"{name}"', texts, re.M)] == []

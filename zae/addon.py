@@ -50,6 +50,8 @@ class AddOnBase(Trainer):
         values of rank 0, and warns.
     process_attributes : dict of str to object
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
+    checks_model : bool
+        Whether ``start_from`` loads the state of this add-on with the weights: it refuses those that do not fit.
     old_attributes : dict of str to str
         Former names of attributes, with where they are now, for instance ``{"last_path": "checkpointer.last"}``. They
         still work, and warn.
@@ -81,6 +83,7 @@ class AddOnBase(Trainer):
     state_attributes: ClassVar[tuple[str, ...]] = ()
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
     process_attributes: ClassVar[Mapping[str, Any]] = {}
+    checks_model: ClassVar[bool] = False
     old_attributes: ClassVar[Mapping[str, str]] = {}
 
     if TYPE_CHECKING:

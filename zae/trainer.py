@@ -63,9 +63,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     mode : {"train", "test"}
         What ``run``, ``run_epoch`` and ``run_batch`` do.
     optimizer : Optimizer, callable, or a list or dict of them
-        One or several, or functions that make them of the model's parameters. None is for mode "test". Where one has
-        ``train`` and ``eval`` (schedule-free ones), you call neither: evaluation, ``save_model`` and the weights in a
-        checkpoint are those of its evaluation mode, and training continues from its training weights, bitwise.
+        One or several, or functions that make them of the model's parameters; a function of ``model`` or of
+        ``named_parameters`` gets the model itself, or this method of it, for groups by name. None is for mode "test".
+        Where one has ``train`` and ``eval`` (schedule-free ones), you call neither: evaluation, ``save_model`` and the
+        weights in a checkpoint are those of its evaluation mode, and training continues from its training weights,
+        bitwise.
     scheduler : LRScheduler, callable, or a list or dict of them, optional
         One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
         optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
@@ -700,7 +702,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @seam
     def build_optimizer(self) -> Any:
         """Return the optimizers that were given, made of the model's parameters where they are factories."""
-        return optim.call_factories(self.optimizer, lambda name: self._module.parameters(), Optimizer, "optimizer")
+        return optim.call_factories(self.optimizer, lambda name: self._module, Optimizer, "optimizer", optim.make)
 
     @seam
     def build_scheduler(self) -> Any:
@@ -795,7 +797,12 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @seam
     def checkpoint(self) -> None:
-        """Save when it is due: called between steps, after the validation of that moment, and after each epoch."""
+        """Save when it is due: called between steps, after the validation of that moment, and after each epoch.
+
+        By default it does what was asked for by `request`, a save excepted.
+        """
+        if self.current_run.requests:
+            self.current_run.serve_requests()
 
     @seam
     def on_save(self, path: Path) -> None:

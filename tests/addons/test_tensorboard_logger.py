@@ -11,17 +11,10 @@ import pytest
 import torch.utils.tensorboard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from kit.loggers import Killed, Task, build, digest, forked, lines, loader, warned
+from kit.loggers import Killed, Task, build, digest, forked, lines, loader, scalars, warned
 from zae import AddOnRequirement, ConfigError
 from zae.addons import StateManagerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
-
-
-def scalars(folder):
-    """Every scalar that TensorBoard shows."""
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
-    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
 @pytest.mark.covers("X-20")
@@ -120,3 +113,19 @@ def test_a_folder_that_cannot_be_written_is_found_at_construction(tmp_path):
             build(TensorBoardLoggerAddon, log_dir=path)
     with pytest.raises(TypeError, match="log_dir"):
         build(TensorBoardLoggerAddon)
+
+
+def test_the_folder_is_beside_the_checkpoints_where_none_is_given(tmp_path):
+    trainer = build(StateManagerAddon, TensorBoardLoggerAddon, save_path=tmp_path / "run")
+    assert trainer.log_dir == tmp_path / "run" / "runs"
+    trainer.run(1, loader())
+    assert [step for step, _ in scalars(trainer.log_dir)["train/loss"]] == [1, 2, 3, 4]
+    resumed = build(StateManagerAddon, TensorBoardLoggerAddon, save_path=tmp_path / "run", resume=True)
+    resumed.load_state()  # The folder of events is not taken for a checkpoint.
+    assert resumed.progress_checker.step == trainer.progress_checker.step > 0
+
+    class Own(Task.add_on(TensorBoardLoggerAddon)):
+        def __init__(self, *args, log_dir=tmp_path / "own", **kwargs):
+            super().__init__(*args, log_dir=log_dir, **kwargs)
+
+    assert build(StateManagerAddon, task=Own, save_path=tmp_path / "run").log_dir == tmp_path / "own"

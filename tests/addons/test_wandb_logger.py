@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +14,19 @@ from pathlib import Path
 import pytest
 import wandb
 
-from kit.loggers import Task, bare, build, digest, lines, loader, server, warned
+from kit.loggers import (
+    Task,
+    bare,
+    build,
+    digest,
+    finished_wandb_records,
+    lines,
+    loader,
+    server,
+    wandb_history,
+    wandb_records,
+    warned,
+)
 from kit.rank_tasks import forks
 from zae import AddOnRequirement, ConfigError, LoggerError
 from zae.addons import StateManagerAddon
@@ -49,54 +60,13 @@ def logger(**options):
     return build(WandBLoggerAddon, **{"web_logger": offline(), "logger_timeout": 30.0, **options})
 
 
-def records(path):
-    """Every record of a .wandb file: LevelDB's log format, blocks of 32 KiB, each chunk with CRC, length and type."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, whole = path.read_bytes(), 7, b""  # seven bytes of header
-    while at + 7 <= len(data):
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def ended(path):
-    """Every record of a run that was finished: the client's service writes the last ones a moment later."""
-    end = time.monotonic() + 10
-    found = []
-    while not any(r.WhichOneof("record_type") == "exit" for r in found) and time.monotonic() < end:
-        time.sleep(0.02)
-        found = list(records(path))
-    return found
-
-
-def history(paths=None, read=ended):
-    """The rows of every run, in the order they were made."""
-    rows = []
-    for path in paths or sorted(Path("wandb").glob("*run-*/*.wandb")):
-        for record in read(path):
-            if record.WhichOneof("record_type") == "history":
-                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                rows.append({key: value for key, value in items.items() if not key.startswith("_")})
-    return rows
-
-
 @pytest.mark.covers("P-28", "X-20")
 def test_every_record_is_read_back():
     """In order and none dropped, with validations between and over two calls of run, which are one W&B run."""
     trainer = logger()
     trainer.run(2, loader(5), loader(1), valid_every=3)
     trainer.run(1, loader(5), loader(1), valid_every=2)
-    rows = history()
+    rows = wandb_history()
     assert bare(rows) == bare(trainer.log_history)
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert len(rows) == 15 + 3 + 2
@@ -108,7 +78,7 @@ def test_every_record_is_read_back():
 def test_charts_are_drawn_over_our_own_step():
     logger().run(1, loader(2))
     (path,) = Path("wandb").glob("*run-*/*.wandb")
-    defined = [record.metric for record in ended(path) if record.WhichOneof("record_type") == "metric"]
+    defined = [record.metric for record in finished_wandb_records(path) if record.WhichOneof("record_type") == "metric"]
     assert {(m.name or m.glob_name, m.step_metric) for m in defined} >= {("step", ""), ("*", "step")}
 
 
@@ -116,7 +86,7 @@ def test_the_config_is_that_of_the_trainer():
     entries = offline(config={"mine": 3, "hub_token": "canary-config"}, name="named")
     logger(web_logger=entries, gradient_clip=0.5).run(1, loader(2))
     (path,) = Path("wandb").glob("*run-*/*.wandb")
-    (run,) = [record.run for record in ended(path) if record.WhichOneof("record_type") == "run"]
+    (run,) = [record.run for record in finished_wandb_records(path) if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (run.display_name, run.project) == ("named", "p")
     assert (config["mine"], config["gradient_clip"], config["composition"]) == (3, 0.5, ["WandBLoggerAddon"])
@@ -163,7 +133,7 @@ def test_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
     paths = sorted(Path("wandb").glob("*run-*/*.wandb"))
     assert len(paths) == 2
     assert {path.name for path in paths} == {f"run-{run_id}.wandb"}
-    first, second = (history([path], records) for path in paths)
+    first, second = (wandb_history([path], wandb_records) for path in paths)
     assert [row["step"] for row in second if "train/loss" in row] == list(range(7, 13))
     whole = build()
     whole.run(3, loader(), loader(1), valid_every=2)
@@ -180,8 +150,8 @@ def test_two_ranks_are_one_run(tmp_path):
         trainer.run(1, loader())
     (path,) = Path("wandb").glob("*run-*/*.wandb")
     assert path.name == f"run-{trainer.state_dict()['LoggerAddon']['run_id']}.wandb"
-    assert [row["step"] for row in history()] == [1, 2]
-    assert bare(lines(Path("run.jsonl"))) == bare(trainer.log_history) == bare(history())
+    assert [row["step"] for row in wandb_history()] == [1, 2]
+    assert bare(lines(Path("run.jsonl"))) == bare(trainer.log_history) == bare(wandb_history())
 
 
 # ------------------------------------------------------------------------------------------------- faults (F-D8, F-D9)
@@ -264,7 +234,7 @@ def test_fault_the_real_client_raises_at_step_7(monkeypatch, caplog):
     failed, told = warned(caplog)
     assert "wandb failed: Error: bad ***" in failed
     assert "6 records of wandb" in told
-    assert [row["step"] for row in history()] == list(range(1, 7))
+    assert [row["step"] for row in wandb_history()] == list(range(1, 7))
     assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(7, 13))
 
 
@@ -280,7 +250,7 @@ def test_fault_a_finish_that_blocks(monkeypatch, caplog):
     (failed,) = warned(caplog)
     assert "its close() has not returned within 2 s" in failed
     released.set()  # the client gets out of it by itself
-    assert len(history()) == 4
+    assert len(wandb_history()) == 4
 
 
 @pytest.mark.covers("F-D8")
@@ -351,9 +321,9 @@ def test_settings_of_the_clients_own_class():
     settings = wandb.Settings(mode="offline", run_notes="noted")
     logger(web_logger={"wandb": {"project": "p", "dir": os.getcwd(), "settings": settings}}).run(1, loader(2))
     (path,) = Path("wandb").glob("*run-*/*.wandb")
-    (run,) = [record.run for record in ended(path) if record.WhichOneof("record_type") == "run"]
+    (run,) = [record.run for record in finished_wandb_records(path) if record.WhichOneof("record_type") == "run"]
     assert run.notes == "noted"
-    assert len(history()) == 2
+    assert len(wandb_history()) == 2
 
 
 def test_a_run_of_the_users_own_is_used_and_left_open():
@@ -361,7 +331,7 @@ def test_a_run_of_the_users_own_is_used_and_left_open():
         logger().run(1, loader())
         assert wandb.run is own
     assert {path.name for path in Path("wandb").glob("*run-*/*.wandb")} == {"run-mine.wandb"}
-    assert [row["step"] for row in history()] == [1, 2, 3, 4]
+    assert [row["step"] for row in wandb_history()] == [1, 2, 3, 4]
 
 
 def test_a_failed_run_is_marked(monkeypatch):
@@ -373,7 +343,8 @@ def test_a_failed_run_is_marked(monkeypatch):
     with pytest.raises(RuntimeError, match="mine"):
         trainer.run(1, loader())
     (path,) = Path("wandb").glob("*run-*/*.wandb")
-    (code,) = [record.exit.exit_code for record in ended(path) if record.WhichOneof("record_type") == "exit"]
+    ends = [record for record in finished_wandb_records(path) if record.WhichOneof("record_type") == "exit"]
+    (code,) = [record.exit.exit_code for record in ends]
     assert code == 1
 
 
@@ -409,7 +380,7 @@ def test_two_web_loggers_have_the_same_records():
     entries = {**offline(), "neptune": {"mode": "offline", **QUIET}}
     trainer = build(NeptuneLoggerAddon, WandBLoggerAddon, web_logger=entries, logger_timeout=30.0)
     trainer.run(2, loader(), loader(1))
-    rows = history()
+    rows = wandb_history()
     found = series()
     names = {name for row in rows for name in row if name != "step"}
     assert {name: found[name] for name in names} == {

@@ -25,6 +25,7 @@ ELSEWHERE = {
     # What a function of torch reads, which is only compared.
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),
+    "_forward_cache",  # Of torchmetrics.
 }
 
 

@@ -438,6 +438,52 @@ def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path, crew
     verify(tmp_path / "warn" / f"step-{STEPS:08d}")
 
 
+class RefusingThread(RefusingDisk):
+    """Refuses one operation of the threads that write, and none of the thread that trains."""
+
+    def before(self, name: str, args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.log.pop()
+        else:
+            super().before(name, args)
+
+
+def refuse_each_late(folder: Path) -> list[int]:
+    """Train with a disk that refuses one operation of a thread after another; return how many were refused by rank."""
+    failed, rank = [0, 0], dist.get_rank()
+    for victim in (0, 1):
+        for at in itertools.count():
+            path = folder / f"{victim}-{at}"
+            made = trainer(path, save_async=True, save_every=3, keep_best=0, on_save_error="raise")
+            made.run(2, data(ROWS, BATCH // 2), max_steps=3)
+            disk = RefusingThread(at if rank == victim else 1 << 20, errno.ENOSPC, at + 1)
+            error = None
+            try:
+                with installed(disk):
+                    made.run(2, data(ROWS, BATCH // 2), max_steps=3)
+            except CheckpointError as raised:
+                error = raised
+            made.barrier()
+            assert not [*path.rglob(".staging*")]
+            left = sorted(path.glob("step-*"))
+            assert {each.name for each in left} <= {"step-00000003", "step-00000006"}
+            assert [each for each in left if verify(each)] == left != []
+            assert error is not None or left[-1].name == "step-00000006"
+            assert error is None or "No space left on device" in str(error)
+            failed[victim] += error is not None
+            if made.gather(len(disk.log))[victim] <= at:  # It was not reached.
+                break
+    return failed
+
+
+@pytest.mark.exhaustive
+def test_a_disk_that_refuses_any_operation_of_a_thread(tmp_path: Path, crews: Any) -> None:
+    """As for a save that training waits for: an old or a new checkpoint is whole, and all ranks raise the error."""
+    first, second = crews(2).call(refuse_each_late, tmp_path)
+    assert first == second
+    assert min(first) > 2
+
+
 def save_nan(folder: Path) -> str:
     made, _ = begun(folder)
     with made.ready():

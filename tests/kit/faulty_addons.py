@@ -315,7 +315,7 @@ class TakesSignalAddon(AddOnBase):
 
     def on_run_begin(self) -> None:
         super().on_run_begin()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, lambda number, frame: None)  # Under nohup the signal is ignored already.
 
 
 class PatchesAddon(AddOnBase):

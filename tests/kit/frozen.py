@@ -33,6 +33,7 @@ from zae.addons import (
     JSONLLoggerAddon,
     LedgerAddon,
     MultiGPUAddon,
+    PEFTAddon,
     StateManagerAddon,
 )
 
@@ -142,6 +143,18 @@ def _two_ranks(folder: Path, engine: Any = MultiGPUAddon, **options: Any) -> tup
     return trainer, hand.loader(batch_size=2), hand.loader(size=8, seed=4, shuffle=False)
 
 
+def _lora(folder: Path) -> tuple[Trainer, Any, Any]:
+    """An adapter, a layer that is trained as a whole, and statistics of BatchNorm, on a frozen model."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["4"])
+    trainer = table.Task.add_on(StateManagerAddon, EMAAddon, PEFTAddon)(
+        hand.network, "cpu", optimizer=lambda p: torch.optim.AdamW(p, lr=0.05), log_bar=False, seed=5, decay=0.75,
+        peft_config=config, save_path=folder / "save", **_SAVING,
+    )  # fmt: skip
+    return trainer, hand.loader(), hand.loader(size=8, seed=4, shuffle=False)
+
+
 def _stateful() -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -166,6 +179,7 @@ CASES: dict[str, Case] = {
     "two-ranks": Case(_two_ranks, ranks=2),
     "two-shards": Case(partial(_two_ranks, engine=FSDPAddon, save_format="sharded"), ranks=2),
     "gan": Case(_gan),
+    "lora": Case(_lora),
     "ckpt": _plain(save_format="ckpt"),
     "stateful-loader": _plain(_stateful),
     "own-sampler": _plain(_weighted),

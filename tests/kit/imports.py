@@ -37,11 +37,13 @@ RULES: dict[str, frozenset[str] | None] = {
     "testing": frozenset({"addon", "common", "composition", "trainer"}),
     "cli": None,
     "addons": None,
+    "interop": _BELOW | {"addon", "launch", "preview", "report", "saving", "sinks", "trainer"},
+    "search": _BELOW | {"addon", "launch", "preview", "report", "saving", "sinks", "trainer"},
     "tuning": _BELOW | {"addon", "launch", "preview", "report", "trainer"},
 }
 """What each package, or module beside them, may import: these, EVERYBODY and itself; None is anything."""
 
-LAST = frozenset({"addons", "cli", "testing", "tuning"})
+LAST = frozenset({"addons", "cli", "interop", "search", "testing", "tuning"})
 """What no other package may import."""
 
 KNOWN: dict[tuple[str, str], str] = {

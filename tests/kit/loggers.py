@@ -9,8 +9,11 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
+import time
 import traceback
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -179,3 +182,53 @@ class Killed(Task):
         if self.progress_checker.step == Killed.at:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train_step(batch)
+
+
+def scalars(folder):
+    """Every scalar that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def wandb_records(path):
+    """Every record of a .wandb file: LevelDB's log format, blocks of 32 KiB, each chunk with CRC, length and type."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = path.read_bytes(), 7, b""  # seven bytes of header
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def finished_wandb_records(path):
+    """Every record of a run that was finished: the client's service writes the last ones a moment later."""
+    end = time.monotonic() + 10
+    found = []
+    while not any(r.WhichOneof("record_type") == "exit" for r in found) and time.monotonic() < end:
+        time.sleep(0.02)
+        found = list(wandb_records(path))
+    return found
+
+
+def wandb_history(paths=None, read=finished_wandb_records):
+    """The rows of every run, in the order they were made."""
+    rows = []
+    for path in paths or sorted(Path("wandb").glob("*run-*/*.wandb")):
+        for record in read(path):
+            if record.WhichOneof("record_type") == "history":
+                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return rows

@@ -23,6 +23,7 @@ import zae
 import zae.composition.metaclass
 from kit import oracle
 from kit.oracle import Options, Outcome
+from kit.table import Watcher
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "composition.md"
@@ -54,11 +55,13 @@ PIECES: dict[str, Piece] = {
         lambda draw: {"patience": draw.choice([1, 2, 3]), "delta": draw.choice([0.0, 0.05])},
         lambda o, _: {"patience": o.patience, "delta": o.delta},
     ),
+    "CallbackAddon": Piece(_nothing, lambda _, folder: {"callbacks": [Watcher]}),
     "StateManagerAddon": Piece(_nothing, lambda _, folder: {"save_path": folder / "save", "save_every": 3}),
     "JSONLLoggerAddon": Piece(_nothing, lambda _, folder: {"jsonl_path": folder / "log.jsonl"}),
     "TensorBoardLoggerAddon": Piece(_nothing, lambda _, folder: {"log_dir": folder / "board"}),
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
+    "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
     "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
@@ -71,6 +74,7 @@ ELSEWHERE = {
     "PipelineAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
+    "PEFTAddon": "its adapters make another model",
     "LoggerAddon": "the base of the loggers",
     "WebLoggerAddon": "the base of the loggers that send",
     "WandBLoggerAddon": "its client takes half a second to start",

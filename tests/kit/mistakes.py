@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import zae.addons
 from zae import Every, Trainer
 from zae.addons import (
     AMPAddon,
@@ -18,6 +19,9 @@ from zae.addons import (
     JSONLLoggerAddon,
     StateManagerAddon,
 )
+
+ADD_ONS = [getattr(zae.addons, name) for name in zae.addons.__all__]
+"""All of them, imported: errors name the add-on that has an option."""
 
 CATALOGUE: dict[str, Callable[[], object]] = {}
 
@@ -98,6 +102,11 @@ def option_of_lightning():
 @mistake
 def option_of_transformers():
     trainer_of(num_train_epochs=3)
+
+
+@mistake
+def option_without_a_counterpart():
+    trainer_of(split_spec={})
 
 
 @mistake

@@ -88,6 +88,12 @@ def hook_of_lightning():
 
 
 @mistake
+def hook_of_omnigenbench():
+    class OmniGenBench(Task):
+        def _train_epoch(self, epoch): ...
+
+
+@mistake
 def step_with_a_batch_index():
     class Indexed(Task):
         def train_step(self, batch, batch_idx): ...
@@ -189,6 +195,11 @@ def attribute_that_nobody_set():
 @mistake
 def method_of_lightning():
     trainer_of().fit(loader())
+
+
+@mistake
+def method_of_accelerate():
+    trainer_of().prepare()
 
 
 @mistake

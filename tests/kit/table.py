@@ -17,16 +17,19 @@ from kit import hand
 from zae import AddOnBase, AddOnConflict, Trainer
 from zae.addons import (
     AMPAddon,
+    CallbackAddon,
     CompileAddon,
     EarlyStoppingAddon,
     EMAAddon,
     FSDPAddon,
     GradientAccumulationAddon,
+    HuggingFaceAddon,
     JSONLLoggerAddon,
     LedgerAddon,
     MLflowLoggerAddon,
     MultiGPUAddon,
     NeptuneLoggerAddon,
+    PEFTAddon,
     PrefetchAddon,
     ReportAddon,
     StateManagerAddon,
@@ -96,6 +99,34 @@ def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
                  comparable=lambda own: own["records"])  # fmt: skip
 
 
+class Watcher:
+    """A callback that only looks, at every kind of event, and counts."""
+
+    state_attributes = ("calls", "epochs")
+
+    def __init__(self) -> None:
+        self.calls, self.epochs = 0, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.calls += 1
+        assert next(model.parameters()).isfinite().all()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.calls += 100
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.calls += 10_000
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        assert state.global_step
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        assert logs["epoch"] == state.epoch
+
+    def on_epoch_end(self, trainer):
+        self.epochs.append([trainer.progress_checker.epoch, trainer.state.epoch])
+
+
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 _TRACED = {"compile_mode": "model", "compile_backend": "eager"}
 _COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_benchmark")
@@ -125,12 +156,19 @@ TABLE = [
         stateful=True,
     ),
     Entry(
+        CallbackAddon, fixed(callbacks=[Watcher]), fixed(callbacks=[Watcher]), stateful=True,
+        transient=("_callbacks",),
+        comparable=lambda own: own["callback_states"],
+    ),
+    Entry(
         StateManagerAddon,
         lambda folder: {"save_path": folder / "neutral", "overwrite": True},
         lambda folder: {"save_path": folder / "biting", "save_every": 1, "keep_last": 1, "overwrite": True},
         stateful=True, transient=("checkpointer", "_resumption", "_crash"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
     ),
+    # The task has its own steps here; those of the add-on are in tests/interop/.
+    Entry(HuggingFaceAddon, fixed(), fixed(num_train_epochs=1), stateful=True),
     Entry(
         LedgerAddon,
         lambda folder: {"ledger_path": folder / "neutral" / "ledger.jsonl", "ledger_every": 10**6},
@@ -143,6 +181,8 @@ TABLE = [
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
     Entry(TensorParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
+    # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
+    Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     Entry(

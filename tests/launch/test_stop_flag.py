@@ -30,8 +30,9 @@ def obey(folder, asks, waits_at):
         time.sleep(rng.choice([0, 0, 1e-4, 2e-3]))
         if call in asks.get(rank, ()):
             flag.reason = f"asked at {call} by {rank}"
-        if (reason := flag.agree(call in waits_at, gather, 20.0)) is not None:
-            found[call] = reason
+            flag.requests.add(f"by {rank}")
+        if (agreed := flag.agree(call in waits_at, gather, 20.0)) != (None, []):
+            found[call] = agreed
     flag.drop(is_failing=False)
     return found
 
@@ -44,16 +45,22 @@ def test_all_obey_at_the_call_after_the_request(world, shares_memory, tmp_path):
     folder, last = tmp_path if shares_memory else tmp_path / "absent", world - 1
     asks = {0: (5, 20), last: (5, 6, 30, 39)}
     found = each_rank(world, obey, folder, asks, (10, 30))
-    assert found == [{6: "asked at 5 by 0", 21: "asked at 20 by 0", 30: f"asked at 30 by {last}"}] * world
+    both = ["by 0", f"by {last}"]
+    assert found[0] == {
+        6: ("asked at 5 by 0", both),
+        21: ("asked at 20 by 0", ["by 0"]),
+        30: (f"asked at 30 by {last}", [f"by {last}"]),
+    }
+    assert found == found[:1] * world
     assert not list(tmp_path.iterdir())
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named(world):
     flag = StopFlag()
-    assert flag.agree(False, gather, 0.2) is None
+    assert flag.agree(False, gather, 0.2) == (None, [])
     if dist.get_rank() == 0:
-        assert flag.agree(False, gather, 0.2) is None
+        assert flag.agree(False, gather, 0.2) == (None, [])
         with pytest.raises(DistributedError, match=r"rank 1 has not ended its step within timeout=0.2 s"):
             flag.agree(False, gather, 0.2)
     dist.all_reduce(torch.zeros(1))

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ _log = logging.getLogger("zae")
 _SHOWN = 10
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "module")
+_OUTER = (*_WRAPPERS, "model")  # In a LightningModule the model is mostly self.model.
 
 
 def _inner_name(module: nn.Module) -> str:
@@ -94,7 +95,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def fit_name(name: str, known: Mapping[str, Any]) -> str:
     """Return the known plain name that a saved one stands for, without wrappers; the name itself if none fits."""
     parts = name.split(".")
-    while name not in known and parts[0] in _WRAPPERS and parts[1:]:
+    while name not in known and parts[0] in _OUTER and parts[1:]:
         parts = parts[1:]
         if (shorter := ".".join(parts)) in known:
             return shorter
@@ -117,11 +118,16 @@ def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def fit_weights(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
-    """Return weights under the keys that a module loads; refuse those of another model."""
+def fit_weights(
+    module: nn.Module, weights: Mapping[str, Tensor], strict: bool, needed: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return weights under the keys that a module loads; refuse those of another model.
+
+    ``needed`` are the keys that must be there, if not all.
+    """
     own = module.state_dict()
     made, weights = _tensors_in(own), fit_state(module, weights)
-    missing = [key for key in own if key not in weights]
+    missing = [key for key in own if key not in weights and (needed is None or key in needed)]
     unexpected = [key for key in weights if key not in own]
     shapes = [
         f"{key} is {_shape_of(value)} and must be {tuple(made[key].shape)}"

@@ -30,6 +30,7 @@ __all__ = [
     "learning_rates",
     "leaves_kernel_open",
     "like_parameter_layout",
+    "make",
     "mark_copied",
     "mark_stepped",
     "match_layout",
@@ -39,6 +40,7 @@ __all__ = [
     "parameters_outside",
     "parameters_to_clip",
     "step",
+    "takes_model",
     "track_parameters",
     "untrack_parameters",
     "untrained_names",
@@ -88,6 +90,25 @@ def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [make(str(index), item) for index, item in enumerate(value)]
     return make(_SINGLE, value)
+
+
+def make(factory: Callable[..., Any], module: nn.Module) -> Any:
+    """Call the factory of an optimizer with the model's parameters, or with what the name of its parameter asks for."""
+    by_name = {"model": module, "named_parameters": module.named_parameters}
+    return factory(by_name[_argument(factory)] if takes_model(factory) else module.parameters())
+
+
+def takes_model(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory takes the model, or its ``named_parameters``, to form groups by name."""
+    return _argument(factory) in ("model", "named_parameters")
+
+
+def _argument(factory: Callable[..., Any]) -> str:
+    """Return the name of the first parameter of a factory; empty for a builtin that does not say."""
+    try:
+        return next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):
+        return ""
 
 
 def call_factories(

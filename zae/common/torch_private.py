@@ -44,6 +44,7 @@ __all__ = [
     "has_step_hooks",
     "is_compiled",
     "is_profiling",
+    "last_metric_value",
     "overflow_flags",
     "replica_forward",
     "shut_down_workers",
@@ -333,3 +334,9 @@ def replica_forward(replica: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def shut_down_workers(iterator: Any) -> None:
     """End the workers of a DataLoader iterator; without the name, torch ends them when it frees the iterator."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
+def last_metric_value(metric: Any) -> Any:
+    """Return what the last call of a metric of torchmetrics returned; what it computes where that is not kept."""
+    found = getattr(metric, "_forward_cache", None)
+    return metric.compute() if found is None else found

@@ -7,7 +7,7 @@ recompile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,7 +50,8 @@ def why_not(trainer: Trainer) -> str | None:
     layers = trainer._module.named_modules()
     moving = [n or "the model itself" for n, m in layers if getattr(m, "track_running_stats", False)]
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
-    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _overrides_with_gradients(trainer)]
+    idle = trainer.current_run.binding.idle_add_ons()
+    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _overrides_with_gradients(type(trainer), idle)]
     reasons: dict[str, Any] = {
         f"the device {trainer.device}: it is tested against the manual loop on a CPU only": trainer.device.type
         != "cpu",
@@ -68,11 +69,11 @@ def why_not(trainer: Trainer) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _overrides_with_gradients(trainer: Trainer) -> list[tuple[str, type]]:
-    """List the overrides of seams that need ``.grad``."""
-    idle, found = trainer.current_run.binding.idle_add_ons(), []
+def _overrides_with_gradients(cls: type, idle: Container[type]) -> list[tuple[str, type]]:
+    """List the overrides of seams that need ``.grad``, without those of idle add-ons."""
+    found = []
     for seam in _SEAMS:
-        for owner in owners_of(type(trainer), seam):
+        for owner in owners_of(cls, seam):
             harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")
             if owner not in idle and not harmless:
                 found.append((seam, owner))

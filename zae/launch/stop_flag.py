@@ -1,4 +1,4 @@
-"""The request of any rank to stop, agreed on by all of them without a step that waits for it."""
+"""What any rank asks for, to stop for instance, agreed on by all of them without a step that waits for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class StopFlag:
-    """Whether any rank asks to stop; all ranks call `agree` at the same steps.
+    """Whether any rank asks to stop, or for something else; all ranks call `agree` at the same steps.
 
     Ranks on one host exchange requests in shared memory, others in an asynchronous all_reduce: in two processes on CPUs
     it takes up to a third of a small step. A copy, pickled or not, has asked nothing.
@@ -38,20 +38,23 @@ class StopFlag:
     ----------
     reason : str or None
         What this rank asks to stop for.
+    requests : set of str
+        What this rank asks for beside the end.
     is_meeting : bool
         Whether the ranks have waited for each other since the last step, so that they may do so again.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.requests: set[str] = set()
         self.is_meeting = False
         self._exchange: _SharedMemory | _Reduction | None = None
 
     def __reduce__(self) -> Any:
         return StopFlag, ()
 
-    def agree(self, waits: bool, gather: Gather, timeout: float) -> str | None:
-        """Return the reason to stop, the same on all ranks, or None.
+    def agree(self, waits: bool, gather: Gather, timeout: float) -> tuple[str | None, list[str]]:
+        """Return the reason to stop, or None, and the requests: the same on all ranks.
 
         It is what a rank asked before the last call of this method, so that no step waits for the others; with
         ``waits``, or in a meeting, what one asks now.
@@ -59,12 +62,12 @@ class StopFlag:
         waits, self.is_meeting = waits or self.is_meeting, False
         if self._exchange is None:
             self._exchange = _SharedMemory.of_one_host(gather, timeout) or _Reduction()
-        if not waits and not self._exchange.update(self.reason is not None):
-            return None
-        found = next((each for each in gather(self.reason) if each is not None), None)
+        if not waits and not self._exchange.update(self.reason is not None or bool(self.requests)):
+            return None, []
+        reasons, requests = zip(*gather((self.reason, self.requests)))
         self._exchange.reset()
-        self.reason = None
-        return found
+        self.reason, self.requests = None, set()
+        return next((each for each in reasons if each is not None), None), sorted(set().union(*requests))
 
     def drop(self, *, is_failing: bool) -> None:
         """Leave nothing under way on the process group; wait only briefly for the others where this rank fails."""

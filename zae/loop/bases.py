@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from zae.loop.progress import ProgressChecker
+    from zae.loop.run import Run
 
 __all__ = ["Attributes", "Processes"]
 
@@ -59,6 +60,25 @@ class Attributes:
     valid_history: list[Metrics] = _of("history", "valid", "A row for each validation.")
     log_history: list[dict[str, Any]] = _of("history", "log", "A row for each call of ``log``.")
 
+    @classmethod
+    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the constructor, with those replaced that stand for others.
+
+        It is called before anything is checked or made. An add-on overrides it for an option that sets options of
+        other add-ons.
+
+        Parameters
+        ----------
+        options : mapping
+            What was written.
+
+        Returns
+        -------
+        dict
+            What every ``__init__`` gets.
+        """
+        return dict(options)
+
     @property
     def metrics(self) -> MetricsDict:
         """The history so far, as ``run`` returns it."""
@@ -72,10 +92,12 @@ class Attributes:
         """Write the history to standard output, as a table."""
         self.metrics.write()
 
-    def log_reset(self) -> None:
-        """Clear the logs of the open epoch and of the last evaluation."""
+    def log_reset(self, epoch_end: bool = False) -> None:
+        """Clear the logs of the open epoch and of the last evaluation; at an ``epoch_end``, their metrics too."""
         self.log_train.clear()
         self.log_test.clear()
+        if epoch_end:
+            self.train_metrics, self.test_metrics = Metrics(), Metrics()
 
     def score_of(self, metrics: Mapping[str, float]) -> float | None:
         """Return the monitored metric of a row; None only for the default monitor, where no step returns a loss."""
@@ -100,6 +122,7 @@ class Processes:
 
     if TYPE_CHECKING:
         device: torch.device
+        current_run: Run
         optimizers: dict[str, Optimizer]
 
         def unwrap(self) -> nn.Module: ...
@@ -133,6 +156,21 @@ class Processes:
     @seam
     def meet(self, call: str) -> None:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
+
+    @seam
+    def request(self, action: str) -> None:
+        """Ask for something that is done after this step, before the next one; of several ranks, any may ask.
+
+        Several ranks agree on it as on `stop`: it is done after the next step, except after a validation, an epoch and
+        the last step of the run, where it is done at once. What was done at that step already is not done twice.
+
+        Parameters
+        ----------
+        action : {"log", "validate", "save", "end_epoch"}
+            Log the training metrics, evaluate the ``valid_loader``, save the state (with StateManagerAddon), or end
+            the epoch, whose other batches are left out.
+        """
+        self.current_run.request(action)
 
     @property
     @seam
@@ -195,9 +233,30 @@ class Processes:
         return optim.gradient_norm(parameters)
 
     @seam
+    def weights_to_save(self, names: Collection[str]) -> Collection[str]:
+        """Return which of these weights checkpoints and ``save_model`` contain: all of them.
+
+        An override leaves out weights that the script builds as they were, of a frozen model for instance. Loading
+        then leaves these as they are.
+
+        Parameters
+        ----------
+        names : collection of str
+            All keys of the plain module.
+
+        Returns
+        -------
+        collection of str
+            Some of them. The same object where nothing is left out.
+        """
+        return names
+
+    @seam
     def model_state(self) -> dict[str, Tensor]:
-        """Return the weights under the keys of the plain module, whole on this rank."""
-        return plain_state(self.unwrap())
+        """Return the weights that are saved, under the keys of the plain module, whole on this rank."""
+        state = plain_state(self.unwrap())
+        kept = self.weights_to_save(state)
+        return state if kept is state else {name: state[name] for name in state if name in kept}
 
     @seam
     def held_parts(self) -> dict[str, Tensor]:

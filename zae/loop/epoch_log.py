@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -184,6 +184,14 @@ class EpochLog(Mapping[str, list[Any]]):
         )
         error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
         raise error
+
+    def __setitem__(self, key: str, values: Iterable[Any]) -> None:
+        """Replace the values of an entry; of numbers, each has the weight 1 in the mean."""
+        values = list(values)
+        for part in (self._series, self._kept, self._dropped, self._seen, self._carried):
+            part.pop(key, None)
+        for value in values:
+            self.record({key: value})
 
     def _not_kept(self, key: str) -> MonitorError:
         """Return the error for an entry that steps have returned and that cannot be read."""

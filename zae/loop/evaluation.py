@@ -99,15 +99,15 @@ class Evaluation:
             raise LoaderError("loader is an empty dict; give loaders by name")
         for name, each in loader.items():
             check_loader(each, f"loader[{name!r}]")
-        rows = {name: self.epoch(each) for name, each in loader.items()}
+        rows = {name: self.epoch(each, (place, len(loader))) for place, (name, each) in enumerate(loader.items())}
         metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
         common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
         return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
 
-    def epoch(self, loader: Any) -> Metrics:
-        """Return the metrics of one loader; raise `EvaluationAborted` after a signal."""
+    def epoch(self, loader: Any, place: tuple[int, int] = (0, 1)) -> Metrics:
+        """Return the metrics of a loader, which of how many it is; raise `EvaluationAborted` after a signal."""
         trainer = self.trainer
-        with self._fresh_log(), self._testing(loader):
+        with self._fresh_log(), self._testing(loader, place=place):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
@@ -198,16 +198,16 @@ class Evaluation:
         return count
 
     @contextmanager
-    def _testing(self, loader: Any, step: str = "test_step") -> Iterator[None]:
+    def _testing(self, loader: Any, step: str = "test_step", place: tuple[int, int] = (0, 1)) -> Iterator[None]:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         training = _modules_in_training(root)
-        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step
+        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
             trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
-            run.test_step = step
+            run.test_step, run.loader_place = step, place
             run.binding.update()
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
@@ -216,7 +216,7 @@ class Evaluation:
         finally:
             for module in training:
                 module.training = True
-            trainer.mode, position.pinned, run.is_evaluating, run.test_step = before
+            trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place = before
             run.binding.update()
 
     @contextmanager

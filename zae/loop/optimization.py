@@ -245,17 +245,17 @@ class Optimization:
         return any(_highest(schedulers[name]) < _LOW for name in names)
 
     def simulate(
-        self, parameters: Iterable[Tensor] = (), total_steps: int | None = None
+        self, module: nn.Module | None = None, total_steps: int | None = None
     ) -> tuple[dict[str, Optimizer], dict[str, Any]]:
         """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
 
-        Factories are called: with these parameters of the model, and with this number of steps.
+        Factories are called: with the parameters of this model, and with this number of steps.
         """
         with random_state.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
             twins: dict[str, Optimizer] = {}
             memo: dict[int, Any] = {}
-            for name, optimizer in self.optimizers_for(parameters):
+            for name, optimizer in self.optimizers_for(module):
                 twins[name] = memo[id(optimizer)] = _twin(optimizer)
             schedulers = {}
             for name, scheduler in optim.as_dict(self.scheduler).items():
@@ -265,15 +265,19 @@ class Optimization:
                     schedulers[name] = copy.deepcopy(scheduler, dict(memo))
             return twins, schedulers
 
-    def optimizers_for(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Optimizer]]:
-        """Yield each optimizer by name; of a factory, one that trains these parameters without changing them."""
-        own = [*parameters]
+    def optimizers_for(self, module: nn.Module | None) -> Iterator[tuple[str, Optimizer]]:
+        """Yield each optimizer by name; of a factory, one for the parameters of a model that does not change them."""
         for name, optimizer in optim.as_dict(self.optimizer).items():
             if not isinstance(optimizer, Optimizer):
+                own = [] if module is None else [*module.parameters()]
+                twins = [
+                    each if optim.has_lazy([each]) else nn.Parameter(each.detach(), each.requires_grad) for each in own
+                ]
                 with random_state.isolated():
-                    optimizer = optimizer(
-                        [each if optim.has_lazy([each]) else nn.Parameter(each.detach()) for each in own]
-                    )
+                    if module is not None and optim.takes_model(optimizer):
+                        optimizer = optim.make(optimizer, copy.deepcopy(module, dict(zip(map(id, own), twins))))
+                    else:
+                        optimizer = optimizer(twins)
             yield name, optimizer
 
     # ------------------------------------------------------------------------------------------------ the state

@@ -230,6 +230,26 @@ class ProgressChecker:
         self.epoch += 1
         self.epoch_step = self.epoch_batch = 0
 
+    def get_step(self) -> int:
+        """Return the number of the next optimizer step, counted from 1, as zae-engine does."""
+        return self.step + 1
+
+    def get_epoch(self) -> int:
+        """Return the number of the open or next epoch, counted from 1, as zae-engine does."""
+        return self.epoch + 1
+
+    def update_step(self) -> None:
+        """Count one optimizer step of one batch, which `Trainer.run_batch` does itself."""
+        self.advance()
+
+    def update_epoch(self) -> None:
+        """Count an epoch as finished, which `Trainer.run` does itself."""
+        self.close_epoch()
+
+    def init_state(self) -> None:
+        """Begin again: every counter as in a new object."""
+        vars(self).update(vars(ProgressChecker()))
+
     def entries(self) -> dict[str, Any]:
         """Return the entries of a state; the second only where it is needed, since an older zae refuses it."""
         pending = {"validation": self.pending_validation} if self.pending_validation else {}

@@ -23,7 +23,7 @@ from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.epoch_log import means_of, merge_sums
 from zae.loop.history import Metrics
-from zae.loop.progress import NO_LIMIT, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
+from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Run:
         Signals that ask for the end, as `StopSignals` notes them.
     last_epoch, last_step : int
         Where the call ends at the latest.
+    in_epoch : int or None
+        Optimizer steps of an epoch, where that is known, once `check` was called.
     is_call, is_new : bool
         Whether it is a call of ``run``, and whether that is still to be set up.
     is_ready : bool
@@ -56,6 +58,10 @@ class Run:
         Whether weights, modes and random streams are those of an evaluation.
     test_step : {"test_step", "predict_step"}
         The step that an evaluation makes of each batch.
+    loader_place : tuple of int
+        Which loader an evaluation reads, of how many.
+    requests : set of str
+        What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
     is_loading : bool
@@ -75,13 +81,16 @@ class Run:
         self.is_ready, self.is_new = False, self.is_call
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
+        self.in_epoch: int | None = None
         self.began = time.monotonic()
         self.signals: list[int] = []
+        self.requests: set[str] = set()
+        self._logged_at = -1
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
         self.current_loader: Any = None
         self.is_loading = self.is_evaluating = False
-        self.loader_use, self.test_step = "epoch", "test_step"
+        self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)
 
     @property
     def trainer(self) -> Any:
@@ -146,7 +155,7 @@ class Run:
         leaves = calls.is_new and self.leaves_epoch(wrapped)
         optim.check_closures(trainer.optimizers, type(trainer))
         has_metric = self.valid_loader is not None or trainer.history.watches_training
-        in_epoch = self.steps_per_epoch(wrapped)
+        in_epoch = self.in_epoch = self.steps_per_epoch(wrapped)
         if not calls.is_over:
             warned = trainer.optimization.check_run(*self.spans(in_epoch, leaves), in_epoch, has_metric)
             for text in warned if trainer.is_main else ():
@@ -245,10 +254,11 @@ class Run:
         trainer, self.is_loading = self.trainer, False
         progress, every = trainer.progress_checker, trainer.log_every
         step = progress.step
-        if every.steps and every.due_at_step(step):
+        if (every.steps and every.due_at_step(step)) or "log" in self.requests:
             self.log_training()
         every = self.limits.valid_every
-        if every.steps and self.valid_loader is not None and every.due_at_step(step):
+        is_due = (every.steps and every.due_at_step(step)) or "validate" in self.requests
+        if is_due and self.valid_loader is not None:
             self._validate("step")
         if self.limits.max_time is not None:
             self._check_time()
@@ -257,6 +267,34 @@ class Run:
             self.display.update(RunView(self))
         self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
+
+    def request(self, action: str) -> None:
+        """Note what is to be done after this step; all ranks call it."""
+        if action not in ("log", "validate", "save", "end_epoch"):
+            raise ConfigError(f"request({action!r}); write 'log', 'validate', 'save' or 'end_epoch'")
+        self.requests.add(action)
+
+    def serve_requests(self) -> None:
+        """Log, validate and end the epoch where that was asked for and not done at this step; leave "save"."""
+        progress, history, requests = self.trainer.progress_checker, self.trainer.history, self.requests
+        if "log" in requests and self._logged_at != progress.step:
+            self.log_training()
+        if "validate" in requests and (not history.valid or history.valid[-1]["step"] != progress.step):
+            self._validate("step")
+            if progress.pending_validation:  # The signal that has ended it came to all ranks.
+                progress.stop_reason = SIGNALED
+        if "end_epoch" in requests and progress.epoch_batch:
+            self.end_epoch_here()
+        self.requests = requests & {"save"}
+
+    def end_epoch_here(self) -> None:
+        """End the open epoch after the step that was made last."""
+        self.epoch_steps = self.trainer.progress_checker.epoch_step
+
+    @property
+    def ends_epoch_here(self) -> bool:
+        """Whether `end_epoch_here` was called in the open epoch."""
+        return self.trainer.progress_checker.epoch_batch > 0 and self.epoch_steps != (self.limits.steps_per_epoch or 0)
 
     def _check_time(self) -> None:
         """Ask for the end where ``max_time`` has passed; several ranks agree on it in ``checkpoint``."""
@@ -295,6 +333,7 @@ class Run:
             self.log_training(trainer.train_metrics)
         trainer.scheduler_step("epoch")
         progress.close_epoch()
+        self.epoch_steps = self.limits.steps_per_epoch or 0
         trainer.loader_position.forget()
         made: Metrics = history.train_metrics
         return made
@@ -384,6 +423,7 @@ class Run:
     def log_training(self, means: Mapping[str, float] | None = None) -> None:
         """Log the means of an epoch, or those since the last record, with learning rates and gradient norm."""
         trainer, progress = self.trainer, self.trainer.progress_checker
+        self._logged_at = progress.step
         if means is None:
             trainer.nonfinite.sync_counts(progress, trainer)
         since = means_of(merge_sums(trainer.gather_data(trainer.log_train.take_sums())))

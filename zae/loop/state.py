@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zae.common import optimizer_modes
-from zae.common.model_weights import check_types, fit_weights
+from zae.common.model_weights import check_types, fit_weights, own_names
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state
 from zae.loop.progress import ProgressChecker
@@ -79,7 +79,7 @@ class CoreState:
         def load_optimizer(name: str, values: Any) -> None:
             trainer.load_optimizer_state(name, values if is_ours else copy.deepcopy(values))
 
-        weights = _fitting_weights(module, state, strict)
+        weights, is_strict = self._fitting_weights(state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
             load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
@@ -99,7 +99,7 @@ class CoreState:
                 progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
                 trainer.loader_position = position.fresh()
             trainer.progress_checker, trainer.history = progress, history
-            trainer.load_model_state(weights, strict)  # Last: most models are not copied, and cannot be restored.
+            trainer.load_model_state(weights, is_strict)  # Last: most models are not copied, and cannot be restored.
         with torch.no_grad():
             for parameter, value in outside:
                 parameter.copy_(value)
@@ -115,11 +115,30 @@ class CoreState:
 
         An optimizer with modes uses them for evaluation.
         """
-        module = self.trainer.unwrap()
-        fitted, own = fit_weights(module, weights, strict), module.state_dict()
-        self.trainer.load_model_state(fitted, strict)
+        module, needed = self.trainer.unwrap(), self._needed()
+        fitted, own = fit_weights(module, weights, strict, needed), module.state_dict()
+        self.trainer.load_model_state(fitted, strict and needed is None)
         optimizer_modes.treat_as_evaluation(self.optimization.optimizers)
-        return [key for key in own if key not in fitted], [key for key in fitted if key not in own]
+        missing = [key for key in own if key not in fitted and (needed is None or key in needed)]
+        return missing, [key for key in fitted if key not in own]
+
+    def _needed(self) -> set[str] | None:
+        """Return the keys of the model that saved weights must have; None for all of them."""
+        names = own_names(self.trainer.unwrap())
+        kept = self.trainer.weights_to_save(names)
+        return None if kept is names else {names[each] for each in kept}
+
+    def _fitting_weights(self, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Tensor], bool]:
+        """Return the weights that training continues from, under the model's keys, and whether they must be all."""
+        training_weights = state.get("training_weights", {})
+        if not isinstance(training_weights, Mapping):
+            raise CheckpointMismatch(
+                f"the training_weights of the state are {training_weights!r:.80}, and must be a dict"
+            )
+        module, needed = self.trainer.unwrap(), self._needed()
+        weights = fit_weights(module, {**state["model"], **training_weights}, strict, needed)
+        check_types(module, weights)
+        return weights, strict and needed is None
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
@@ -138,16 +157,6 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
         if strict:
             raise CheckpointMismatch(f"{text}, or load with strict=False to ignore it")
         _log.warning("%s", printable(text))
-
-
-def _fitting_weights(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
-    """Return the weights that training continues from, under the keys of the model."""
-    training_weights = state.get("training_weights", {})
-    if not isinstance(training_weights, Mapping):
-        raise CheckpointMismatch(f"the training_weights of the state are {training_weights!r:.80}, and must be a dict")
-    weights = fit_weights(module, {**state["model"], **training_weights}, strict)
-    check_types(module, weights)
-    return weights
 
 
 @contextlib.contextmanager

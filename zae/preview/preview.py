@@ -171,7 +171,7 @@ class Preview:
         """Step copies of the schedulers as the run will."""
         found, run, optimization = self.found, self.run, self.trainer.optimization
         total_steps = run.limits.total_steps(found.steps_per_epoch)
-        optimizers, schedulers = optimization.simulate(self.trainer.unwrap().parameters(), total_steps)
+        optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
         found.notes += check_schedules(schedulers, on_batch, is_set, *run.spans(found.steps_per_epoch), has_metric)
@@ -234,7 +234,7 @@ class Preview:
             return
         settings = copy.copy(trainer.optimization.settings)
         try:
-            made = dict(trainer.optimization.optimizers_for(parameters))
+            made = dict(trainer.optimization.optimizers_for(module))
             stepped = {name: state_after_a_step(each) for name, each in made.items()}
             steps = [(each, optim.parameters_of(each), stepped[name]) for name, each in made.items()]
             found.memory = Memory.of_model(module, steps)

@@ -8,11 +8,12 @@ bitwise the same as an uninterrupted one, and a chain is only its parts, each wi
 """
 
 from zae.schedulers.lengths import is_plateau, own_length, planned_length, steps_taken
-from zae.schedulers.ramps import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler
+from zae.schedulers.ramps import CosineAnnealingScheduler, SchedulerBase, SchedulerChain, WarmUpScheduler
 from zae.schedulers.warmup import cosine, inverse_sqrt, linear, wsd
 
 __all__ = [
     "CosineAnnealingScheduler",
+    "SchedulerBase",
     "SchedulerChain",
     "WarmUpScheduler",
     "cosine",

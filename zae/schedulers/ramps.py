@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zae.errors import CheckpointMismatch, ConfigError
 
-__all__ = ["CosineAnnealingScheduler", "SchedulerChain", "StepSchedule", "WarmUpScheduler"]
+__all__ = ["CosineAnnealingScheduler", "SchedulerBase", "SchedulerChain", "StepSchedule", "WarmUpScheduler"]
 
 _COUNTERS = ("last_epoch", "_step_count")
 _RATES = ("base_lrs", "_last_lr")
@@ -91,8 +92,34 @@ class StepSchedule(LRScheduler):
         self._last_lr = [_like(group["lr"], lr) for group, lr in zip(groups, state["_last_lr"], strict=True)]
 
 
-class _Ramp(StepSchedule):
-    """A schedule between ``eta_min`` and the base rate over ``total_iters`` steps."""
+class SchedulerBase(StepSchedule, ABC):
+    """The base of schedules between ``eta_min`` and the base rate: a subclass defines ``lr_at(step)``.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Its groups' rates are the base rates.
+    total_iters : int
+        The length, in steps.
+    eta_min : float
+        The lowest rate.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of its range.
+
+    Examples
+    --------
+    >>> import torch
+    >>> class LinearScheduler(SchedulerBase):
+    ...     def lr_at(self, step):
+    ...         left = max(0.0, 1 - step / self.total_iters)
+    ...         return [self.eta_min + (base - self.eta_min) * left for base in self.base_lrs]
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> [LinearScheduler(optimizer, total_iters=4).lr_at(step)[0] for step in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
 
     total_iters: int
 
@@ -107,12 +134,16 @@ class _Ramp(StepSchedule):
         self.eta_min = _floor(eta_min, optimizer, name)
         super().__init__(optimizer)
 
+    @abstractmethod
+    def lr_at(self, step: int) -> list[float]:
+        """Return the rate of every param group after ``step`` scheduler steps."""
+
     def _settings(self) -> dict[str, Any]:
         """Return the length and the lowest rate."""
         return {**super()._settings(), "eta_min": self.eta_min}
 
 
-class WarmUpScheduler(_Ramp):
+class WarmUpScheduler(SchedulerBase):
     """Raise the rate linearly from ``eta_min`` to the base rate, then keep it.
 
     After ``t`` steps the rate is ``eta_min + (base - eta_min) * t / total_iters``, from ``total_iters`` steps on
@@ -153,7 +184,7 @@ class WarmUpScheduler(_Ramp):
         return [low + (base - low) * step / self.total_iters for base in map(float, self.base_lrs)]
 
 
-class CosineAnnealingScheduler(_Ramp):
+class CosineAnnealingScheduler(SchedulerBase):
     """Lower the rate from the base rate to ``eta_min`` along half a cosine, then keep it.
 
     After ``t`` steps the rate is ``eta_min + (base - eta_min) * (1 + cos(pi * t / total_iters)) / 2``: equation 5 of
@@ -198,6 +229,8 @@ class SchedulerChain(StepSchedule):
         The parts, in order.
     total_iters : int
         The sum of their lengths.
+    next_iters : list of int
+        The step at which each part ends, and the next one begins.
 
     Raises
     ------
@@ -224,7 +257,8 @@ class SchedulerChain(StepSchedule):
     def __init__(self, *schedulers: LRScheduler) -> None:
         # Not called "_schedulers": SequentialLR of torch would then rewind the parts, and not the chain.
         self.schedulers = _chainable(schedulers)
-        *self._starts, self.total_iters = 0, *accumulate(part.total_iters or 0 for part in self.schedulers)
+        self.next_iters = list(accumulate(part.total_iters or 0 for part in self.schedulers))
+        *self._starts, self.total_iters = 0, *self.next_iters
         super().__init__(self.schedulers[0].optimizer)
 
     def lr_at(self, step: int) -> list[float]:
