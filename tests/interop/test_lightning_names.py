@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kit.lightning_modules import Classifier, batches, build, fit
 from zae.errors import ConfigError, MissingError, TaskError
 from zae.interop.lightning import task_of
-from zae.interop.lightning_view import LoggerView, TrainerView
+from zae.interop.lightning.view import LoggerView, TrainerView
 
 QUIET = {"device": "cpu", "log_bar": False}
 

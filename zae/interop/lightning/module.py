@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
-from zae.interop.lightning_view import TrainerView, check_names
+from zae.interop.lightning.view import TrainerView, check_names
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
 
