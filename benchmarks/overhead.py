@@ -26,7 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "performance.md"
+PAGE = HERE.parent / "docs" / "explanation" / "performance.md"
 MEASURED = """\
 ## What is measured
 
@@ -257,7 +257,7 @@ def chart(results: dict[str, Any], workload: str = "mlp") -> str:
 
 
 def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], command: str) -> str:
-    """docs/performance.md."""
+    """docs/explanation/performance.md."""
     failed = sorted({f"{n}, {w}: {row['failed']}" for n, by in results.items() for w, rows in by.items()
                      for row in rows if "failed" in row})  # fmt: skip
     differ = [f"{contestants()[n]['name']}, {w}: {max(row['difference'] for row in rows if 'difference' in row):.2g}"
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=None, help="repetitions (5; with --quick 4)")
     parser.add_argument("--only", nargs="*", help="names of contestants (files in contestants/)")
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
-    parser.add_argument("--no-page", action="store_true", help="do not write docs/performance.md")
+    parser.add_argument("--no-page", action="store_true", help="do not write docs/explanation/performance.md")
     arguments = parser.parse_args()
     known = contestants()
     names = arguments.only or [*known]

@@ -9,7 +9,7 @@ library (see ``benchmarks/reliable``). It is
 - given a newest checkpoint with one flipped bit in the weights: does it notice?
 - given a NaN loss in step 7: does it say so, and are the weights on the disk finite?
 
-    python benchmarks/reliability.py            # writes docs/reliability.md
+    python benchmarks/reliability.py            # writes docs/explanation/reliability.md
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main() -> None:
     """Measure those that are installed, each in a process of its own, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="*", default=CONTESTANTS, choices=CONTESTANTS)
-    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "reliability.md")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "explanation" / "reliability.md")
     arguments = parser.parse_args()
     results = {}
     for name in arguments.only:

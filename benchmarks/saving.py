@@ -8,7 +8,7 @@ Two questions, each asked in turns in one process, so that a disk which is slow 
 
 The files are written in the working folder, on whatever disk that is, and removed.
 
-    python benchmarks/saving.py            # writes its table into docs/reliability.md
+    python benchmarks/saving.py            # writes its table into docs/explanation/reliability.md
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
     """Measure, and put the tables into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "reliability.md")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "explanation" / "reliability.md")
     arguments = parser.parse_args()
     found = page(arguments.turns)
     sys.stdout.write(found)

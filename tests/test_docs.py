@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 import zae
 import zae.addons
 from kit import options_page
-from kit.blocks import FIRST, ROOT, Blocks, read_setup, table_rows
+from kit.blocks import DOCS, FIRST, ROOT, Blocks, find_page, list_pages, read_setup, table_rows
 from zae import Trainer
 from zae.cli import COMMANDS
 
 
 def page(name):
-    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return find_page(name).read_text(encoding="utf-8")
 
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = list_pages()
 ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addons/test_addon_examples.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 OWN_FIRST = ("from_transformers",)  # The blocks of these pages continue the page's first one.
@@ -28,7 +30,11 @@ TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
 
 
 @pytest.mark.covers("X-4")
-@pytest.mark.parametrize("path", [path for path in PAGES if path.stem not in ELSEWHERE], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PAGES if path.stem not in ELSEWHERE],
+    ids=lambda path: path.relative_to(DOCS).with_suffix("").as_posix(),
+)
 def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
     """X-4: every block runs after the README's first one, or a comment says why not; no language is unknown."""
     monkeypatch.chdir(tmp_path)
@@ -47,6 +53,12 @@ def test_a_page_that_runs_elsewhere_does():
         assert f"{name}.md" in (ROOT / "tests" / test).read_text(encoding="utf-8")
 
 
+def linked(text):
+    """The targets of the links and pictures of a page."""
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", re.sub(r"```.*?```", "", text, flags=re.S))
+    return ["".join(link) for link in links]
+
+
 def anchors(text):
     """The anchors that GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
@@ -58,8 +70,7 @@ def anchors(text):
 def test_links_lead_to_a_file_and_a_heading(name):
     """Every relative link and picture of a page exists, and so does the heading that a link names."""
     text = TEXTS[name]
-    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", re.sub(r"```.*?```", "", text, flags=re.S))
-    for link in map("".join, links):
+    for link in linked(text):
         path, _, anchor = link.partition("#")
         if "://" in path:
             continue
@@ -68,14 +79,19 @@ def test_links_lead_to_a_file_and_a_heading(name):
         assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), link
 
 
-def test_every_page_is_listed_in_the_readme():
-    """A reader finds each page from the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [path.name for path in PAGES if f"docs/{path.name}" not in text] == []
+def test_every_page_is_found_from_the_readme():
+    """A reader of the README comes to each page by the links of the pages."""
+    found, left = set(), [Path("README.md")]
+    while left:
+        name = left.pop()
+        found.add(name)
+        paths = [Path(os.path.normpath(name.parent / link.partition("#")[0])) for link in linked(TEXTS[name])]
+        left += [path for path in paths if path in TEXTS and path not in found]
+    assert TEXTS.keys() - found == set()
 
 
 def test_the_options_are_those_of_the_classes():
-    """docs/options.md: every add-on, and every option with its default and what its docstring says."""
+    """docs/reference/options.md: every add-on, and every option with its default and what its docstring says."""
     assert options_page.page() == page("options"), "run python tests/kit/options_page.py"
 
 

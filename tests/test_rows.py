@@ -1,4 +1,4 @@
-"""Every promise of docs/reliability.md has a test in what `pytest -k "crash or resume or fault or security"` runs."""
+"""Every promise of reliability.md has a test in what `pytest -k "crash or resume or fault or security"` runs."""
 
 from __future__ import annotations
 

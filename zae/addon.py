@@ -28,7 +28,7 @@ class AddOnBase(Trainer):
 
     ``Task.add_on(MyAddon)`` makes a trainer class with the add-on outside of ``Task``, at the place of its layer. The
     options of an add-on are the keyword-only parameters of its ``__init__``, which only stores them; it acts in
-    ``setup``. See docs/addons.md.
+    ``setup``. See docs/extending/addons.md.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The examples of docs/addons.md and docs/addon_examples.md: they pass check_addon, and do what they say."""
+"""The examples of addons.md and addon_examples.md in docs/extending: they pass check_addon, and do what they say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zae.addons import EMAAddon, GradientAccumulationAddon, MultiGPUAddon, State
 from zae.errors import DistributedError
 from zae.testing import check_addon
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "extending"
 
 
 def blocks_of(page: str) -> list[str]:

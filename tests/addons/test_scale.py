@@ -1,4 +1,4 @@
-"""docs/scale.md: its script runs, on as many ranks as it says, and prints what stands beside it."""
+"""docs/features/scale.md: its script runs, on as many ranks as it says, and prints what stands beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zae import addons
 from zae.cli.diff import compare, read_ledger
 from zae.storage.checkpoint import load_checkpoint, newest_valid
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features" / "scale.md"
 
 
 def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):

@@ -12,7 +12,7 @@ from zae.composition import foreign_tables
 
 def rows(name):
     """Return the two sides of each row of a guide, by the heading above it."""
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "moving" / f"{name}.md").read_text(encoding="utf-8")
     pattern = r"^## ([^\n]+)\n(?:(?!^## ).)*?<table>.*?```python\n(.*?)```.*?```python\n(.*?)```.*?</table>"
     return {heading: sides for heading, *sides in re.findall(pattern, text, re.S | re.M)}
 
@@ -29,7 +29,7 @@ def test_both_sides_of_a_guide_give_the_same(page, heading, tmp_path, monkeypatc
     torch.manual_seed(0)
     before = FIRST.split("# The data is ready")[0] + FIRST[FIRST.index("from zae import") : FIRST.index("model = ")]
     if page == "from_transformers":
-        before = re.search(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.S)[1]
+        before = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "moving" / f"{page}.md").read_text(), re.S)[1]
     results = []
     for side in rows(page)[heading]:
         for _ in range(2 if "resume" in heading else 1):
@@ -48,12 +48,12 @@ def test_both_sides_of_a_guide_give_the_same(page, heading, tmp_path, monkeypatc
 
 def test_there_are_as_many_rows_as_tables():
     assert len(SIDES) == 19
-    assert sum((ROOT / "docs" / f"{name}.md").read_text().count("<table>") for name in PAGES) == 19
+    assert sum((ROOT / "docs" / "moving" / f"{name}.md").read_text().count("<table>") for name in PAGES) == 19
 
 
 @pytest.mark.parametrize(("library", "names"), [("accelerate", "ATTRIBUTES"), ("lightning", "OPTIONS")])
 def test_the_names_of_a_guide_are_those_of_the_errors(library, names):
-    text = (ROOT / "docs" / f"from_{library}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "moving" / f"from_{library}.md").read_text(encoding="utf-8")
     listed = table_rows(text.split(f"<!-- names: {library} -->")[1], "| there | here")
     assert len(listed) > 8
     for there, here in listed:

@@ -80,7 +80,7 @@ def losses(head: str, folder: Any, **given: Any) -> tuple[float, float]:
 
 
 def test_the_numbers_that_differ_are_those_of_the_guide(tmp_path: Any) -> None:
-    """docs/from_transformers.md: the first token of GPT-2, and a window of three batches of BERT."""
+    """docs/moving/from_transformers.md: the first token of GPT-2, and a window of three batches of BERT."""
     theirs, ours = losses("causal", tmp_path)
     assert theirs == pytest.approx(7 / 8 * ours, rel=1e-5)
     theirs, ours = losses("sequence", tmp_path, gradient_accumulation_steps=3)

@@ -26,8 +26,20 @@ from zae import Trainer
 from zae.composition.metaclass import seams_of
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST = re.search(r"```python\n(.*?)```", README, re.S)[1]
+
+
+def list_pages() -> list[Path]:
+    """Return the pages of docs/ and its folders that are written by hand."""
+    return sorted(path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in ("_build", "generated"))
+
+
+def find_page(name: str) -> Path:
+    """Return the page with this name, whichever folder of docs/ it is in."""
+    (found,) = [path for path in list_pages() if path.stem == name]
+    return found
 
 
 def read_setup() -> configparser.ConfigParser:

@@ -274,7 +274,7 @@ def measure() -> list[tuple[str, str]]:
 
 
 def with_figures(text: str, rows: list[tuple[str, str]]) -> str:
-    """Return the text of docs/architecture.md with these rows as its table of figures."""
+    """Return the text of docs/explanation/architecture.md with these rows as its table of figures."""
     begin, end = "<!-- figures -->", "<!-- end of figures -->"
     table = "\n".join(["| measure | now |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
     before, _, rest = text.partition(begin)
@@ -286,7 +286,7 @@ def main() -> None:
     width = max(len(name) for name, _ in rows)
     sys.stdout.write("\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n")
     if "--write" in sys.argv:
-        page = ROOT / "docs" / "architecture.md"
+        page = ROOT / "docs" / "explanation" / "architecture.md"
         page.write_text(with_figures(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 

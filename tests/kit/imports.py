@@ -1,4 +1,4 @@
-"""Who imports whom in the source, and the table of who may: ``python tests/kit/imports.py`` draws docs/architecture.md.
+"""Who imports whom in the source, and the table of who may: ``python tests/kit/imports.py`` draws architecture.md.
 
 Imports inside functions count; those under TYPE_CHECKING do not.
 """
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 

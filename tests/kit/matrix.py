@@ -1,6 +1,7 @@
 """Compare compositions of add-ons with the loop of tests/kit/oracle.py, and draw the table of pairs.
 
-``python tests/kit/matrix.py`` writes docs/composition.md; tests/test_composition.py fails if the page is out of date.
+``python tests/kit/matrix.py`` writes docs/explanation/composition.md; tests/test_composition.py fails if the page is
+out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kit.oracle import Options, Outcome
 from kit.table import Watcher
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "composition.md"
+PAGE = ROOT / "docs" / "explanation" / "composition.md"
 
 
 class Piece(NamedTuple):
@@ -294,7 +295,7 @@ The same add-ons in any order give the same class. The signs of the table mean:
 
 
 def page() -> str:
-    """The text of docs/composition.md."""
+    """The text of docs/explanation/composition.md."""
     import zae.addons
 
     found = {name: getattr(zae.addons, name) for name in zae.addons.__all__ if name.endswith("Addon")}

@@ -1,4 +1,4 @@
-"""docs/options.md, made from the classes and their docstrings: ``python tests/kit/options_page.py`` writes it."""
+"""docs/reference/options.md, made from the classes: ``python tests/kit/options_page.py`` writes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zae import AddOnBase, Trainer
 from zae.composition.metaclass import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "options.md"
+PAGE = ROOT / "docs" / "reference" / "options.md"
 INTRODUCTION = """# Add-ons and options
 
 This page is generated from the docstrings by `python tests/kit/options_page.py`; a test fails if it is out of date.
 
 `from zae.addons import EMAAddon` imports an add-on, `Task.add_on(EMAAddon)` mixes it in, and its options are then
-arguments of the class. The [guide](guide.md#add-ons) explains what a layer and a slot are. "saves" says whether a
+arguments of the class. The [guide](../guide.md#add-ons) explains what a layer and a slot are. "saves" says whether a
 checkpoint contains state of the add-on. Two add-ons with the same slot cannot be combined. An extra is installed with
 `pip install -e ".[wandb]"`.
 """
@@ -78,7 +78,7 @@ def saves(cls: type) -> bool:
 
 
 def page() -> str:
-    """Return the text of docs/options.md."""
+    """Return the text of docs/reference/options.md."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     plain = [name for name in options_of(Trainer) if name not in ("args", "kwargs")]

@@ -145,8 +145,8 @@ def test_an_engine_may_return_plain_pairs() -> None:
 
 
 def test_the_table_of_events_is_what_a_run_calls(tmp_path: Path) -> None:
-    """Each event is in the table of docs/addons.md, and they are called in its order."""
-    page = (Path(__file__).parents[2] / "docs" / "addons.md").read_text(encoding="utf-8")
+    """Each event is in the table of docs/extending/addons.md, and they are called in its order."""
+    page = (Path(__file__).parents[2] / "docs" / "extending" / "addons.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(on_\w+)\(", page, re.M)
     assert sorted(table) == sorted(name for name in seams_of(Trainer) if name.startswith("on_"))
     called: list[str] = []

@@ -1,4 +1,4 @@
-"""The blocks of docs/tuning.md run, in order."""
+"""The blocks of docs/features/tuning.md run, in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tuning.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features" / "tuning.md"
 
 
 def test_the_blocks_of_the_page_run() -> None:

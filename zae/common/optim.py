@@ -308,7 +308,7 @@ def step(optimizer: Optimizer) -> bool:
     """Make the step of an optimizer, without the wrapper of torch where that has nothing to do.
 
     Torch wraps the ``step`` of each class in a function that opens a range for the profiler and calls hooks: some
-    40 microseconds, a tenth of a small model's step (docs/performance.md). Without a profiler and without hooks, the
+    40 microseconds, a tenth of a small model's step. Without a profiler and without hooks, the
     wrapped ``step`` of the class is called directly. A ``step`` that was set on the optimizer, or around that of its
     class, is called as usual.
     """
