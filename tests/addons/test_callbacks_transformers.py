@@ -103,6 +103,13 @@ def run_ours(folder, *callbacks, epochs=9, **options):
     return trainer
 
 
+@pytest.mark.parametrize("monitor", ["loss", "valid/loss", "valid_loss"])
+def test_early_stopping_finds_the_metric_under_each_name_of_the_monitor(monitor, tmp_path):
+    trainer = run_ours(tmp_path, EarlyStoppingCallback(1, 100.0), monitor=monitor)
+    assert trainer.metrics["epoch"] == 2
+    assert trainer.metrics["stop_reason"].startswith("the callback EarlyStoppingCallback set should_training_stop")
+
+
 @pytest.mark.covers("155", "158", "159", "161")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_run_is_that_of_transformers(accumulate, tmp_path):

@@ -157,6 +157,11 @@ class CallbackArguments:
         return json.dumps(vars(self), indent=2, default=str)
 
 
+def _metric_of(monitor: str | None) -> str | None:
+    """Return the name that a callback of Transformers looks for, which adds the ``eval_`` of a validation itself."""
+    return split_prefix(monitor)[1] if monitor is not None and split_prefix(monitor)[0] == "valid" else monitor
+
+
 def _strategy(every: Every | None) -> str:
     """Return the name of a cadence in TrainingArguments."""
     return "no" if every is None else "epoch" if every.steps is None else "steps"
@@ -252,7 +257,7 @@ class RunReader:
                 "eval_delay": 0,
                 "save_strategy": _strategy(saves),
                 "save_steps": (saves.steps if saves is not None else None) or _STEPS,
-                "metric_for_best_model": self.trainer.monitor,
+                "metric_for_best_model": _metric_of(self.trainer.monitor),
                 "greater_is_better": self.trainer.history.direction == "max",
                 "load_best_model_at_end": False,
                 "disable_tqdm": not self.trainer.log_bar,
