@@ -23,6 +23,7 @@ def page(name):
 
 PAGES = list_pages()
 ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addons/test_addon_examples.py",
+             "fits": "fits/test_fits_page.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 OWN_FIRST = ("from_transformers",)  # The blocks of these pages continue the page's first one.
 TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")

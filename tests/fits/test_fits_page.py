@@ -1,0 +1,38 @@
+"""docs/reference/fits.md (fits.md): made from the tests of this folder, with the versions that were tried."""
+
+from __future__ import annotations
+
+import configparser
+from importlib.metadata import version
+
+import pytest
+
+from kit import fits_page
+
+
+@pytest.mark.covers("X-21")
+def test_the_page_of_fits_is_that_of_the_tests():
+    """Every library has its test, its version and its lines of use; X-21 names the libraries that must be there."""
+    fits = fits_page.read_fits()
+    names = [fit.library for fit in fits]
+    wanted = {"torchmetrics", "timm", "monai", "peft", "datasets", "scikit-learn", "jsonargparse", "tyro", "hydra-core",
+              "optuna", "schedulefree", "torchdata", "transformers"}  # fmt: skip
+    assert wanted <= {*names, *fits_page.NOT_TRIED}
+    assert len(names) == len(set(names))
+    assert all(fit.tried and len(fit.use.splitlines()) >= 5 for fit in fits)
+    assert fits_page.PAGE.read_text(encoding="utf-8") == fits_page.page(), "run python tests/kit/fits_page.py"
+
+
+def test_the_extra_has_what_the_marked_tests_need():
+    """A test with the marker `fits` needs a library of that extra, and each library there has a test."""
+    setup = configparser.ConfigParser()
+    setup.read(fits_page.ROOT / "setup.cfg")
+    extra = setup["options.extras_require"]["fits"].split()
+    assert sorted(fit.library for fit in fits_page.read_fits() if fit.is_marked) == extra
+
+
+@pytest.mark.fits
+@pytest.mark.parametrize("library", [fit.library for fit in fits_page.read_fits()])
+def test_the_versions_of_the_page_are_installed(library):
+    """What the marked run tries is what the page says."""
+    assert version(library) == fits_page.read_versions()[library.lower()]
