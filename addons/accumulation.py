@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
-from zae.data.loaders import length_of
-from zae.errors import LoaderError
+from zae.common.device import leading_dimension
+from zae.data.loaders import batch_size_of, describe, length_of
+from zae.data.sharding import shares_of
+from zae.errors import ConfigError, LoaderError, StepError
 
 __all__ = ["GradientAccumulationAddon"]
 
@@ -25,17 +27,24 @@ class GradientAccumulationAddon(AddOnBase):
     because their number must be known before the first backward; so are they where your class overrides ``gradients``,
     which may compute those of one window twice (SAM, a closure).
 
+    With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
+    ranks makes the same steps: those of one process whose batches have that many samples. Each sample of a step has the
+    same weight, also in a short last one, unless ``train_step`` returns ``num_targets``.
+
     Parameters
     ----------
     gradient_accumulation_steps : int
         Loader batches in each optimizer step; 1 changes nothing.
+    global_batch_size : int, optional
+        Samples in each optimizer step, over all ranks; a multiple of the loader's ``batch_size`` times the number of
+        ranks. It takes the place of ``gradient_accumulation_steps``.
 
     Raises
     ------
     ConfigError
-        It is not an integer of at least 1.
+        One is not an integer of at least 1; both are given; or ``global_batch_size`` is no multiple.
     LoaderError
-        A loader yielded fewer or more batches than its length.
+        A loader yielded fewer or more batches than its length, or does not state its batch size.
 
     Examples
     --------
@@ -57,28 +66,65 @@ class GradientAccumulationAddon(AddOnBase):
     layer = "loop"
     slot = "accumulation"
 
-    def __init__(self, *args: Any, gradient_accumulation_steps: int = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, gradient_accumulation_steps: int = 1, global_batch_size: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        self.global_batch_size = global_batch_size
+        if global_batch_size is not None:
+            self.global_batch_size = check_count("global_batch_size", global_batch_size)
+            if self.gradient_accumulation_steps > 1:
+                raise ConfigError(
+                    f"gradient_accumulation_steps={gradient_accumulation_steps} and "
+                    f"global_batch_size={global_batch_size} both say how long a step is; leave one of them out"
+                )
 
     def is_idle(self) -> bool:
         """Return whether each batch is a step."""
-        return self.gradient_accumulation_steps == 1
+        return self.gradient_accumulation_steps == 1 and self.global_batch_size is None
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Group the loader's batches into windows."""
         batches = super().batches(loader)
-        length = length_of(loader)
+        length, count = length_of(loader), self._batches_per_step(loader)
         if length is None:
-            yield from _look_ahead(batches, self.gradient_accumulation_steps)
+            yield from _look_ahead(batches, count)
             return
         left, holds = length - self.progress_checker.epoch_batch, self._may_repeat()
         while left > 0:
-            window = _Window(batches, min(self.gradient_accumulation_steps, left), holds)
+            window = _Window(batches, min(count, left), holds)
             left -= len(window)
             yield window
         for _ in batches:  # A loader may count its batches only when it is asked for one more.
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
+
+    def _batches_per_step(self, loader: Any) -> int:
+        """Return how many batches of a rank's loader make a step."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        size, shares = batch_size_of(loader), shares_of(loader)
+        if size is None:
+            raise LoaderError(
+                f"global_batch_size={self.global_batch_size} needs the batch size of the loader, which it does not "
+                f"state ({describe(loader)}); write gradient_accumulation_steps=... instead"
+            )
+        _check_drop_last(loader, self.global_batch_size)
+        return _quotient(self.global_batch_size, size, self.data_size if shares is None else shares.size)
+
+    def count_targets(self, values: Mapping[str, Any], batch: Any) -> Any:
+        """Count the samples of a batch, where the size of a step is given in samples."""
+        found = super().count_targets(values, batch)
+        if found is not None or self.global_batch_size is None:
+            return found
+        samples = leading_dimension(batch)
+        if samples is None:
+            raise StepError(
+                f"global_batch_size={self.global_batch_size} weighs the samples of a step alike, and a batch of type "
+                f"{type(batch).__name__} does not tell how many it has; return their number from train_step: "
+                "'num_targets'"
+            )
+        return samples
 
     def _may_repeat(self) -> bool:
         """Return whether an override of ``gradients`` may compute those of one window several times."""
@@ -93,12 +139,43 @@ class GradientAccumulationAddon(AddOnBase):
     def steps_in(self, loader: Any) -> int | None:
         """Return the number of windows, with the short one at the end."""
         length = super().steps_in(loader)
-        return None if length is None else -(-length // self.gradient_accumulation_steps)
+        return None if length is None else -(-length // self._batches_per_step(loader))
 
     def plan_ranks(self, plan: Any) -> None:
         """Note how many batches make a step."""
         super().plan_ranks(plan)
         plan.batches_per_step = self.gradient_accumulation_steps
+        if self.global_batch_size is not None and plan.batch_size:
+            plan.batches_per_step = _quotient(self.global_batch_size, plan.batch_size, plan.data_size)
+
+
+def _quotient(together: int, batch_size: int, ranks: int) -> int:
+    """Return how many batches of each rank make a step of so many samples; refuse a fraction."""
+    count, rest = divmod(together, batch_size * ranks)
+    if not rest:
+        return count
+    found = f"a batch of the loader has {batch_size} samples" + f", on each of {ranks} ranks" * (ranks > 1)
+    if together % ranks:
+        raise ConfigError(
+            f"global_batch_size={together} cannot be divided by {ranks} ranks; choose one that every number of ranks "
+            "divides that this run may have"
+        )
+    fitting = max(n for n in range(1, batch_size + 1) if together // ranks % n == 0)
+    raise ConfigError(
+        f"global_batch_size={together} is not a multiple of {batch_size * ranks}: {found}; write "
+        f"batch_size={fitting} in the DataLoader, or another global_batch_size"
+    )
+
+
+def _check_drop_last(loader: Any, together: int) -> None:
+    """Refuse to leave out samples, of which another number of ranks would leave out others."""
+    sampler = getattr(loader, "batch_sampler", None)
+    samples = length_of(getattr(sampler, "sampler", None))
+    if getattr(sampler, "drop_last", False) and samples is not None and samples % together:
+        raise ConfigError(
+            f"drop_last=True leaves out other samples on another number of ranks: {samples} are not a multiple of "
+            f"global_batch_size={together}; write drop_last=False in the DataLoader"
+        )
 
 
 class _List(list[Any]):

@@ -193,9 +193,9 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def plan_ranks(self, plan: Any) -> None:
         """Set the ranks that there are, or will be, and how they divide the work."""
-        super().plan_ranks(plan)
         mesh = self._mesh()
         plan.world_size, plan.data_size, plan.mesh = mesh.world, mesh.data_size, mesh.sizes
+        super().plan_ranks(plan)
         if mesh.world > 1:
             self._check_model(self.model)
 

@@ -36,7 +36,7 @@ from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
-from zae.loop.step_output import StepOutput, count_of, explain_failure, read_output
+from zae.loop.step_output import StepOutput, count_of, count_targets, explain_failure, read_output
 from zae.preview import describe, explain, preview
 from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
@@ -505,7 +505,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         with self.forward_context():
             out = self.train_step(batch)
         try:
-            values, _ = output = read_output(out, batch, self.sample_weight, type(self), self.mode)
+            values, _ = output = read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(error, out, batch, type(self), self.optimizers)
@@ -1068,8 +1068,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[AnyTrainer]", compose(cls, add_ons))
 
-    explain = explain.explain
-    plan = preview.plan
+    explain, plan = explain.explain, preview.plan
+    count_targets = count_targets
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
     def _repr_html_(self) -> str:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
 
 from kit.hand import digest, loader, network
+from kit.ranks import each_rank
 from kit.table import Task
-from zae import AddOnBase, ConfigError, LoaderError
-from zae.addons import GradientAccumulationAddon
+from zae import AddOnBase, ConfigError, LoaderError, StepError, Trainer
+from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon
 
 
 class Noting(Task):
@@ -233,3 +237,118 @@ def test_a_window_that_is_not_held_is_not_walked_into_the_next() -> None:
 
     with pytest.raises(TypeError, match=r"yielded once; .* override gradients\(batch\)"):
         build(2, Twice).run(1, loader())
+
+
+# ------------------------------------------------------------------------------------------- the samples of a step
+
+
+def samples(count: int, batch_size: int, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    tensors = (torch.randn(count, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    return DataLoader(TensorDataset(*tensors), batch_size, **{"shuffle": True, **options})
+
+
+class Regression(Trainer):
+    """A task whose loss is a mean over the samples of its batch."""
+
+    def train_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return {"loss": (self.model(inputs) - targets).square().mean()}
+
+    test_step = train_step
+
+
+def regression(*add_ons: type, device: Any = "cpu", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    settings = {"optimizer": optimizer, "gradient_clip": 0.1, "seed": 3, "log_bar": False, **options}
+    return Regression.add_on(GradientAccumulationAddon, *add_ons)(model, device, **settings)
+
+
+def weights_of(trainer: Any) -> Any:
+    return torch.cat([each.detach().flatten() for each in trainer.unwrap().parameters()])
+
+
+@pytest.mark.parametrize(("add_on", "ranks", "batch_size"), [
+    (MultiGPUAddon, 1, 4), (MultiGPUAddon, 1, 12), (MultiGPUAddon, 2, 3), (MultiGPUAddon, 3, 4), (FSDPAddon, 2, 6),
+])  # fmt: skip
+def test_any_number_of_ranks_makes_the_same_steps(add_on: type, ranks: int, batch_size: int) -> None:
+    """With 37 samples, of which the last step of an epoch has one: those of one process with batches of 12."""
+    whole = regression()
+    whole.run(3, samples(37, 12))
+
+    def rank() -> Any:
+        assert dist.get_world_size() == ranks
+        divided, loader = regression(add_on, global_batch_size=12), samples(37, batch_size)
+        plan = divided.plan(3, loader)
+        assert (plan.world_size, plan.steps, plan.effective_batch_size) == (ranks, 12, 12)
+        assert divided.run(3, loader)["step"] == 12
+        return torch.cat([each.flatten() for each in divided.model_state().values()])
+
+    for found in each_rank(ranks, rank):
+        assert (weights_of(whole) - found).abs().max() < 1e-12
+
+
+def test_a_number_that_train_step_counts_comes_first() -> None:
+    class Counts(Regression):
+        def train_step(self, batch: Any) -> Any:
+            return {**super().train_step(batch), "num_targets": 7}
+
+    taken = []
+
+    class Notes(AddOnBase):
+        layer = "observe"
+
+        def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
+            taken.append((num_targets, count))
+            return super().scale_loss(loss, num_targets, count)
+
+    model = nn.Linear(5, 5).double()
+    trainer = Counts.add_on(GradientAccumulationAddon, Notes)(
+        model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), global_batch_size=8, log_bar=False
+    )
+    trainer.run(1, samples(10, 4))
+    assert taken == [(7, 2), (7, 2), (7, 1)]
+
+
+def test_a_list_of_batches_states_its_size_and_a_stream_of_them_does_not() -> None:
+    batches = list(samples(16, 4, shuffle=False))
+    trainer = regression(global_batch_size=8)
+    assert trainer.run(1, batches)["step"] == 2
+    with pytest.raises(LoaderError, match=r"global_batch_size=8 needs the batch size of the loader.*generator.*write "):
+        regression(global_batch_size=8).run(1, (batch for batch in batches))
+
+
+@pytest.mark.parametrize(("options", "loader", "text"), [
+    ({"global_batch_size": 0}, {}, "global_batch_size=0.* whole number of at least 1"),
+    ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, {}, "both say how long a step is; leave one"),
+    ({"global_batch_size": 10}, {}, "global_batch_size=10 is not a multiple of 4: .* 4 samples; write batch_size=2"),
+    ({"global_batch_size": 2}, {}, "global_batch_size=2 is not a multiple of 4: .*; write batch_size=2"),
+    ({"global_batch_size": 8}, {"drop_last": True}, "drop_last=True leaves out other samples .*; write drop_last=Fal"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_meant(options: Any, loader: Any, text: str) -> None:
+    """Nothing is trained before."""
+    with pytest.raises(ConfigError, match=text):
+        regression(**options).run(1, samples(37, 4, **loader))
+
+
+def test_a_number_of_ranks_that_does_not_divide_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 cannot be divided by 3 ranks; choose one that every"):
+        regression(MultiGPUAddon, device=["cpu"] * 3, global_batch_size=8).plan(1, samples(37, 4))
+    with pytest.raises(ConfigError, match=r"is not a multiple of 12: .* 4 samples, on each of 3 ranks; .*=2 in the"):
+        regression(MultiGPUAddon, device=["cpu"] * 3, global_batch_size=6).plan(1, samples(37, 4))
+
+
+def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
+    class Opaque(Regression):
+        def train_step(self, batch: Any) -> Any:
+            return {"loss": self.model(torch.ones(2, 5, dtype=torch.float64)).mean()}
+
+    model = nn.Linear(5, 5).double()
+    trainer = Opaque.add_on(GradientAccumulationAddon)(
+        model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), global_batch_size=4, log_bar=False
+    )
+    loader = DataLoader(range(8), batch_size=2, collate_fn=lambda each: sum(each))  # type: ignore[arg-type]
+    with pytest.raises(StepError, match=r"weighs the samples of a step alike, .* type int .*: 'num_targets'"):
+        trainer.run(1, loader)

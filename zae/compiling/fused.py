@@ -62,7 +62,8 @@ def why_not(trainer: Trainer) -> str | None:
         f"a custom step() of optimizer {name}": not is_stepped_by_class(optimizer),
         f"hooks of the step of optimizer {name}": has_step_hooks(optimizer),
         f"parameters of {', '.join(sorted(dtypes))}": dtypes,
-        "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1,
+        "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1
+        or getattr(trainer, "global_batch_size", None) is not None,
         f"running statistics of BatchNorm or the like ({', '.join(moving)})": moving,
         " and ".join(seams): seams,
     }

@@ -16,8 +16,9 @@ __all__ = ["Binding"]
 
 _SEAMS = (
     "batches", "on_step_begin", "batch_context", "gradients", "micro_batches", "sync_context", "to_device",
-    "micro_step", "forward_context", "scale_loss", "backward", "sample_weight", "normalize", "unscale", "clip",
-    "may_step", "optimizer_step", "step_one", "scheduler_step", "zero_grad", "logging", "on_step_end", "checkpoint",
+    "micro_step", "forward_context", "count_targets", "scale_loss", "backward", "sample_weight", "normalize", "unscale",
+    "clip", "may_step", "optimizer_step", "step_one", "scheduler_step", "zero_grad", "logging", "on_step_end",
+    "checkpoint",
 )  # fmt: skip
 
 _EMPTY = ("on_step_begin", "on_step_end", "unscale")

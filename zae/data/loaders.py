@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -11,11 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from zae.common.device import leading_dimension
 from zae.errors import ConfigError, LoaderError
 
 __all__ = [
     "BatchLimits",
     "Proxy",
+    "batch_size_of",
     "check_loader",
     "copy_with",
     "describe",
@@ -35,6 +37,16 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples in a batch of a loader, where it states it."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    is_list = isinstance(loader, Sequence) and not isinstance(loader, str)
+    return leading_dimension(loader[0]) if is_list and loader else None
 
 
 def has_pinned_batches(loader: Any) -> bool:

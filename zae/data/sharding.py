@@ -53,6 +53,10 @@ class Shares(Protocol):
     """The number of samples of each rank in each step of an epoch."""
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
     def leaves_out(self) -> bool:
         """Whether the last step has too few samples (or batches) for every rank."""
 
@@ -146,6 +150,10 @@ class SampleShards:
             yield own[step * self.batch_size : (step + 1) * self.batch_size]
 
     @property
+    def size(self) -> int:
+        return self._ranks.size
+
+    @property
     def leaves_out(self) -> bool:
         return len(self) > 0 and self.share(len(self) - 1)[1] < self._ranks.size
 
@@ -174,6 +182,10 @@ class BatchShards:
             yield own if self._each_is_batch or not own else own[0]
 
     @property
+    def size(self) -> int:
+        return self._ranks.size
+
+    @property
     def leaves_out(self) -> bool:
         return len(self.sampler) % self._ranks.size > 0
 
@@ -197,6 +209,10 @@ class ListShards(Sequence[Any]):
         if index >= len(self._batches):
             return EMPTY
         return _present(self._batches[index]) if self._training else self._batches[index]
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
 
     @property
     def leaves_out(self) -> bool:

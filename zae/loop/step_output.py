@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from zae.common.argument_checks import describe_batch, describe_value
+from zae.composition.introspect import seam
 from zae.errors import StepError
 
-__all__ = ["StepOutput", "count_of", "explain_failure", "read_output"]
+__all__ = ["StepOutput", "count_of", "count_targets", "explain_failure", "read_output"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -51,7 +52,12 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
 
 
 def read_output(
-    out: Any, batch: Any, sample_weight: Callable[[Any, Any], Any], owner: type, mode: str
+    out: Any,
+    batch: Any,
+    sample_weight: Callable[[Any, Any], Any],
+    owner: type,
+    mode: str,
+    count_targets: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Mapping[str, Any], Any]:
     """Return what the step of a class for this mode returned as a pair of values and weight, or raise StepError."""
     if type(out) is not dict and not isinstance(out, Mapping):
@@ -62,7 +68,30 @@ def read_output(
             value = "None" if out is None else f"{type(out).__name__} {describe_value(out)}"
             raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{'loss': loss}}")
         out = {"loss": out}
-    return out, sample_weight(batch, out.get("num_targets"))
+    num_targets = out.get("num_targets")
+    output = out, sample_weight(batch, num_targets)
+    if count_targets is not None and (counted := count_targets(out, batch)) is not num_targets:
+        output = {**out, "num_targets": counted}, output[1]
+    return output
+
+
+@seam
+def count_targets(self: Any, values: Mapping[str, Any], batch: Any) -> Any:
+    """Return the number of targets that weighs a micro-batch in its step; with None each weighs alike.
+
+    Parameters
+    ----------
+    values : mapping
+        What ``train_step`` returned.
+    batch : object
+        The batch, on the trainer's device.
+
+    Returns
+    -------
+    int, float, Tensor or None
+        What ``scale_loss`` and ``normalize`` are given.
+    """
+    return values.get("num_targets")
 
 
 def _name_of(owner: type, mode: str, batch: Any) -> str:

@@ -44,6 +44,7 @@ LOOP = """
     ?                            out = micro_step(batch):
     ?                                with forward_context():
                                         out = train_step(batch)
+    ?                                num_targets = count_targets(out, batch)
     ?                                loss = scale_loss(out["loss"])  # its share of the window
                                     backward(loss)
     ?                    normalize(num_targets)  # by those of the window, where steps count them
@@ -95,7 +96,7 @@ validate():  # in evaluation mode, without gradients, on its own random streams
 """
 """The loop; a line with a question mark is shown only if its seam is overridden."""
 
-_WINDOW = ("scale_loss", "normalize")  # They act only with several micro-batches or ranks.
+_WINDOW = ("count_targets", "scale_loss", "normalize")  # They act only with several micro-batches or ranks.
 _BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
 _COLUMN = 46
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)

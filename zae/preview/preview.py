@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zae.common import optim, random_state
-from zae.common.device import leading_dimension
 from zae.common.optimizer_checks import check_schedules
 from zae.composition.introspect import add_ons_of, seam, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
-from zae.data.loaders import describe, length_of
+from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.errors import MonitorError
 from zae.loop import addon_state
@@ -54,6 +53,7 @@ class Preview:
     def plan(self) -> RunPreview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
         found, trainer, run = self.found, self.trainer, self.run
+        found.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
         trainer.plan_ranks(found)
         if trainer.mode == "test":
             self.describe_evaluation()
@@ -121,7 +121,6 @@ class Preview:
         """Count steps and epochs as `Run` and the loop do."""
         found, run, progress = self.found, self.run, self.trainer.progress_checker
         (last_epoch, last_step), wrapped = run.bounds(), self._wrapped_loader()
-        found.batch_size = _batch_size(run.loader)
         found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_in(wrapped)
         found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
         found.first_step = progress.step + 1
@@ -260,15 +259,6 @@ class Preview:
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
         found.bytes_per_checkpoint, *found._within_epoch = sizes
-
-
-def _batch_size(loader: Any) -> int | None:
-    """Return the samples of a batch, where the loader states it."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(owner, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return leading_dimension(loader[0]) if isinstance(loader, (list, tuple)) and loader else None
 
 
 # ------------------------------------------------------------------------------------- the methods of the Trainer

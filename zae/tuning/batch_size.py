@@ -99,6 +99,7 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             "batch_size=..., over a dataset with a length"
         )
     given = loader.batch_size * int(getattr(trainer, "gradient_accumulation_steps", 1))
+    given = getattr(trainer, "global_batch_size", None) or given
     effective = check_count("effective_batch_size", effective_batch_size or given)
     tried: dict[int, bool] = {}
     with trial_loader(loader, "find_batch_size") as own:
@@ -119,6 +120,7 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
 def _fits(trainer: Trainer, loader: Any, size: int, count: int) -> bool:
     """Return whether two steps of a copy fit in memory, with batches of this size and so many of them in a step."""
     twin = trial(trainer, "find_batch_size", GradientAccumulationAddon)
+    twin.global_batch_size = None
     twin.gradient_accumulation_steps = min(count, 2)  # The second one has the gradients of the first in memory.
     batches = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, drop_last=True)
     try:
