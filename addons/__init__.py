@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zae.addons.amp import AMPAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
+    from zae.addons.deepspeed import DeepSpeedAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
     from zae.addons.fsdp import FSDPAddon
@@ -35,6 +36,7 @@ __all__ = [
     "AMPAddon",
     "CallbackAddon",
     "CompileAddon",
+    "DeepSpeedAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
     "FSDPAddon",
@@ -61,6 +63,7 @@ _HOMES = {
     "AMPAddon": "amp",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
+    "DeepSpeedAddon": "deepspeed",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",
     "FSDPAddon": "fsdp",

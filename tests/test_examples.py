@@ -33,9 +33,9 @@ def _warm():
     importlib.import_module("sklearn.linear_model")
 
 
-def start(name):
+def start(name, seconds=60):
     """Run an example in the present folder; its output is plain text, and it says nothing to standard error (X-7)."""
-    return plain(*Script(EXAMPLES / name).end(60))
+    return plain(*Script(EXAMPLES / name).end(seconds))
 
 
 def start_afresh(name):
@@ -144,6 +144,17 @@ def test_fsdp_trains_a_language_model_in_shards():
     assert three < 2.8
     assert second == 2 * first
     assert third == 3 * first
+
+
+@pytest.mark.deepspeed
+def test_zero_trains_a_language_model_in_each_stage():
+    """Needs the extra deepspeed."""
+    out = start("zero.py", 240)  # Six ranks import DeepSpeed.
+    line = r"epoch {0} in stage {0}: validation loss (\d\.\d{{3}}), saved in \S+/runs/zero/step-000000(\d\d)\n"
+    one, first, two, second, three, third = map(float, matched("".join(line.format(each) for each in (1, 2, 3)), out))
+    assert 3.3 > one > two > three
+    assert three < 2.8
+    assert (second, third) == (2 * first, 3 * first)
 
 
 def test_examples_are_short_and_all_tested():

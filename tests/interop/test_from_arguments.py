@@ -399,7 +399,7 @@ def test_devices_and_processes(monkeypatch, tmp_path):
         "ddp_find_unused_parameters": "ddp_find_unused_parameters=True: FSDPAddon has no such option",
     }
     args.deepspeed = {"zero_optimization": {"stage": 2}}
-    with pytest.raises(ConfigError, match=r"deepspeed={.*} is not supported; shard with FSDPAddon"):
+    with pytest.raises(ConfigError, match=r"deepspeed={.*} is not supported; write Task.add_on\(DeepSpeedAddon\)"):
         from_arguments(args)
 
 

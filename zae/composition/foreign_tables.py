@@ -144,8 +144,7 @@ OPTIONS = _by_name(
         "backend (MultiGPUAddon)": "ddp_backend",
         "timeout (MultiGPUAddon)": "ddp_timeout",
         "FSDPAddon": "fsdp fsdp_config fsdp_plugin",
-        "FSDPAddon, which shards parameters, gradients and the optimizer's state": "deepspeed deepspeed_plugin "
-        "deepspeed_plugins deepspeed_config",
+        "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin deepspeed_plugins ds_config",
         "mesh (FSDPAddon, TensorParallelAddon)": "parallelism_config root_gang dp_gang",
         "tensor_plan (TensorParallelAddon)": "tp_gang torch_tp_plugin",
         "zae.find_batch_size(...)": "auto_find_batch_size",

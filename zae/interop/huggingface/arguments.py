@@ -322,7 +322,7 @@ REPORTED = {
 }  # fmt: skip
 # Arguments that would train another way: refused where they are given.
 REFUSED = {
-    "deepspeed": "shard with FSDPAddon: fsdp=True, or Task.add_on(FSDPAddon)",
+    "deepspeed": "write Task.add_on(DeepSpeedAddon), deepspeed_config=...; or shard with FSDPAddon: fsdp=True",
     "parallelism_config": "give the mesh to FSDPAddon or TensorParallelAddon: mesh={'shard': 2, 'tensor': 2}",
     "use_liger_kernel": "apply the kernels before: from transformers.integrations.liger import apply_liger_kernel; "
     "apply_liger_kernel(model, None)",

@@ -1,0 +1,227 @@
+"""The configuration of DeepSpeed: read it, fill in "auto" with the options of a trainer, and refuse two truths."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zae.errors import ConfigError, did_you_mean
+
+__all__ = ["ELEMENTWISE", "OptimizerSection", "check_parameters", "fill", "read"]
+
+AUTO = "auto"
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta")
+)
+"""The optimizers that compute each element from its own gradient and state: they may be given a part of a tensor."""
+
+_TUNING = {
+    "zero_optimization": (
+        *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
+        *("contiguous_gradients", "sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+        *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+        "stage3_gather_16bit_weights_on_model_save",
+    ),
+    "": ("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+}
+"""The entries that change how DeepSpeed works, and not what it computes; "auto" leaves its own value."""
+
+_TRUTHS = {
+    ("zero_optimization", "stage"),
+    ("bf16", "enabled"),
+    ("", "gradient_clipping"),
+    ("", "gradient_accumulation_steps"),
+    ("", "train_micro_batch_size_per_gpu"),
+    ("", "train_batch_size"),
+}
+"""The entries that zae has an option for."""
+
+_OFF = {"fp16": "write 'bf16': {'enabled': true}, which needs no loss scale", "amp": "write 'bf16': {'enabled': true}"}
+_INSTEAD = {
+    "scheduler": "give the trainer a scheduler: scheduler=zae.schedulers.cosine(warmup=...)",
+    "offload_optimizer": "leave it out, or train with FSDPAddon, cpu_offload=True",
+    "offload_param": "leave it out, or train with FSDPAddon, cpu_offload=True",
+    "activation_checkpointing": "call torch.utils.checkpoint in the forward of the model",
+    "flops_profiler": "use torch.profiler",
+    "tensorboard": "add TensorBoardLoggerAddon",
+    "wandb": "add WandBLoggerAddon",
+    "csv_monitor": "add JSONLLoggerAddon",
+}
+
+
+def read(given: Any) -> dict[str, Any]:
+    """Return a configuration as a dict of its own: of a dict, of a JSON file, or an empty one of None."""
+    if given is None:
+        return {}
+    if isinstance(given, (str, Path)):
+        try:
+            found = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"deepspeed_config={str(given)!r} cannot be read as a JSON file: {error}") from error
+    else:
+        found = copy.deepcopy(dict(given)) if isinstance(given, Mapping) else given
+    if not isinstance(found, dict):
+        raise ConfigError(f"deepspeed_config is {found!r:.80}; give a dict, or the path of a JSON file with one")
+    for section, key, value in _entries(found):
+        _check_entry(section, key, value)
+    return found
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, key and value of each entry; the section of a top-level one is empty."""
+    for key, value in config.items():
+        if key in ("zero_optimization", "bf16"):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"deepspeed_config: {key} is {value!r}, and must be a dict")
+            yield from ((key, inner, each) for inner, each in value.items())
+        else:
+            yield "", key, value
+
+
+def _check_entry(section: str, key: str, value: Any) -> None:
+    """Refuse an entry that zae neither fills in nor leaves to DeepSpeed."""
+    place = f"{section}.{key}" if section else key
+    if key in _TUNING.get(section, ()) or (section, key) in _TRUTHS or place == "optimizer":
+        return
+    off = value.get("enabled", False) if isinstance(value, Mapping) else value
+    if key in _OFF and off in (False, AUTO):
+        return
+    if key in ("offload_optimizer", "offload_param") and isinstance(value, Mapping) and value.get("device") == "none":
+        return
+    remedy = {**_INSTEAD, **_OFF}.get(key)
+    if remedy is None:
+        known = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section)]
+        remedy = f"leave it out{did_you_mean(key, known)}"
+    raise ConfigError(f"deepspeed_config: {place} is not used with DeepSpeedAddon; {remedy}")
+
+
+def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch: int | None, world: int) -> Any:
+    """Return the configuration for DeepSpeed: with zae's options in place of "auto", and without what zae does itself.
+
+    Parameters
+    ----------
+    config : mapping
+        What `read` returned.
+    truths : mapping
+        By the path of an entry, the value that zae uses, and how its option is written.
+    batch : int, optional
+        The batch size of the loader; None is unknown.
+    world : int
+        The number of ranks.
+    """
+    sizes: dict[str, tuple[Any, str]] = {}
+    if batch is not None:
+        windows = truths["gradient_accumulation_steps"][0]
+        sizes["train_micro_batch_size_per_gpu"] = (batch, f"batch_size={batch} of the loader")
+        whole = batch * windows * world
+        sizes["train_batch_size"] = (whole, f"batch_size={batch} of the loader in {windows} batches on {world} ranks")
+    for section, key, value in _entries(config):
+        place = f"{section}.{key}" if section else key
+        own, option = {**truths, **sizes}.get(place, (value, ""))
+        if value != AUTO and (value != own or isinstance(value, bool) != isinstance(own, bool)):
+            raise ConfigError(
+                f"deepspeed_config has {place}={value!r}, and the trainer {option}; write 'auto' there, or the same "
+                "in both"
+            )
+    made = {key: value for key, value in config.items() if key in _TUNING[""] and value != AUTO}
+    zero = config.get("zero_optimization", {})
+    clip = truths["gradient_clipping"][0]
+    return {
+        **made,
+        "train_micro_batch_size_per_gpu": batch or 1,
+        "gradient_accumulation_steps": 1,  # zae weighs the batches of a window by their samples.
+        "gradient_clipping": 0.0 if clip == math.inf else clip,
+        "zero_allow_untested_optimizer": True,  # `OptimizerSection.check_kind` has looked at it.
+        "zero_optimization": {
+            **{key: value for key, value in zero.items() if key in _TUNING["zero_optimization"] and value != AUTO},
+            "stage": truths["zero_optimization.stage"][0],
+        },
+        "bf16": {"enabled": truths["bf16.enabled"][0]},
+    }
+
+
+def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of other parameters than those of the model that are trained."""
+    own = {id(each): each.requires_grad for each in model.parameters()}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not own.keys() >= held or not held.issuperset(key for key, is_trained in own.items() if is_trained):
+        raise ConfigError(
+            "DeepSpeed trains the parameters of the model, all of them in the optimizer; put others into the model, "
+            "freeze those that the optimizer does not have, or train with MultiGPUAddon"
+        )
+
+
+class OptimizerSection:
+    """The section "optimizer" of a configuration: a factory of it, or the same as the optimizer of the trainer."""
+
+    def __init__(self, section: Any) -> None:
+        params = section.get("params", {}) if isinstance(section, Mapping) else None
+        if not isinstance(params, Mapping) or not isinstance(section.get("type"), str):
+            raise ConfigError(f"deepspeed_config: optimizer is {section!r:.80}; write {{'type': 'AdamW', 'params': "
+                              "{'lr': 1e-3, 'torch_adam': true}}")  # fmt: skip
+        self.type: str = section["type"]
+        self.params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+        self.torch_adam = bool(self.params.pop("torch_adam", False))
+        self.adam_w_mode = bool(self.params.pop("adam_w_mode", True))
+
+    def as_factory(self) -> Callable[[Any], Optimizer]:
+        """Return this object as a factory; refuse values that only another optimizer would have."""
+        if names := [name for name, value in self.params.items() if value == AUTO]:
+            raise ConfigError(
+                f"deepspeed_config: optimizer.params.{names[0]} is 'auto', and the trainer has no optimizer to take it "
+                "from; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), or write a number"
+            )
+        self._class()
+        return self
+
+    def __call__(self, parameters: Any) -> Optimizer:
+        """Make the optimizer of parameters."""
+        return self._class()(parameters, **self.params)
+
+    def _name(self) -> str:
+        """Return the name of the class in torch; "Adam" of DeepSpeed is AdamW, unless ``adam_w_mode`` is false."""
+        if self.type.lower() not in ("adam", "adamw"):
+            return self.type
+        return "AdamW" if self.type.lower() == "adamw" or self.adam_w_mode else "Adam"
+
+    def _class(self) -> Any:
+        """Return the class in torch; refuse one that DeepSpeed would compile, or that needs whole tensors."""
+        found = next((each for each in ELEMENTWISE if each.__name__ == self._name()), None)
+        if found is None:
+            names = ", ".join(each.__name__ for each in ELEMENTWISE)
+            raise ConfigError(f"deepspeed_config: optimizer.type={self.type!r}; available: {names}")
+        if self._name() in ("Adam", "AdamW") and not self.torch_adam:
+            raise ConfigError(
+                f"deepspeed_config: DeepSpeed would compile a kernel for optimizer.type={self.type!r}; write "
+                "'torch_adam': true in optimizer.params for the optimizer of torch"
+            )
+        return found
+
+    def check_same(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of the trainer that differs."""
+        own: dict[str, Any] = {"type": type(optimizer).__name__, **optimizer.defaults}
+        for name, value in {"type": self._name(), **self.params}.items():
+            if value not in (AUTO, own.get(name)):
+                raise ConfigError(
+                    f"deepspeed_config has optimizer {name}={value!r}, and the optimizer of the trainer has "
+                    f"{name}={own.get(name)!r}; write 'auto' there, or give only one of the two"
+                )
+
+    @staticmethod
+    def check_kind(optimizer: Optimizer, is_allowed: bool) -> None:
+        """Refuse an optimizer that may need whole tensors: each rank gives it a part of all of them in one."""
+        if type(optimizer) not in ELEMENTWISE and not is_allowed:
+            names = ", ".join(each.__name__ for each in ELEMENTWISE)
+            raise ConfigError(
+                f"ZeRO gives {type(optimizer).__name__} a part of all parameters in one flat tensor, and it may need "
+                f"them whole. Take one of {names}; if it computes each element on its own, write "
+                "'zero_allow_untested_optimizer': true in deepspeed_config"
+            )
