@@ -367,7 +367,7 @@ def test_extras_hold_only_what_is_used():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = {name: packages.split() for name, packages in setup["options.extras_require"].items()}
-    own = set(extras) - {"all", "examples", "bench", "test", "fits", "dev", "docs"}
+    own = set(extras) - {"all", "examples", "bench", "test", "fits", "vision", "dev", "docs"}
     texts = "".join(path.read_text() for path in (*ADDONS, *ADAPTERS))
     for extra in own:
         packages = [re.match(r"\w+", line)[0] for line in extras[extra]]

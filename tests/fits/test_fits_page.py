@@ -17,22 +17,23 @@ def test_the_page_of_fits_is_that_of_the_tests():
     names = [fit.library for fit in fits]
     wanted = {"torchmetrics", "timm", "monai", "peft", "datasets", "scikit-learn", "jsonargparse", "tyro", "hydra-core",
               "optuna", "schedulefree", "torchdata", "transformers"}  # fmt: skip
-    assert wanted <= {*names, *fits_page.NOT_TRIED}
+    assert wanted <= {*names}
     assert len(names) == len(set(names))
     assert all(fit.tried and len(fit.use.splitlines()) >= 5 for fit in fits)
     assert fits_page.PAGE.read_text(encoding="utf-8") == fits_page.page(), "run python tests/kit/fits_page.py"
 
 
 def test_the_extra_has_what_the_marked_tests_need():
-    """A test with the marker `fits` needs a library of that extra, and each library there has a test."""
+    """A test with a marker needs a library of the extra with its name, and each library there has a test."""
     setup = configparser.ConfigParser()
     setup.read(fits_page.ROOT / "setup.cfg")
-    extra = setup["options.extras_require"]["fits"].split()
-    assert sorted(fit.library for fit in fits_page.read_fits() if fit.is_marked) == extra
+    for extra in ("fits", "vision"):
+        needed = [fit.library for fit in fits_page.read_fits() if fit.extra == extra]
+        assert needed == setup["options.extras_require"][extra].split()
 
 
 @pytest.mark.fits
-@pytest.mark.parametrize("library", [fit.library for fit in fits_page.read_fits()])
+@pytest.mark.parametrize("library", [fit.library for fit in fits_page.read_fits() if fit.extra != "vision"])
 def test_the_versions_of_the_page_are_installed(library):
     """What the marked run tries is what the page says."""
     assert version(library) == fits_page.read_versions()[library.lower()]

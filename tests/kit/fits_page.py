@@ -19,10 +19,11 @@ configuration and without a download. None of them needs an adapter class: a mod
 or a metric of the library goes where one of PyTorch would.
 
 The versions are those of `constraints.txt`, with which the tests were run. A library whose tests need the extra `fits`
-is tried by `python -m pytest -m fits`, after `pip install -c constraints.txt -e ".[test,fits]"`; the others are tried
-by every run of the tests.
+is tried by `python -m pytest -m fits`, after `pip install -c constraints.txt -e ".[test,fits]"`, and in the same way
+one of the extra `vision`; the others are tried by every run of the tests. timm needs torchvision, which has to be built
+for the installed torch: the one on PyPI does not fit the CPU build of torch, and then `torchmetrics` and `transformers`
+cannot be imported either.
 """
-NOT_TRIED = {"timm": "which needs a torchvision that was built for the installed torch"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Fit:
     file: str
     tried: str
     use: str
-    is_marked: bool
+    extra: str
 
 
 def read_fits() -> list[Fit]:
@@ -51,9 +52,10 @@ def _fits_of(path: Path) -> list[Fit]:
             source = "\n".join(text.splitlines()[node.lineno : node.end_lineno])
             ((library, use),) = re.findall(r"^ +# begin: (\S+)\n(.*?)^ +# end$", source, re.M | re.S)
             use = re.sub(r"  # noqa: \w+", "", textwrap.dedent(use)).strip()
-            marked = any(ast.unparse(each) == "pytest.mark.fits" for each in node.decorator_list)
+            marks = {ast.unparse(each).removeprefix("pytest.mark.") for each in node.decorator_list}
+            extra = next((each for each in ("fits", "vision") if each in marks), "test")
             tried = " ".join((ast.get_docstring(node) or "").split())
-            found.append(Fit(library, node.name, path.relative_to(ROOT).as_posix(), tried, use, marked))
+            found.append(Fit(library, node.name, path.relative_to(ROOT).as_posix(), tried, use, extra))
     return found
 
 
@@ -68,11 +70,8 @@ def page() -> str:
     fits, versions = read_fits(), read_versions()
     parts = [INTRODUCTION, "| library | version | what was tried | extra |\n|---|---|---|---|"]
     for fit in fits:
-        extra = "`fits`" if fit.is_marked else "`test`"
-        cells = (f"[{fit.library}](#{fit.library.lower()})", versions[fit.library.lower()], fit.tried, extra)
+        cells = (f"[{fit.library}](#{fit.library.lower()})", versions[fit.library.lower()], fit.tried, f"`{fit.extra}`")
         parts.append("| " + " | ".join(cells) + " |")
-    if NOT_TRIED:
-        parts += ["\nNot tried: " + "; ".join(f"{name}, {why}" for name, why in NOT_TRIED.items()) + "."]
     for fit in fits:
         parts += [f"\n## {fit.library}\n", f"{fit.tried} (`{fit.test}` in `{fit.file}`)\n"]
         parts += [f"```python\n{fit.use}\n```"]
