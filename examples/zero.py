@@ -1,9 +1,4 @@
-"""A character-level transformer on the text of Python's help pages: an epoch in each of the stages 1 to 3 of ZeRO.
-
-python examples/zero.py
-"""
-
-from __future__ import annotations
+"""A character-level transformer on the text of Python's help pages: an epoch in each of the stages 1 to 3 of ZeRO."""
 
 from functools import partial
 from pydoc_data.topics import topics

@@ -17,7 +17,7 @@ import torch
 import zae.addons
 from kit import hand
 from kit.table import TABLE, Entry, Task, build, compatible, composed, core_of, fingerprint, parts
-from zae.addons import FSDPAddon, TensorParallelAddon
+from zae.addons import DeepSpeedAddon, FSDPAddon, TensorParallelAddon
 from zae.composition.metaclass import arrange
 from zae.storage.encoding import decode, encode
 
@@ -228,7 +228,7 @@ def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
     assert not bites or hand.digest(model) != hand.digest(by_hand()[0]), "the setting changes nothing"
 
 
-TOGETHER = {entry.add_on for entry in ACTING} - {FSDPAddon, TensorParallelAddon}
+TOGETHER = {entry.add_on for entry in ACTING} - {DeepSpeedAddon, FSDPAddon, TensorParallelAddon}
 """What stands together: of the engines one."""
 
 

@@ -18,7 +18,7 @@ def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
     """P-46: both runs end with two ranks, whose ledgers agree; the memory is that of the page."""
     text = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (printed,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    printed = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     Path("page.py").write_text("\n".join(blocks))
     with forks():
         status, shown, said = Script(Path("page.py").absolute()).end(60)
