@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zae.launch.drift import DriftCheck, Meetings
 from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.sinks.fingerprint import fingerprints
+from zae.storage.share import Group
 
 __all__ = ["AgreementAddon"]
 
@@ -49,10 +51,12 @@ class AgreementAddon(AddOnPart):
             Meetings.meet(call, self.timeout)
 
     def save_model(self, path: str | Path) -> Path:
-        """Save the weights; all ranks call it where they lie in parts."""
-        if not self.can_save_alone:
-            self.meet("save_model")
-        return super().save_model(path)
+        """Save the weights; where they lie in parts, all ranks call it, and raise the error of rank 0."""
+        save = partial(super().save_model, path)
+        if self.can_save_alone:
+            return save()
+        self.meet("save_model")
+        return Group(self.rank, self.gather).together(save, Path(path))[self.rank]
 
     @replaces
     def gather_beside(self, value: Any) -> list[Any]:

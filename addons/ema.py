@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from zae.common.walk import is_sharded, local_part, map_tensors
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.encoding import name_of_key
-from zae.storage.share import save_weights
+from zae.storage.share import Group, save_weights
 
 __all__ = ["EMAAddon"]
 
@@ -260,7 +261,8 @@ class EMAAddon(AddOnBase):
             self.meet("save_average")
         average = map_tensors(self.whole, self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
-        return save_weights(Path(path), average, written, self.is_main or self.can_save_alone)
+        save = partial(save_weights, Path(path), average, written, self.is_main or self.can_save_alone)
+        return save() if self.can_save_alone else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""

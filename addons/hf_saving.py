@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from zae.composition.introspect import AddOnPart
 from zae.errors import ConfigError
 from zae.interop.huggingface import hub
 from zae.interop.huggingface.hub import Push, Uploader
 from zae.loop.state import CoreState
+from zae.storage.share import Group
 
 __all__ = ["SavingPart"]
 
@@ -106,26 +109,31 @@ class SavingPart(AddOnPart):
         """
         if path is not None and hub.has_file_suffix(path):
             return super().save_model(path)
-        folder = self._save_folder(path, metadata or {})
+        folder = self._save_folder(path, metadata or {}, all_call=not self.can_save_alone)
         if self._pushes and self.is_main:
             self.uploader.start(Push(folder, "Model save"))
             if not self.current_run.is_ready:
                 self.uploader.finish()
         return folder
 
-    def _save_folder(self, path: str | Path | None = None, metadata: Mapping[str, Any] | None = None) -> Path:
-        """Save the folder; rank 0 writes."""
+    def _save_folder(
+        self, path: str | Path | None = None, metadata: Mapping[str, Any] | None = None, all_call: bool = True
+    ) -> Path:
+        """Save the folder; rank 0 writes, and if it fails, all ranks that call it raise its error."""
         folder = self._folder(path, "save_model")
         weights = CoreState(self).weights()
-        if not self.is_main:
-            return folder
+        group = Group(self.rank, self.gather) if all_call else Group()
+        group.together(lambda: self._write_folder(folder, weights, metadata or {}) if self.is_main else None, folder)
+        return folder
+
+    def _write_folder(self, folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         model, progress = self.unwrap(), self.progress_checker
         metrics = {f"train_{name}": value for name, value in self.train_metrics.items()}
         metrics |= {f"eval_{name}": value for name, value in self.test_metrics.items()}
         about = {"step": progress.step, "epoch": progress.epoch, "metrics": metrics}
-        about = hub.describe_model(model, {**about, **self.metadata, **(metadata or {})})
+        about = hub.describe_model(model, {**about, **self.metadata, **metadata})
         more = {"processing_class": getattr(self, "processing_class", None), "arguments": getattr(self, "args", None)}
-        return hub.save_folder(folder, model, weights, metadata=about, **more)
+        hub.save_folder(folder, model, weights, metadata=about, **more)
 
     def _folder(self, path: str | Path | None, call: str) -> Path:
         """Return a folder, by default ``output_dir``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from zae.addon import AddOnBase
 from zae.common.optim import as_dict
 from zae.interop import peft as adapters
-from zae.storage.share import save_weights
+from zae.storage.share import Group, save_weights
 
 __all__ = ["PEFTAddon"]
 
@@ -139,9 +139,12 @@ class PEFTAddon(AddOnBase):
         if Path(path).suffix or not hasattr(self.unwrap(), "peft_config"):
             return super().save_model(path, **options)
         weights = self.model_state()
-        if self.is_main:
-            adapters.save_adapter(self.unwrap(), Path(path).expanduser(), weights)
-        self.barrier()
+
+        def save() -> None:
+            if self.is_main:
+                adapters.save_adapter(self.unwrap(), Path(path).expanduser(), weights)
+
+        Group(self.rank, self.gather).together(save, Path(path))
         return Path(path)
 
     def save_merged(self, path: str | Path) -> Path:
@@ -168,11 +171,15 @@ class PEFTAddon(AddOnBase):
         """
         adapters.refuse_sharded(self.unwrap())
         weights = self.model_state()
-        if self.is_main:
+
+        def save() -> None:
+            if not self.is_main:
+                return
             merged = adapters.merged_copy(self.unwrap(), weights)
             if Path(path).suffix or not hasattr(merged, "save_pretrained"):
                 save_weights(Path(path), merged.state_dict(), {"step": str(self.progress_checker.step)})
             else:
                 merged.save_pretrained(str(path))  # type: ignore[operator]
-        self.barrier()
+
+        Group(self.rank, self.gather).together(save, Path(path))
         return Path(path)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,7 @@ class StateManagerAddon(AddOnBase):
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
         self.checkpointer.has_failed = False
-        if self.is_main:
-            self.checkpointer.open(self.progress_checker.step, self.overwrite)
+        Group(self.rank, self.gather).together(self._open_folder, self.save_path)
         self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
@@ -225,6 +225,10 @@ class StateManagerAddon(AddOnBase):
             vars(self.loader_position).update(position)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
+
+    def _open_folder(self) -> None:
+        if self.is_main:
+            self.checkpointer.open(self.progress_checker.step, self.overwrite)
 
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
@@ -245,7 +249,7 @@ class StateManagerAddon(AddOnBase):
             is_due = is_scored or (is_best and retention.best_first()[:1] != [name])
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
         if self.checkpointer.weights.every is not None:
-            self.checkpointer.save_weights(progress, self.save_model, self.is_main)
+            self.checkpointer.save_weights(progress, self.save_model, Group(self.rank, self.gather))
         if is_due:
             self.save_state()
 
@@ -328,10 +332,9 @@ class StateManagerAddon(AddOnBase):
         self.meet("save_state")
         score = self._present_score()
         kept = (target.name, score) if path is None else None
-        with checkpointer.add(kept, progress.moment, self.world_size) as replaces:
+        with checkpointer.add(kept, progress.moment) as replaces:
             self._write_state(target, replaces, {"score": score})
             is_saved = True
-        self.barrier()
         if is_saved:
             self.on_save(target)
         return target
@@ -348,9 +351,8 @@ class StateManagerAddon(AddOnBase):
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
         group = Group(self.rank, self.gather_beside)
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
-        if (is_writer := self.is_main or has_failed) and not job.is_sharded:
-            check_optimizer_states(self.optimizers, state["optimizer"])
-        checkpointer.write(job, is_writer)
+        check = partial(check_optimizer_states, self.optimizers, state["optimizer"])
+        checkpointer.write(job, self.is_main or has_failed, check)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

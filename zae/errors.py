@@ -62,8 +62,11 @@ __all__ = [
 class ZaeError(Exception):
     """Base of every error that zae raises on purpose.
 
-    Control characters in the text, in a name of a checkpoint for instance, are escaped.
+    Control characters in the text, in a name of a checkpoint for instance, are escaped. ``from_rank`` is the rank that
+    has failed, where another rank raises this because of it.
     """
+
+    from_rank: int | None = None
 
     def __str__(self) -> str:
         # Not super(): KeyError shows the repr of its argument, with "\n" as two characters.

@@ -448,40 +448,86 @@ class RefusingThread(RefusingDisk):
             super().before(name, args)
 
 
-def refuse_each_late(folder: Path) -> list[int]:
-    """Train with a disk that refuses one operation of a thread after another; return how many were refused by rank."""
-    failed, rank = [0, 0], dist.get_rank()
-    for victim in (0, 1):
-        for at in itertools.count():
-            path = folder / f"{victim}-{at}"
-            made = trainer(path, save_async=True, save_every=3, keep_best=0, on_save_error="raise")
-            made.run(2, data(ROWS, BATCH // 2), max_steps=3)
-            disk = RefusingThread(at if rank == victim else 1 << 20, errno.ENOSPC, at + 1)
-            error = None
-            try:
-                with installed(disk):
-                    made.run(2, data(ROWS, BATCH // 2), max_steps=3)
-            except CheckpointError as raised:
-                error = raised
-            made.barrier()
-            assert not [*path.rglob(".staging*")]
-            left = sorted(path.glob("step-*"))
-            assert {each.name for each in left} <= {"step-00000003", "step-00000006"}
-            assert [each for each in left if verify(each)] == left != []
-            assert error is not None or left[-1].name == "step-00000006"
-            assert error is None or "No space left on device" in str(error)
-            failed[victim] += error is not None
-            if made.gather(len(disk.log))[victim] <= at:  # It was not reached.
-                break
-    return failed
+def refuse_late_at(path: Path, victim: int, at: int, code: int, until: int) -> Any:
+    """Train while the disk of one rank refuses an operation of its thread, and resume.
+
+    Return whether it was reached, and the end if it was refused.
+    """
+    rank, error, end = dist.get_rank(), None, None
+    made = trainer(path, save_async=True, save_every=3, keep_best=0, on_save_error="raise")
+    disk = RefusingThread(at if rank == victim else 1 << 20, code, at + until)
+    try:
+        with installed(disk):
+            made.run(2, data(ROWS, BATCH // 2), max_steps=6)
+    except CheckpointError as raised:
+        error = raised
+    made.barrier()
+    left = sorted(path.glob("step-*"))
+    assert {each.name for each in left} <= {"step-00000003", "step-00000006"}
+    assert [each for each in left if verify(each)] == left
+    assert until > 1 or not [*path.rglob(".staging*")]  # A broken disk removes nothing.
+    assert error is not None or left[-1].name == "step-00000006"
+    made.barrier()
+    if error is not None:
+        assert os.strerror(code) in str(error)
+        assert str(error).startswith(f"rank {victim}: ") == (rank != victim)
+        end = train(2, path, resume="auto")[0]
+    return made.gather(len(disk.log))[victim] > at, end
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_refuses_any_operation_of_a_thread(tmp_path: Path, crews: Any) -> None:
-    """As for a save that training waits for: an old or a new checkpoint is whole, and all ranks raise the error."""
-    first, second = crews(2).call(refuse_each_late, tmp_path)
-    assert first == second
-    assert min(first) > 2
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("code", "until"), [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EIO, 1 << 20)])
+def test_a_disk_that_refuses_any_operation_of_a_thread(
+    saved: Any, victim: int, code: int, until: int, tmp_path: Path, crews: Any
+) -> None:
+    """As for a save that training waits for: an old or a new checkpoint is whole, and "auto" goes on to the end."""
+    failed = 0  # Of two saves.
+    for at in itertools.count(step=1 if victim else 4):
+        results = crews(2).call(refuse_late_at, tmp_path / str(at), victim, at, code, until)
+        ends = [end for _, end in results if end is not None]
+        assert len(ends) in (0, 2)
+        assert all(bitwise(end, saved[1][0][0]) for end in ends)
+        failed += len(ends) // 2
+        if not results[0][0]:
+            break
+    assert failed > (1 if victim else 5)
+
+
+class Stuck(Disk):
+    """A disk that does not answer one operation of the threads that write, for longer than the ranks wait."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def before(self, name: str, args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.log.pop()
+        elif self.now == self.at:
+            hang()
+
+
+def hang_late(path: Path, victim: int, at: int) -> None:
+    made, loader = begun(path, save_async=True, timeout=1.5)
+    with installed(Stuck(at if dist.get_rank() == victim else -1)):
+        made.run(2, loader, max_steps=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_hangs_at_an_operation_of_a_thread(saved: Any, victim: int, tmp_path: Path, crews: Any) -> None:
+    """The other rank ends within its timeout and says so; an old or a new checkpoint is whole."""
+    for at in range(0, 4 if victim else 26, 1 if victim else 5):
+        path = tmp_path / f"{victim}-{at}"
+        with pytest.raises(AssertionError, match=f"rank {1 - victim} of 2: (?s:.*)did not answer within the timeout"):
+            each_rank(2, partial(hang_late, path, victim, at))
+        newest = newest_valid(path)
+        assert newest is not None
+        assert newest[0].name in ("step-00000004", "step-00000006")
+        for own, _, steps in crews(2).call(partial(train, 2, path, resume="auto")):
+            assert steps == STEPS
+            assert bitwise(own, saved[1][0][0])
 
 
 def save_nan(folder: Path) -> str:

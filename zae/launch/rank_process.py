@@ -109,7 +109,8 @@ class Report:
         text = "".join(traceback.format_exception(error))
         summary = traceback.format_exception_only(error)[0].strip()
         lost = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-        return cls(kind, when, lost and bool(_LOST_PEER.search(str(error))), summary[:500], text, _pickle_error(error))
+        lost = (lost and bool(_LOST_PEER.search(str(error)))) or getattr(error, "from_rank", None) is not None
+        return cls(kind, when, lost, summary[:500], text, _pickle_error(error))
 
     def rebuild(self, rank: int, world: int) -> BaseException:
         """Rebuild the error of a rank, with its type if possible."""

@@ -21,6 +21,7 @@ from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
+from zae.storage.share import Group
 
 if TYPE_CHECKING:
     from zae.loop.progress import Every, ProgressChecker
@@ -161,13 +162,13 @@ class Checkpointer:
     # --------------------------------------------------------------------------------------------------------- saving
 
     @contextlib.contextmanager
-    def add(self, kept: tuple[str, float | None] | None, moment: _Moment, ranks: int) -> Iterator[list[Path]]:
+    def add(self, kept: tuple[str, float | None] | None, moment: _Moment) -> Iterator[list[Path]]:
         """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
 
         All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
         as before, and the error is raised or logged.
         """
-        self.saver.begin(ranks)
+        self.saver.begin()
         scores = self.retention.scores
         self._before, self._step = (dict(scores), self._replaced), moment[1]
         names: list[str] = []
@@ -186,28 +187,40 @@ class Checkpointer:
             for name in names:
                 del scores[name]
 
-    def write(self, job: Job, is_writer: bool) -> None:
+    def write(self, job: Job, is_writer: bool, check: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
 
-        Every rank calls it, and the one that has the whole state is the writer; all of them write a sharded one.
-        After an exception the rank that failed calls it alone, as the writer.
+        Every rank calls it, and the one that has the whole state is the writer, which calls ``check`` before; all of
+        them write a sharded one. If one fails, all of them raise its error. After an exception the rank that failed
+        calls it alone, as the writer.
         """
-        if is_writer:
-            self._lock.keep(job.target)
-        if is_writer or job.is_sharded:
-            self.saver.save(job)
-        if self.has_failed:
-            self.saver.wait()
 
-    def save_weights(self, progress: ProgressChecker, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        def write() -> None:
+            if is_writer:
+                self._lock.keep(job.target)
+            if is_writer and not job.is_sharded:
+                check()
+                self.saver.save(job)
+
+        if self.has_failed:
+            write()
+            self.saver.wait()
+            return
+        job.group.together(write, job.target)
+        if job.is_sharded:  # Its ranks share the errors of each part.
+            self.saver.save(job)
+
+    def save_weights(self, progress: ProgressChecker, save_model: Callable[[Path], Path], group: Group) -> None:
         """Save the weights alone if that is due; all ranks call it."""
         if self.weights.is_due(progress):
+            save = partial(self.weights.save, progress.step, save_model, group.rank == 0)
             try:
-                self.weights.save(progress.step, save_model, is_main)
+                group.together(save, self.folder)
             except CheckpointError as error:
                 if error.errno is None or self.on_save_error != "warn":
                     raise
-                _log.warning("not saved at step %d: %s", progress.step, error)
+                if error.from_rank is None:
+                    _log.warning("not saved at step %d: %s", progress.step, error)
 
     def settle(self) -> None:
         """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
@@ -220,9 +233,14 @@ class Checkpointer:
         """Learn on every rank what became of the last save, so that all agree on what is due; all ranks call it."""
         if not self.saver.is_pending:
             return
-        if self.saver.has_ended(gather):
-            self.settle()
-        if self.saver.learn_of_failure(gather):
+        has_ended = self.saver.has_ended(gather)
+
+        def settle() -> tuple[bool, bool]:
+            if has_ended:
+                self.settle()
+            return self.saver.outcome
+
+        if self.saver.learn_of_failure(*Group(gather=gather).together(settle, self.folder)[0]):
             self._forget_save()
 
     def _fail(self, error: BaseException) -> None:
@@ -232,7 +250,8 @@ class Checkpointer:
         is_told = by_disk and (self.on_save_error == "warn" or self.has_failed)
         if not (is_told or (isinstance(error, NonFiniteError) and self.warns_of_nonfinite)):
             raise
-        _log.warning("not saved at step %d: %s", self._step, error)
+        if getattr(error, "from_rank", None) is None:
+            _log.warning("not saved at step %d: %s", self._step, error)
 
     def _forget_save(self) -> None:
         """Forget the last save, which failed: what it was to replace still exists."""

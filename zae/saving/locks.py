@@ -64,7 +64,12 @@ class FolderLock:
         """Lock the folder, which is made if it is missing; raise ConfigError if another run holds it."""
         if self._token is not None:
             return
-        self._token = self._take(os.urandom(8).hex())
+        self._token = os.urandom(8).hex()
+        try:
+            self._take(self._token)
+        except BaseException:
+            self.release()  # The disk may have refused after the file was renamed to its place.
+            raise
         _held[str(self.folder)] = self._token
         self._stop = threading.Event()
         threading.Thread(target=_renew, args=(self.folder / _NAME, self._stop), name="zae-lock", daemon=True).start()
@@ -77,7 +82,7 @@ class FolderLock:
         if holder is None or (holder.get("token"), holder.get("folder")) != (self._token, _number(self.folder)):
             self._take(self._token)
 
-    def _take(self, token: str) -> str:
+    def _take(self, token: str) -> None:
         make_directory(self.folder)
         with _alone(self.folder):
             self.check()
@@ -85,7 +90,6 @@ class FolderLock:
             mine["folder"] = _number(self.folder)
             text = json.dumps(mine).encode()
             replace_file(self.folder / _NAME, lambda write: write(text), len(text))
-        return token
 
     def release(self) -> None:
         """Remove the lock."""

@@ -142,9 +142,9 @@ class Saver:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(state["background"])  # type: ignore[misc]
 
-    def begin(self, ranks: int) -> None:
-        """Note, on every rank, that one of so many is about to save."""
-        self.is_pending, self._has_failed = self.background or ranks > 1, False
+    def begin(self) -> None:
+        """Note, on every rank, that one of them is about to save."""
+        self.is_pending, self._has_failed = self.background, False
 
     def save(self, job: Job) -> None:
         """Write a checkpoint, or begin to."""
@@ -170,11 +170,15 @@ class Saver:
         ended = self._thread is None or not self._thread.is_alive()
         return all(gather(ended)) if self._is_sharded else ended
 
-    def learn_of_failure(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Return whether the last save has failed on rank 0, and this rank has not known it; all ranks call it."""
-        self.is_pending, failed = gather((self._thread is not None, self._has_failed))[0]
-        known, self._has_failed = self._has_failed, failed
-        return bool(failed and not known)
+    @property
+    def outcome(self) -> tuple[bool, bool]:
+        """Whether the last save is still being written, and whether it has failed."""
+        return self._thread is not None, self._has_failed
+
+    def learn_of_failure(self, is_pending: bool, has_failed: bool) -> bool:
+        """Take the outcome of rank 0; return whether that save has failed and this rank has not known it."""
+        known, self.is_pending, self._has_failed = self._has_failed, is_pending, has_failed
+        return has_failed and not known
 
     def _write(self, job: Job) -> None:
         try:

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
+from zae import errors
 from zae.common.walk import is_sharded
-from zae.errors import CheckpointError, ConfigError, NonFiniteError
+from zae.errors import CheckpointError, ConfigError, ZaeError
 from zae.storage import filesystem
 from zae.storage.encoding import encode
 from zae.storage.filesystem import (
@@ -75,7 +76,7 @@ _Result = TypeVar("_Result")
 
 
 class Group(NamedTuple):
-    """The ranks that save together; by default this process alone."""
+    """The ranks that do something together, for instance save; by default this process alone."""
 
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda value: [value]
@@ -83,7 +84,8 @@ class Group(NamedTuple):
     def together(self, function: Callable[[], _Result], where: Path, needed: int = 0) -> list[_Result]:
         """Call a function on every rank, and return what each returned; if one fails, all of them raise its error.
 
-        An error of the disk names ``where``, and how many bytes were ``needed`` there.
+        An error of the disk names ``where``, and how many bytes were ``needed`` there. Where rank 0 writes alone,
+        the others learn from it that this failed.
         """
         result, error = None, None
         try:
@@ -101,16 +103,19 @@ class Group(NamedTuple):
         return [each for each, _ in outcomes]
 
 
-def _describe(error: BaseException) -> tuple[bool, str, int | None]:
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return isinstance(error, NonFiniteError), text, getattr(error, "errno", None)
+def _describe(error: BaseException) -> tuple[str, str, int | None]:
+    """Return the name of an error of zae, else "", its text, and the number of the system."""
+    name = type(error).__name__
+    is_ours = isinstance(error, ZaeError) and getattr(errors, name, None) is type(error)
+    return name if is_ours else "", str(error) if is_ours else f"{name}: {error}", getattr(error, "errno", None)
 
 
-def _rebuild(rank: int, is_nonfinite: bool, text: str, errno: int | None) -> Exception:
-    if is_nonfinite:
-        return NonFiniteError(text.partition(": ")[2])
-    error = CheckpointError(f"rank {rank}: {text}")
-    error.errno = errno
+def _rebuild(rank: int, name: str, text: str, errno: int | None) -> Exception:
+    """Return the error of another rank; `zae.launch.rank_process` reports the original in its place."""
+    error: ZaeError = getattr(errors, name or "CheckpointError")(f"rank {rank}: {text}")
+    if isinstance(error, CheckpointError):
+        error.errno = errno
+    error.from_rank = rank
     return error
 
 
