@@ -25,7 +25,7 @@ import torch
 from torch._dynamo import guards
 from xdist.scheduler import LoadFileScheduling
 
-from kit import faults
+from kit import faults, huge_pages
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 50)  # A tenth of the time went into collections that found next to nothing.
@@ -101,6 +101,10 @@ def folder():
 
 @pytest.fixture(autouse=True, scope="module")
 def _collector_looks_at_this_file_alone():
-    """Collect what this file makes alone: with torch loaded, most of the time goes into objects that stay."""
+    """Collect what this file makes alone: with torch loaded, most of the time goes into objects that stay.
+
+    Forks of this process get cheap.
+    """
     gc.collect()
     gc.freeze()
+    huge_pages.merge_pages()

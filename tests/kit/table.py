@@ -164,7 +164,7 @@ TABLE = [
     Entry(
         StateManagerAddon,
         lambda folder: {"save_path": folder / "neutral", "overwrite": True},
-        lambda folder: {"save_path": folder / "biting", "save_every": 1, "keep_last": 1, "overwrite": True},
+        lambda folder: {"save_path": folder / "biting", "save_every": 4, "keep_last": 1, "overwrite": True},
         stateful=True, transient=("checkpointer", "_resumption", "_crash"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
     ),
