@@ -1,0 +1,283 @@
+"""What add-ons share in which each rank has the whole model: DistributedDataParallel, and gradients without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from zae.addons.distributed import DistributedAddon
+from zae.common.optim import like_parameter_layout
+from zae.common.torch_private import check_reducer
+from zae.errors import ConfigError, DistributedError
+from zae.launch.blocks import check_tables
+from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
+
+__all__ = ["ReplicatedAddon"]
+
+_SHOWN = 10
+
+
+class ReplicatedAddon(DistributedAddon):
+    """Train one copy of the model on each rank, with averaged gradients: the base of `MultiGPUAddon`.
+
+    The gradients are averaged by DistributedDataParallel while the backward computes them. Where it cannot, they are
+    averaged after the backward, to the same sums: for a rank without samples, parameters outside of the model, and
+    steps that call parts of the model.
+
+    Attributes
+    ----------
+    find_unused_parameters, static_graph : bool
+        As for DistributedDataParallel.
+    comm_hook : CommunicationHook, optional
+        What brings the gradients of a bucket together instead of an all_reduce.
+    """
+
+    slot = "parallel.data"
+    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_outside": [], "_owners": []}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.find_unused_parameters = self.static_graph = False
+        self.comm_hook: CommunicationHook | None = None
+        self._inner: Any = None  # The model inside of the wrapper.
+        self._engine: Replica | None = None
+        self._sparse: set[int] = set()  # The parameters with sparse gradients.
+        self._known: list[int] = []  # The trained parameters that the wrapper was made for.
+        self._outside: list[Tensor] = []  # Those of them that it does not hold.
+        self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
+        self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
+
+    def setup(self) -> None:
+        """Give every rank the weights and buffers of rank 0."""
+        super().setup()
+        if self._world > 1:
+            self._has_unsent = False
+            self._begin_group_alike()
+
+    def _begin_group_alike(self) -> None:
+        """Send the weights and buffers of rank 0, with parameters outside of the model."""
+        self._owners = [module._buffers for module in self.unwrap().modules()]
+        self._known, held = self._trained(), {} if self._engine is None else self._engine._held
+        self._outside = [each for each in self.parameters if each.requires_grad and id(each) not in held]
+        own = list(self.unwrap().parameters())
+        known = {id(parameter) for parameter in own}
+        broadcast([*own, *(each for each in self.parameters if id(each) not in known)])
+        self._send_buffers()
+
+    def _trained(self) -> list[int]:
+        return [id(parameter) for parameter in self.parameters if parameter.requires_grad]
+
+    def _send_buffers(self) -> None:
+        found = {id(each): each for owner in self._owners if owner for each in owner.values() if each is not None}
+        if found:
+            broadcast(each for each in found.values() if each.numel())
+        self._has_unsent = False
+
+    def teardown(self) -> None:
+        """Drop the wrapper."""
+        super().teardown()
+        self._inner, self._engine, self._known, self._outside, self._owners = None, None, [], [], []
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Wrap the model, unless there is nothing to train."""
+        self._inner = super().wrap_model(model)
+        return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a communication hook that would not be called."""
+        super()._check_model(model)
+        check_tables(model)
+        self._sparse = sparse_in(model)
+        if self.comm_hook is not None:
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            self._check_hook("" if is_trained else "no parameter of the model is trained; let one require a gradient")
+
+    def _wrap(self) -> Any:
+        self._check_model(self._inner)
+        self._engine = None
+        if any(parameter.requires_grad for parameter in self._inner.parameters()):
+            self._engine = Replica(self._inner, **self._replica_options())
+            if self.comm_hook is not None:
+                self._engine.register_comm_hook(*self.comm_hook)
+        return self._engine or self._inner
+
+    def _replica_options(self) -> dict[str, Any]:
+        """Return the options of DistributedDataParallel."""
+        return {
+            "device_ids": None if self.device.type == "cpu" else [self.device],
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+        }
+
+    def plan_memory(self, plan: Any) -> None:
+        """Add the buckets in which the wrapper averages gradients."""
+        super().plan_memory(plan)
+        if plan.world_size > 1:
+            plan.memory.held["buckets"] = plan.memory.gradients
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Refuse a communication hook that the steps would not call."""
+        if plan.world_size > 1:
+            self._must_unwrap(plan.batches_per_step)
+        return super().plan_lines(plan)
+
+    def _check_hook(self, why: str = "") -> None:
+        """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
+        if self._sparse:
+            why = "gradients of the model are sparse; write sparse=False on its embeddings"
+        elif self._takes_turns():
+            why = "find_unused_parameters=True lets several optimizers take turns; write find_unused_parameters=False"
+        if why and self.comm_hook is not None:
+            raise ConfigError(f"comm_hook={self.comm_hook} would not be called: {why}. Or leave comm_hook out")
+
+    def is_idle(self) -> bool:
+        """Return whether there is one process."""
+        return self._world == 1 == len(self.devices)
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Accumulate gradients on this rank until the last micro-batch."""
+        inner = super().sync_context(last)
+        return inner if self._engine is None or (last and not self._takes_turns()) else self._alone(inner)
+
+    def _takes_turns(self) -> bool:
+        """Return whether a step may train with some of the optimizers: the wrapper would wait for the others."""
+        return self.find_unused_parameters and len(self.optimizers) > 1
+
+    @contextmanager
+    def _alone(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        whole, self.model = self.model, self._inner
+        try:
+            with inner:
+                yield
+        finally:
+            self.model = whole
+
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Average the gradients over the ranks."""
+        if self._world == 1:
+            return super().gradients(batch)
+        if self._known != self._trained():  # A parameter was frozen, unfrozen or added.
+            self.model = self._wrap()
+            self._begin_group_alike()
+        self._has_unsent = True
+        if self._engine is not None:
+            vars(self._engine)["_used"] = False
+        try:
+            return super().gradients(batch)
+        except RuntimeError as error:
+            if "find_unused_parameters" in str(error) and not isinstance(error, DistributedError):
+                raise self._left_out([]) from error
+            raise
+        finally:
+            self.model = self._engine or self._inner
+
+    def micro_batches(self, batch: Any) -> Any:
+        """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
+        found = super().micro_batches(batch)
+        if self._world > 1 and self._must_unwrap(len(found)):
+            self._engine = None
+        if self._leaves_out or self._engine is None:
+            self.model = self._inner or self.model
+        return found
+
+    def _must_unwrap(self, batches: int) -> bool:
+        """Return whether a step has several backwards, of which a static graph allows one; refuse a hook there."""
+        found = self.static_graph and max(batches, len(self.optimizers)) > 1
+        if found:
+            self._check_hook("a step has several backwards, and static_graph=True allows one; write static_graph=False")
+        return found
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Average the gradients that the wrapper has not averaged."""
+        if self._world > 1:
+            engine = self._engine
+            if self._leaves_out:
+                num_targets = self._finish_short(num_targets)
+            elif engine is None or not engine._used or self._takes_turns():  # It misses calls of submodules.
+                self._check_hook("train_step called parts of the model; call all of it, self.model(...)")
+                self._average(self.parameters, True)
+            else:
+                self._check_used(engine)
+                self._average(self._outside, True)
+        super().normalize(num_targets)
+
+    def _finish_short(self, num_targets: list[Any]) -> list[Any]:
+        """Average the gradients of a step in which some ranks had no samples."""
+        has_samples = bool(num_targets)
+        if not has_samples:
+            # Zeros, through backward(): a loss scale has to see one.
+            self.backward(cast(Tensor, sum((p * 0).sum().real for p in self.parameters if p.requires_grad)))
+        self._average(self.parameters, has_samples)
+        counted = any(self.gather(any(count is not None for count in num_targets)))
+        return [0.0] if counted and not has_samples else num_targets
+
+    def _average(self, parameters: list[Tensor], has_samples: bool) -> None:
+        """Average gradients without the wrapper; one that no rank has stays None."""
+        if not parameters:
+            return
+        own = torch.tensor([float(has_samples and p.grad is not None) for p in parameters])
+        present = [p for p, ranks in zip(parameters, self.reduce(own).tolist()) if ranks]
+        for parameter in parameters:
+            if not has_samples:
+                parameter.grad = None
+        for group in group_alike(present):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
+            flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
+            for parameter, part in zip(group, flat.split([p.numel() for p in group])):
+                grad = part.view_as(parameter)
+                if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.
+                    grad = like_parameter_layout(grad, parameter)
+                parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
+
+    def _check_used(self, engine: Replica) -> None:
+        """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
+        try:
+            check_reducer(engine)
+        except RuntimeError as error:
+            held, named = engine._held, self.unwrap().named_parameters()
+            names = [name for name, each in named if each.grad is None and id(each) in held]
+            if names and not (self.find_unused_parameters or self.static_graph):
+                raise self._left_out(names) from error
+            raise
+
+    def _left_out(self, names: list[str]) -> DistributedError:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        which = f"{len(names)} parameters ({shown})" if names else "parameters in the last batch of a step"
+        cure = (
+            "Let the loss depend on all that the model returns, or detach the rest"
+            if self.find_unused_parameters
+            else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
+        )
+        return DistributedError(
+            f"train_step did not use {which} on rank {self._rank}, so they have no gradient to average over the ranks. "
+            f"{cure}"
+        )
+
+    def optimizer_step(self) -> bool:
+        """Send the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
+        stepped = super().optimizer_step()
+        if self._world > 1:
+            self._send_buffers()
+        return stepped
+
+    def zero_grad(self) -> None:
+        """Send the buffers of rank 0 after a skipped step too."""
+        super().zero_grad()
+        if self._has_unsent:
+            self._send_buffers()
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Evaluate without the wrapper, as ranks have different numbers of batches."""
+        before = self.model
+        if self._engine is not None:
+            self.model = self._inner
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self.model = before
