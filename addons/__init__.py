@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zae.common.lazy import load as _load
 
 if TYPE_CHECKING:
+    from zae.addons.accelerate import AccelerateAddon
     from zae.addons.accumulation import GradientAccumulationAddon
     from zae.addons.amp import AMPAddon
     from zae.addons.callbacks import CallbackAddon
@@ -34,6 +35,7 @@ if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second 
 
 __all__ = [
     "AMPAddon",
+    "AccelerateAddon",
     "CallbackAddon",
     "CompileAddon",
     "DeepSpeedAddon",
@@ -61,6 +63,7 @@ __all__ = [
 
 _HOMES = {
     "AMPAddon": "amp",
+    "AccelerateAddon": "accelerate",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
     "DeepSpeedAddon": "deepspeed",

@@ -102,7 +102,7 @@ class DeepSpeedAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
         if check_count("zero_stage", self.zero_stage, least=0) > 3:
-            raise ConfigError(f"zero_stage={zero_stage}; the stages are 0, 1, 2 and 3")
+            raise ConfigError(f"zero_stage={zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
         flags = {"deepspeed_bf16": bf16, "deepspeed_compile": deepspeed_compile}
         self.deepspeed_bf16, self.deepspeed_compile = check_flags(**flags)

@@ -493,7 +493,7 @@ def refused(match: str, *add_ons: Any, task: type[Trainer] = Task, **options: An
 
 
 def test_options_that_cannot_be_meant(tmp_path: Path) -> None:
-    refused(r"zero_stage=4; the stages are 0, 1, 2 and 3", zero_stage=4)
+    refused(r"zero_stage=4; the stages are 0, 1, 2 and 3: write one", zero_stage=4)
     refused(r"zero_stage", zero_stage="two")
     refused(r"deepspeed_bf16", deepspeed_bf16="yes")
     refused(r"write zero_stage=1", zero_stage=0, deepspeed_bf16=True)

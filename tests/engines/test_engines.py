@@ -25,7 +25,7 @@ from zae import ConfigError
 from zae.addons import EMAAddon, FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 LIMIT = 1e-12
-SMALL = [name for name, engine in ENGINES.items() if engine.world == 2]
+SMALL = [name for name, engine in ENGINES.items() if engine.world == 2 and not engine.is_sampled]
 LARGE = [name for name in ENGINES if name not in SMALL]
 
 

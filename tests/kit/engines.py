@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import AddOnBase, Trainer
-from zae.addons import FSDPAddon, MultiGPUAddon, TensorParallelAddon
+from zae.addons import AccelerateAddon, FSDPAddon, MultiGPUAddon, TensorParallelAddon
 
 F64 = torch.float64
 VOCABULARY, WIDTH, HEAD = 11, 8, 4
@@ -94,6 +94,7 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict)
     layouts: frozenset[str] = frozenset({"replicated"})
     wrapper: str = "Net"
+    is_sampled: bool = False  # Whether the default run has only the first test of it.
 
 
 SHARDED, MIXED = frozenset({"sharded"}), frozenset({"sharded", "replicated"})
@@ -110,6 +111,7 @@ PLAN = {
 
 ENGINES = {
     "ddp": Engine((MultiGPUAddon,), wrapper="Replica"),
+    "accelerate": Engine((AccelerateAddon,), wrapper="Replica", is_sampled=True),
     "fsdp": Engine((FSDPAddon,), layouts=SHARDED, wrapper="FSDPNet"),
     "hsdp": Engine((FSDPAddon,), 4, 4, {"mesh": {"replicate": 2, "shard": 2}}, layouts=SHARDED, wrapper="FSDPNet"),
     "tensor": Engine((TensorParallelAddon,), 2, 1, {"tensor_plan": PLAN}, layouts=MIXED),

@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is run as a script.
 
+import kit.mistakes_in_engines
 import kit.mistakes_in_runs
 import kit.mistakes_in_states  # noqa: F401
 from kit.mistakes import CATALOGUE

@@ -16,6 +16,7 @@ from torch import nn
 from kit import hand
 from zae import AddOnBase, AddOnConflict, Trainer
 from zae.addons import (
+    AccelerateAddon,
     AMPAddon,
     CallbackAddon,
     CompileAddon,
@@ -180,6 +181,8 @@ TABLE = [
     Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),
     # On one device it changes nothing; what they do on several is in tests/addons/test_mpu.py, tests/engines.
     Entry(MultiGPUAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_loaded", "_placed")),
+    Entry(AccelerateAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "accelerator"),
+          packages=("accelerate",)),
     Entry(TensorParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     Entry(DeepSpeedAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),

@@ -132,12 +132,12 @@ OPTIONS = _by_name(
         "on_nonfinite": "logging_nan_inf_filter",
         "a logging level: logging.getLogger('zae').setLevel(...)": "log_level log_level_replica",
         # Devices and processes.
-        "device": "accelerator",
+        "device; or accelerator (AccelerateAddon), an object of Hugging Face Accelerate": "accelerator",
+        "accelerator_args (AccelerateAddon)": "accelerator_args kwargs_handlers accelerator_config dataloader_config",
         "device='cpu'": "use_cpu cpu no_cuda",
         "device, one or a list (a list needs MultiGPUAddon)": "devices gpus",
         "device; the model and the batches are moved there": "device_placement",
-        "an add-on, for instance MultiGPUAddon": "strategy accelerator_args use_distributed_sampler split_batches "
-        "kwargs_handlers accelerator_config dataloader_config distributed_env",
+        "an add-on, for instance MultiGPUAddon": "strategy use_distributed_sampler split_batches distributed_env",
         "MultiGPUAddon, and torchrun on each machine": "num_nodes local_rank",
         "find_unused_parameters (MultiGPUAddon)": "ddp_find_unused_parameters",
         "static_graph (MultiGPUAddon)": "ddp_static_graph",

@@ -65,7 +65,10 @@ def read(given: Any) -> dict[str, Any]:
         try:
             found = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"deepspeed_config={str(given)!r} cannot be read as a JSON file: {error}") from error
+            raise ConfigError(
+                f"deepspeed_config={str(given)!r} cannot be read as a JSON file ({error}); give the path of "
+                "a configuration, or a dict"
+            ) from error
     else:
         found = copy.deepcopy(dict(given)) if isinstance(given, Mapping) else given
     if not isinstance(found, dict):

@@ -1,0 +1,162 @@
+"""Mistakes that people make with DeepSpeed and Accelerate; all are refused before a rank is started."""
+
+from __future__ import annotations
+
+import torch
+
+from kit.mistakes import Task, loader, mistake, trainer_of
+from zae.addons import (
+    AccelerateAddon,
+    AMPAddon,
+    DeepSpeedAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+)
+
+TWO = {"device": ["cpu", "cpu"]}
+
+
+def deepspeed(config=None, *add_ons, **options):
+    cls = Task.add_on(DeepSpeedAddon, *add_ons)
+    return trainer_of(cls, deepspeed_config=config, **{**TWO, **options})
+
+
+def accelerate(*add_ons, device="cpu", **arguments):
+    return trainer_of(Task.add_on(AccelerateAddon, *add_ons), device=device, accelerator_args=arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+@mistake
+def stage_that_deepspeed_does_not_have():
+    deepspeed(zero_stage=4)
+
+
+@mistake
+def autocast_beside_deepspeed():
+    deepspeed(None, AMPAddon)
+
+
+@mistake
+def two_engines():
+    Task.add_on(DeepSpeedAddon, MultiGPUAddon)
+
+
+@mistake
+def misspelt_entry_of_deepspeed():
+    deepspeed({"zero_optimization": {"stge": 2}})
+
+
+@mistake
+def configuration_that_does_not_exist():
+    deepspeed("ds_config.json")
+
+
+@mistake
+def two_stages():
+    deepspeed({"zero_optimization": {"stage": 3}}, zero_stage=2)
+
+
+@mistake
+def two_clips():
+    deepspeed({"gradient_clipping": 1.0}, gradient_clip=0.5).plan(1, loader())
+
+
+@mistake
+def two_batch_sizes():
+    deepspeed({"train_micro_batch_size_per_gpu": 16}).wrap_loader(loader(), True)
+
+
+@mistake
+def float16_of_deepspeed():
+    deepspeed({"fp16": {"enabled": True}})
+
+
+@mistake
+def offloading_of_deepspeed():
+    deepspeed({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+
+
+@mistake
+def scheduler_of_deepspeed():
+    deepspeed({"scheduler": {"type": "WarmupLR"}})
+
+
+@mistake
+def optimizer_that_deepspeed_would_compile():
+    deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, optimizer=None)
+
+
+@mistake
+def several_optimizers_with_deepspeed():
+    deepspeed(optimizer=[torch.optim.SGD, torch.optim.SGD])
+
+
+@mistake
+def average_in_stage_three():
+    deepspeed(None, EMAAddon, zero_stage=3)
+
+
+@mistake
+def bfloat16_of_deepspeed_in_one_process():
+    deepspeed(device="cpu", deepspeed_bf16=True)
+
+
+@mistake
+def bfloat16_in_stage_zero():
+    deepspeed(zero_stage=0, deepspeed_bf16=True)
+
+
+@mistake
+def float64_with_deepspeed():
+    deepspeed(model=torch.nn.Linear(4, 2).double()).plan(1, loader())
+
+
+# ------------------------------------------------------------------------------------------------------ Accelerate
+
+
+@mistake
+def misspelt_argument_of_an_accelerator():
+    accelerate(mixed_precison="bf16")
+
+
+@mistake
+def accumulation_of_an_accelerator():
+    accelerate(GradientAccumulationAddon, gradient_accumulation_steps=4)
+
+
+@mistake
+def float16_of_an_accelerator():
+    accelerate(mixed_precision="fp16")
+
+
+@mistake
+def two_autocasts():
+    accelerate(AMPAddon, mixed_precision="bf16")
+
+
+@mistake
+def batches_that_an_accelerator_splits():
+    accelerate(split_batches=True)
+
+
+@mistake
+def sharding_of_an_accelerator():
+    accelerate(fsdp_plugin="plugin")
+
+
+@mistake
+def accelerator_for_several_devices():
+    from accelerate import Accelerator
+
+    trainer_of(Task.add_on(AccelerateAddon), accelerator=Accelerator(cpu=True), **TWO)
+
+
+@mistake
+def loader_that_accelerate_has_prepared():
+    from accelerate import Accelerator
+
+    prepared = Accelerator(cpu=True).prepare(loader())
+    accelerate().run(1, prepared)
