@@ -50,7 +50,6 @@ def draw_curves(metrics, path):
         axis.axvline(best["epoch"], color="0.75", lw=1, ls="--", zorder=0)
         axis.plot(best["epoch"], best[name], "o", color=color, label=f"best: epoch {best['epoch']}, {best[name]:.3f}")
         axis.set(xlabel="epoch", title=name, yscale=scale)
-        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(edgecolor="none", framealpha=1)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""The examples, each run in an empty folder, as a user runs it: what they print, and the files they leave.
+"""The examples outside of the gallery, each run in an empty folder: what they print, and the files they leave.
 
 The first one, which the README begins with, is started by an interpreter of its own; the others in forks, at once.
 """
@@ -96,26 +96,6 @@ def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     records = [line for line in lines if '"run"' not in line]
     assert len(records) == 2 * int(epochs)  # Training and validation, each epoch once, in spite of the kill.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
-
-
-def test_gan_draws_digits_that_teach_a_classifier(tmp_path):
-    """P-11: two optimizers, one step each batch; drawn digits train a classifier nearly as well as real ones."""
-    line = r"a classifier trained on {} digits reads (0\.\d+) of the held-out real ones\n"
-    pattern = r"1040 steps of 2 optimizers\n" + line.format("real") + line.format("drawn")
-    real, drawn = map(float, matched(pattern + r"100 drawn digits are in runs/gan\.png\n", start("gan.py")))
-    assert real == pytest.approx(0.915, abs=0.01)
-    assert drawn >= 0.8
-    from matplotlib.image import imread
-
-    assert imread(tmp_path / "runs" / "gan.png").shape[:2] == (400, 400)
-
-
-def test_multitask_learns_both_tasks():
-    """Each task from images of its own, and a body that both train."""
-    pattern = r"digit: test accuracy (0\.\d+)\nparity: test accuracy (0\.\d+)\n"
-    digit, parity = map(float, matched(pattern, start("multitask.py")))
-    assert digit >= 0.95
-    assert parity >= 0.93
 
 
 def test_custom_addon_bites():

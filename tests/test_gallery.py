@@ -1,0 +1,80 @@
+"""The gallery: each example as a user runs it, without a network, over its floor; and its page is made of it (X-18)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kit import gallery_page
+from kit.gallery import CPU_SECONDS, EXAMPLES, check, run
+from kit.gallery_list import GALLERY
+from kit.house import Source
+
+QUICK = ("imbalance", "autoencoder")  # Two quick ones are in every run of the tests.
+
+
+def reach(example, folder):
+    """Run an example and check all that the gallery says of it; GALLERY_RECORD=1 stores the run for its page."""
+    folder.mkdir()
+    outcome = run(example, folder)
+    check(example, outcome)
+    if "GALLERY_RECORD" in os.environ:
+        gallery_page.record(example, outcome, folder)
+
+
+@pytest.mark.covers("X-18")
+@pytest.mark.parametrize("example", [each for each in GALLERY if each.name in QUICK], ids=lambda each: each.name)
+def test_a_quick_example_reaches_its_floor(example, tmp_path):
+    """It exits with 0, says nothing to standard error, reaches its floor on the test data, and leaves no more files."""
+    reach(example, tmp_path / "empty")
+
+
+@pytest.mark.gallery
+@pytest.mark.covers("X-18")
+@pytest.mark.parametrize("example", [each for each in GALLERY if each.name not in QUICK], ids=lambda each: each.name)
+def test_an_example_reaches_its_floor(example, tmp_path):
+    """The same for the others; that of the sunspots kills its run with SIGKILL, and compares the weights bit by bit."""
+    reach(example, tmp_path / "empty")
+
+
+@pytest.mark.covers("X-18")
+def test_the_pages_are_made_of_the_scripts_and_their_runs():
+    """Each page has the script as it is and the output of this script, and nothing else is in docs/gallery."""
+    assert len(GALLERY) >= 12
+    old = [each.name for each in GALLERY if gallery_page.read_result(each)["script"] != each.digest]
+    assert old == [], f"run python tests/kit/gallery_page.py {' '.join(old)}"
+    made = gallery_page.files()
+    for name, text in made.items():
+        assert (gallery_page.DOCS / name).read_text(encoding="utf-8") == text, (
+            "run python tests/kit/gallery_page.py --pages"
+        )
+    drawn = {gallery_page.picture_name(each, number) for each in GALLERY for number, _ in enumerate(each.pictures)}
+    stored = {f"runs/{each.name}.json" for each in GALLERY}
+    there = {path.relative_to(gallery_page.DOCS).as_posix() for path in gallery_page.DOCS.rglob("*") if path.is_file()}
+    assert there == {*made, *drawn, *stored}
+    assert [name for name in made | dict.fromkeys(drawn) if (gallery_page.DOCS / name).stat().st_size > 40_000] == []
+
+
+@pytest.mark.covers("X-18")
+def test_the_recorded_runs_reached_their_floors():
+    """What the pages show is over the floor, took less than the limit, and is one numbered output a script."""
+    for each in GALLERY:
+        result = gallery_page.read_result(each)
+        assert each.passes(each.numbers(result["output"])), each.name
+        assert 0 < result["seconds"] <= CPU_SECONDS
+    assert sum(gallery_page.read_result(each)["seconds"] for each in GALLERY) <= 600
+
+
+def test_the_floors_can_be_missed():
+    """Each floor refuses the numbers that a model without any skill would print."""
+    for each in GALLERY:
+        numbers = each.numbers(gallery_page.read_result(each)["output"])
+        assert not each.passes({**dict.fromkeys(numbers, 0.5), "ridge": 0.6}), each.name
+
+
+def test_the_scripts_are_short_and_each_is_in_the_gallery():
+    """At most 60 lines of code, as they are counted in zae itself: not blank, a comment or a docstring."""
+    paths = [each.path for each in GALLERY]
+    assert {path for path in paths if path.parent.name == "gallery"} == set((EXAMPLES / "gallery").glob("*.py"))
+    assert [path.name for path in paths if Source(path).code_lines > 60] == []
