@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from zae.common.argument_checks import check_flags, check_folder, check_partial
 from zae.common.model_weights import named_parameters
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
-from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
+from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.crash import CrashSaver
@@ -43,8 +43,9 @@ class StateManagerAddon(AddOnBase):
     run repeats it first. After an exception the state is saved in ``crash-00000012``, from which a run resumes only if
     ``resume`` names it; of several ranks the one that fails first saves it, without the others' random streams.
 
-    ``trainer.checkpointer`` writes and finds the files (see `zae.saving.checkpointer.Checkpointer`). The seams
-    ``on_save`` and ``on_load`` are called after a checkpoint was saved or loaded.
+    ``trainer.checkpointer`` writes and finds the files (see `zae.saving.checkpointer.Checkpointer`); the option
+    ``checkpointer`` sets another class for another kind of storage. The seams ``on_save`` and ``on_load`` are called
+    after a checkpoint was saved or loaded.
 
     Parameters
     ----------
@@ -97,6 +98,11 @@ class StateManagerAddon(AddOnBase):
         a checkpoint.
     keep_weights : int, optional
         How many of the newest of these files to keep; None keeps all.
+    checkpointer : type or callable
+        Where checkpoints are stored: a class derived from `zae.saving.checkpointer.Checkpointer`, or a
+        ``functools.partial`` of one. ``FsspecCheckpointer.at("s3://bucket/run")`` of `zae.saving.remote` stores them in
+        any file system of fsspec; ``save_path`` is then a folder for temporary files, and in other functions the paths
+        in it name the checkpoints.
 
     Raises
     ------
@@ -150,6 +156,7 @@ class StateManagerAddon(AddOnBase):
         start_with: Sequence[str] | None = None,
         save_weights_every: Every | int | None = None,
         keep_weights: int | None = None,
+        checkpointer: Callable[..., Checkpointer] = Checkpointer,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -164,8 +171,8 @@ class StateManagerAddon(AddOnBase):
         weights = WeightFiles(folder, model_format, save_weights_every, keep_weights)
         options: dict[str, Any] = {"in_background": in_background, "on_save_error": on_save_error}
         options["warns_of_nonfinite"] = self.nonfinite.policy != "raise"
-        self.checkpointer = Checkpointer(folder, model_format, retention, weights, **options)
-        self._stop_signals, self._crash = StopSignals(), CrashSaver(folder)
+        self.checkpointer = _make(checkpointer, folder, model_format, retention, weights, **options)
+        self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
 
     @property
     def last_path(self) -> Path | None:
@@ -456,3 +463,15 @@ class StateManagerAddon(AddOnBase):
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpointer.restore(own.get("run_id", ""), own["scores"], scores)
         self._resumption.unsaved.names = list(own.get("unsaved", ()))
+
+
+def _make(checkpointer: Any, *args: Any, **options: Any) -> Checkpointer:
+    """Call what was given as the option ``checkpointer``."""
+    made = checkpointer(*args, **options) if callable(checkpointer) else checkpointer
+    if not isinstance(made, Checkpointer):
+        found = f"returned a {type(made).__name__}" if callable(checkpointer) else f"is a {type(made).__name__}"
+        raise ConfigError(
+            f"checkpointer {found}; give a class derived from zae.saving.checkpointer.Checkpointer, or a "
+            "functools.partial of one"
+        )
+    return made

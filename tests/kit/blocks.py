@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import re
 import shlex
 import shutil
@@ -28,6 +29,7 @@ from zae.composition.metaclass import seams_of
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LANGUAGES = ("python", "pycon", "bash", "text", "dockerfile")
 FIRST = re.search(r"```python\n(.*?)```", README, re.S)[1]
 
 
@@ -66,7 +68,7 @@ class Blocks:
         self.not_run: list[str] = []
 
     def parsers(self):
-        return [CodeBlockParser(name, self.noted(name)) for name in ("python", "pycon", "bash", "text")]
+        return [CodeBlockParser(name, self.noted(name)) for name in LANGUAGES]
 
     def noted(self, language):
         """Return an evaluator that leaves out what the line before the block says is not run."""
@@ -125,13 +127,22 @@ class Blocks:
             for command in line.split(" && "):
                 words = shlex.split(command, comments=True)
                 if words[:3] == ["python", "-m", "zae"]:
+                    expected = re.search(r"# exit status (\d)", line)
                     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as out:
                         status = zae.cli.main(words[3:])
                     out.seek(0)
                     self.printed = out.read()
-                    assert status == 0, (line, self.printed)
+                    assert status == int(expected[1] if expected else 0), (line, self.printed)
                 elif words:
                     check_command(words)
+
+    def run_dockerfile(self, example):
+        """Its instructions are known, and its command is a list, so that signals reach the process."""
+        instructions = read_dockerfile(example.parsed)
+        assert instructions[0][0] == "FROM"
+        assert {name for name, _ in instructions} <= set(INSTRUCTIONS)
+        (command,) = [json.loads(rest) for name, rest in instructions if name == "CMD"]
+        assert all(isinstance(word, str) for word in command)
 
     def run_text(self, example):
         """A drawing of the loop, a table of metrics, or what the block before has printed, but for its numbers."""
@@ -148,9 +159,18 @@ def hide_folder(text):
     return text.replace(str(Path.cwd()), "/home/me")
 
 
+INSTRUCTIONS = ("FROM", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "STOPSIGNAL", "CMD")
+
+
+def read_dockerfile(text):
+    """Return the instructions of a Dockerfile and the rest of their lines; a line may go on after a backslash."""
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line.strip() and not line.startswith("#")]
+
+
 def shape(printed):
-    """Return the words of a text without its numbers, and without the dots of a plot."""
-    return re.sub(r"[\d.,e+-]+|[\u2800-\u28ff]+", " ", printed).split()
+    """Return the words of a text without its numbers and hashes, and without the dots of a plot."""
+    return re.sub(r"\b[0-9a-f]{16}\b|[\d.,e+-]+|[\u2800-\u28ff]+", " ", printed).split()
 
 
 def check_command(words):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from zae.saving.locks import FolderLock
 from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
+from zae.storage.filesystem import remove_checkpoint
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
 from zae.storage.share import Group
@@ -38,8 +39,22 @@ _Moment: TypeAlias = "tuple[int, int, str]"
 class Checkpointer:
     """Saves, keeps and finds the checkpoints of a run in one folder; it does not know any trainer.
 
-    A run calls `open`, then for each checkpoint `add` and `write`, and at last `close`. Another kind of storage is
-    another class with these methods.
+    A run calls `open`, then for each checkpoint `add` and `write`, and at last `close`. These decide what is saved,
+    kept and loaded. Where the bytes are is decided by five methods, which a class for another kind of storage
+    overrides. It is given as the option ``checkpointer`` of `StateManagerAddon`:
+
+    - `list_saved`, `load` and `load_manifest` read. Every rank calls them.
+    - `store` and `remove` write. Rank 0 calls them, or after an exception the rank that failed; with ``save_async`` in
+      a thread, one call at a time.
+
+    A path ``folder / "step-00000012"`` names a checkpoint in all of them, and ``folder / "crash-00000012"`` the state
+    of a failed run. Nothing needs to exist at this path. Paths in other folders are those of plain checkpoints: pass
+    them on to ``super()``. A class has to keep three promises, at whatever instant the process is killed:
+
+    - A checkpoint is whole or absent: `list_saved` leaves out what `store` has not finished, or `load` raises
+      `CheckpointDamaged` for it; then the one before is loaded.
+    - While `store` replaces a checkpoint of the same name, `load` returns the old one or the new one.
+    - When `store` returns, the checkpoint can be read back. Only then `remove` is called for older ones.
 
     Parameters
     ----------
@@ -66,6 +81,8 @@ class Checkpointer:
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
         Epoch, step and pending validation of the newest checkpoint that was saved or loaded.
+    formats : tuple of str
+        Of a class: the formats that it can store. With "sharded" every rank calls `store`.
 
     Examples
     --------
@@ -73,6 +90,8 @@ class Checkpointer:
     >>> checkpointer.find("auto"), checkpointer.last, checkpointer.path_at(12).name
     (None, None, 'step-00000012')
     """
+
+    formats: ClassVar[tuple[str, ...]] = ("safetensors", "ckpt", "sharded")
 
     def __init__(
         self,
@@ -86,6 +105,9 @@ class Checkpointer:
         warns_of_nonfinite: bool = False,
     ) -> None:
         self.folder, self.model_format, self.retention = folder, model_format, retention
+        if model_format not in self.formats:
+            known = " or ".join(f"save_format={each!r}" for each in self.formats)
+            raise ConfigError(f"{type(self).__name__} cannot store save_format={model_format!r}; write {known}")
         self.weights = weights or WeightFiles(folder, model_format, None, None)
         if on_save_error not in ("raise", "warn"):
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
@@ -99,6 +121,9 @@ class Checkpointer:
         self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
         self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
         self._step = 0  # That of the last save.
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.folder)!r})"
 
     def path_at(self, step: int) -> Path:
         """Return the place of the checkpoint of a step."""
@@ -119,7 +144,106 @@ class Checkpointer:
 
     def _names(self) -> set[str]:
         """Return the names of the checkpoints in the folder, also of those that were moved aside."""
-        return {original_name(path.name) for path in list_checkpoints(self.folder)}
+        return {original_name(path.name) for path in self.list_saved(self.folder)}
+
+    # ------------------------------------------------------------------------------------- where the bytes are
+
+    def list_saved(self, folder: Path, kind: str = "step") -> list[Path]:
+        """List the checkpoints in a folder, without reading them.
+
+        Parameters
+        ----------
+        folder : Path
+            That of this run, or another one.
+        kind : {"step", "crash"}
+            Whether to list checkpoints, or the states of failed runs.
+
+        Returns
+        -------
+        list of Path
+            The highest step first; empty if there is no such folder.
+        """
+        return list_checkpoints(folder) if kind == "step" else crashes_in(folder)
+
+    def load(self, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
+        """Read a whole checkpoint and verify its hashes.
+
+        Parameters
+        ----------
+        path : Path
+            The checkpoint.
+        allow_partial : collection of str
+            Files that may be missing or damaged.
+        held : mapping
+            With "sharded", the tensors of which this rank needs its part only.
+
+        Returns
+        -------
+        manifest, model, state : tuple
+            What `zae.storage.checkpoint.load_checkpoint` returns for a folder.
+
+        Raises
+        ------
+        CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+            It is absent, it is not what was stored, or a newer zae wrote it.
+        """
+        return load_checkpoint(path, allow_partial=allow_partial, held=held)
+
+    def load_manifest(self, path: Path) -> Manifest:
+        """Read the manifest of a checkpoint alone.
+
+        Parameters
+        ----------
+        path : Path
+            The checkpoint.
+
+        Returns
+        -------
+        Manifest
+            Its content.
+
+        Raises
+        ------
+        CheckpointNotFound, CheckpointDamaged
+            As for `load`.
+        """
+        return read_manifest(path)
+
+    def store(self, job: Job) -> None:
+        """Write a checkpoint, whole or absent.
+
+        Parameters
+        ----------
+        job : Job
+            What to write: ``job.target`` is its path, and ``job.write_folder(path)`` writes it as a folder elsewhere,
+            for instance to pack or upload it from there. With ``job.replaces``, verify what was written.
+
+        Raises
+        ------
+        CheckpointError
+            It was not written; ``errno`` is set if the storage refused, so that ``on_save_error="warn"`` applies.
+        """
+        job.write_folder()
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint; when this is interrupted, what is left of it is not taken for a whole one.
+
+        Parameters
+        ----------
+        path : Path
+            The checkpoint.
+
+        Raises
+        ------
+        CheckpointNotFound
+            It is not there, which is no error for the run.
+        CheckpointError
+            It could not be removed; the run warns and continues.
+        """
+        remove_checkpoint(path)
+
+    def _commit(self, job: Job) -> None:
+        job.write(self.store, self.remove)
 
     # ------------------------------------------------------------------------------------------ before and after a run
 
@@ -135,7 +259,7 @@ class Checkpointer:
         forget_claims(self.folder)
         put_back(self.folder)
         known = self.retention.scores.keys() | self._damaged
-        others = [path for path in list_checkpoints(self.folder) if path.name not in known]
+        others = [path for path in self.list_saved(self.folder) if path.name not in known]
         others = [path for path in others if not (known and self._is_left_over(path, step))]
         if others and not overwrite:
             raise ConfigError(
@@ -151,7 +275,7 @@ class Checkpointer:
         if (step_of(original_name(path.name)) or 0) > step:
             return False
         try:
-            return read_manifest(path)["run_id"] == self.run_id
+            return self.load_manifest(path)["run_id"] == self.run_id
         except (CheckpointDamaged, CheckpointNotFound):
             return True
 
@@ -200,7 +324,7 @@ class Checkpointer:
                 self._lock.keep(job.target)
             if is_writer and not job.is_sharded:
                 check()
-                self.saver.save(job)
+                self.saver.save(job, self._commit)
 
         if self.has_failed:
             write()
@@ -208,7 +332,7 @@ class Checkpointer:
             return
         job.group.together(write, job.target)
         if job.is_sharded:  # Its ranks share the errors of each part.
-            self.saver.save(job)
+            self.saver.save(job, self._commit)
 
     def save_weights(self, progress: ProgressChecker, save_model: Callable[[Path], Path], group: Group) -> None:
         """Save the weights alone if that is due; all ranks call it."""
@@ -282,12 +406,12 @@ class Checkpointer:
         if resume is False:
             return None
         folder = self.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
-        if folder != self.folder and not list_checkpoints(folder):
+        if folder != self.folder and not self.list_saved(folder):
             return folder, self.read(folder, allow_partial, held)
-        found = newest_valid(folder, partial(self.read, held=held))
+        found = newest_valid(folder, partial(self.read, held=held), self.list_saved)
         _refuse_links(folder, found[0] if found else None)
         if found is None:
-            crashed = next(iter(crashes_in(folder)), None)
+            crashed = next(iter(self.list_saved(folder, "crash")), None)
             hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
             if resume == "auto":
                 level = logging.WARNING if hint else logging.INFO
@@ -305,7 +429,7 @@ class Checkpointer:
 
     def newest(self, path: Path, allow_partial: Collection[str], held: _Held) -> tuple[Path, Content]:
         """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
-        found = newest_valid(path, partial(self.read, held=held))
+        found = newest_valid(path, partial(self.read, held=held), self.list_saved)
         return (path, self.read(path, allow_partial, held)) if found is None else found[:2]
 
     def read(self, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
@@ -313,7 +437,7 @@ class Checkpointer:
 
         ``held`` names the tensors of which this rank holds a part, and needs no more of the checkpoint.
         """
-        manifest, model, state = load_checkpoint(path, allow_partial=allow_partial, held=held)
+        manifest, model, state = self.load(path, allow_partial, held)
         check_progress(path, manifest, state)
         warn_of_lost_ranks(path, manifest)
         return manifest, model, state
@@ -344,7 +468,7 @@ class Checkpointer:
         path = self.best
         if path is not None:
             return path
-        if self.last is None and (older := list_checkpoints(self.folder)):
+        if self.last is None and (older := self.list_saved(self.folder)):
             raise CheckpointNotFound(
                 f"{self.folder} contains {len(older)} checkpoint{'s' * (len(older) > 1)} of another run (newest: "
                 f"{older[0].name}), and none of this trainer; write resume=True to continue that run"

@@ -11,7 +11,6 @@ from typing import Any
 
 from zae.loop.progress import ProgressChecker
 from zae.storage import filesystem
-from zae.storage.checkpoint import list_checkpoints
 
 __all__ = ["CrashSaver", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
 
@@ -33,8 +32,8 @@ class CrashSaver:
     all of them, but the random streams of the others are lost, and the manifest says so.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, list_saved: Callable[[Path, str], list[Path]]) -> None:
+        self.folder, self._list_saved = folder, list_saved
         self._token = ""  # The same on every rank, and another in every run.
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
 
@@ -72,7 +71,7 @@ class CrashSaver:
             regular = self._regular()
             if world_size > 1:
                 filesystem.disk.mkdir(self.folder / f"{_CLAIM}{step:08d}-{self._token}")
-            older = [path for path in crashes_in(self.folder) if path != target]
+            older = [path for path in self._list_saved(self.folder, "crash") if path != target]
             write(target, older, {"error": name, **({"rank": rank} if world_size > 1 else {})})
         except FileExistsError:  # Another rank was here first.
             return
@@ -90,7 +89,7 @@ class CrashSaver:
             _log.warning("%s: %s", type(error).__name__, text)
 
     def _regular(self) -> str:
-        newest = next(iter(list_checkpoints(self.folder)), None)
+        newest = next(iter(self._list_saved(self.folder, "step")), None)
         return f"the newest regular checkpoint is {newest}" if newest else "there is no regular checkpoint"
 
 

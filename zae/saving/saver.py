@@ -63,21 +63,33 @@ class Job(NamedTuple):
             return self._replace(state=snapshots.take(self.state))
         return self._replace(share=self.share._replace(files=snapshots.take(self.share.files)))
 
-    def write(self) -> None:
-        """Write it, verify it, and only then remove what it replaces."""
+    def write(
+        self, store: Callable[[Job], object] | None = None, remove: Callable[[Path], object] = remove_checkpoint
+    ) -> None:
+        """Store it, and only then remove what it replaces; by default both are folders."""
+        if store is None:
+            self.write_folder()
+        else:
+            store(self)
+        if self.group.rank == 0:
+            self._remove_replaced(remove)
+
+    def write_folder(self, directory: Path | None = None) -> Path:
+        """Write it as a folder that is whole or absent, at its target or elsewhere; verify it if it replaces others."""
+        directory = directory or self.target
         # A whole state is encoded here, in the thread that writes.
         share = self._plan(self.model_format, self.group) if self.share is None else self.share
-        write_share(self.target, share, self.group, partial(self._check, share.weights()))
+        write_share(directory, share, self.group, partial(self._check, share.weights()))
         if self.replaces:
-            verify_share(self.target, self.group)
+            verify_share(directory, self.group)
         if self.group.rank == 0:
-            sweep(self.target.parent)
-            self._remove_replaced()
+            sweep(directory.parent)
+        return directory
 
-    def _remove_replaced(self) -> None:
+    def _remove_replaced(self, remove: Callable[[Path], object]) -> None:
         for path in self.replaces:
             try:
-                remove_checkpoint(path)
+                remove(path)
             except CheckpointNotFound:  # Somebody else has removed it.
                 continue
             except CheckpointError as error:  # A folder that stays costs space, not the run.
@@ -146,17 +158,17 @@ class Saver:
         """Note, on every rank, that one of them is about to save."""
         self.is_pending, self._has_failed = self.background, False
 
-    def save(self, job: Job) -> None:
+    def save(self, job: Job, write: Callable[[Job], None] = Job.write) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         job = job.divide()
         if not self.background:
-            self._write(job)
+            self._write(job, write)
             self._raise_error()
             return
         copied, self._is_sharded = job.copy(self._snapshots), job.is_sharded
         # Not a daemon: a script that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(copied,), name="zae-save")
+        self._thread = threading.Thread(target=self._write, args=(copied, write), name="zae-save")
         self._thread.start()
 
     def wait(self) -> None:
@@ -180,9 +192,9 @@ class Saver:
         known, self.is_pending, self._has_failed = self._has_failed, is_pending, has_failed
         return has_failed and not known
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: Job, write: Callable[[Job], None]) -> None:
         try:
-            job.write()
+            write(job)
         except BaseException as error:
             self._error = error
 

@@ -141,10 +141,11 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
 def newest_valid(
     save_path: str | os.PathLike[str],
     read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
+    list_all: Callable[[Any], list[Path]] = list_checkpoints,
 ) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
-    """Find the newest checkpoint that can be read."""
+    """Find the newest checkpoint that can be read, among those that ``list_all`` returns."""
     passed_over: list[tuple[Path, str]] = []
-    for path in list_checkpoints(save_path):
+    for path in list_all(save_path):
         try:
             return path, read(path), passed_over
         except (CheckpointDamaged, CheckpointNotFound) as error:

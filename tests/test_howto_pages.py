@@ -1,0 +1,77 @@
+"""What the pages of docs/howto show beside their blocks: the command of the container, stopped and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.blocks import find_page, read_dockerfile
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint
+
+
+def _parts() -> tuple[str, list[str]]:
+    """The script of the page on containers, and the command of its Dockerfile."""
+    text = find_page("docker").read_text(encoding="utf-8")
+    script = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    file = read_dockerfile(re.search(r"```dockerfile\n(.*?)```", text, re.S)[1])
+    assert [rest for name, rest in file if name == "STOPSIGNAL"] == ["SIGTERM"]
+    assert [rest for name, rest in file if name == "VOLUME"] == ["/app/runs"]
+    return script, json.loads(dict(file)["CMD"])
+
+
+def _start(command: list[str], folder: Path) -> subprocess.Popen[Any]:
+    """Start the command of the container as a container would: no terminal, and all signals at their default."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [{"python": sys.executable}.get(word, word) for word in command], cwd=folder, env=environment,
+        stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal: else the kernel withholds it from process 1 of a container."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.covers("F-D2")
+def test_the_command_of_the_container_saves_at_sigterm_and_continues(tmp_path: Path) -> None:
+    """Stopped as ``docker stop`` does, the run saves and ends with 143; started again, it ends as one that was not."""
+    script, command = _parts()
+    assert command == ["python", "train.py"]
+    (tmp_path / "train.py").write_text(script.replace("n_epoch=2", "n_epoch=400"))
+    saved = tmp_path / "runs" / "container"
+    process = _start(command, tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not list_checkpoints(saved) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _catches(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 143
+    finally:
+        process.kill()
+    stopped = load_checkpoint(list_checkpoints(saved)[0])[0]["step"]
+    n_epoch = stopped // 200 + 1
+    (tmp_path / "train.py").write_text(script.replace("n_epoch=2", f"n_epoch={n_epoch}"))
+    assert _start(command, tmp_path).wait(120) == 0
+    whole: dict[str, Any] = {"__name__": "train"}
+    exec(script, whole)
+    threads = whole["torch"].get_num_threads()
+    whole["torch"].set_num_threads(1)
+    try:
+        whole["main"](n_epoch, tmp_path / "whole")
+    finally:
+        whole["torch"].set_num_threads(threads)
+    ends = [load_checkpoint(list_checkpoints(folder)[0]) for folder in (saved, tmp_path / "whole")]
+    assert ends[0][0]["step"] == ends[1][0]["step"] == 200 * n_epoch > stopped
+    assert all((ends[0][1][name] == tensor).all() for name, tensor in ends[1][1].items())

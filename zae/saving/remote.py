@@ -1,0 +1,261 @@
+"""Checkpoints in any file system of fsspec: object storage, memory, another host."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.saving.checkpointer import Checkpointer, Content
+from zae.saving.saver import Job
+from zae.storage.checkpoint import load_checkpoint
+from zae.storage.filesystem import make_directory
+from zae.storage.hashed_io import CURE
+from zae.storage.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
+from zae.storage.names import MANIFEST, staging_name
+from zae.storage.share import sweep
+
+__all__ = ["FsspecCheckpointer"]
+
+_log = logging.getLogger("zae")
+_UPLOAD = re.compile(r"((step|crash)-\d{8,18})\.(\d{1,9})/([^/]+)")
+_PIECE = 1 << 22  # Bytes that are read at a time to be hashed.
+
+
+class FsspecCheckpointer(Checkpointer):
+    """Stores checkpoints under a URL of fsspec: ``s3://``, ``gs://``, ``az://``, ``sftp://``, ``file://``.
+
+    A checkpoint is a folder ``step-00000012.1`` with the files of a plain checkpoint. They are written to a temporary
+    folder in ``save_path`` and uploaded, the manifest last: without it there is no checkpoint. A checkpoint of the same
+    name is uploaded beside the old one, as ``step-00000012.2``, and then the old one is removed. What was uploaded is
+    read back and compared before others are removed. No file is changed or renamed, which object storage cannot do at
+    once.
+
+    Paths in ``save_path`` name the checkpoints, as in ``resume="runs/a/step-00000012"``. The lock of the run and files
+    of ``save_weights_every`` are on the local disk: do not start two runs with one URL on two machines.
+
+    Parameters
+    ----------
+    *args : object
+        Those of `Checkpointer`.
+    url : str
+        The folder of the checkpoints.
+    storage_options : mapping
+        Options of the file system, such as ``{"anon": True}`` for ``s3://``.
+    **kwargs : object
+        Those of `Checkpointer`.
+
+    Raises
+    ------
+    ConfigError
+        The URL has an unknown protocol, or the package of its file system is not installed.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from zae import Trainer
+    >>> from zae.addons import StateManagerAddon
+    >>> from zae.saving.remote import FsspecCheckpointer
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> def train(n_epoch):
+    ...     with tempfile.TemporaryDirectory() as folder:  # Another machine has another one.
+    ...         trainer = Task.add_on(StateManagerAddon)(
+    ...             lambda: torch.nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD, save_path=folder, resume="auto",
+    ...             checkpointer=FsspecCheckpointer.at("memory://example/run"))
+    ...         return trainer.run(n_epoch, [torch.ones(8, 2)] * 5)
+    >>> train(1)["step"], train(3)["step"]
+    (5, 15)
+    """
+
+    formats = ("safetensors", "ckpt")
+
+    def __init__(self, *args: Any, url: str, storage_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        import fsspec  # A dependency of torch.
+
+        self.url = url
+        try:
+            self.files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        except (ValueError, ImportError, TypeError) as error:
+            raise ConfigError(f"url={url!r} cannot be used: {error}; give one that fsspec knows") from error
+        self.root = root.rstrip("/")
+
+    @classmethod
+    def at(cls, url: str, **storage_options: Any) -> partial[FsspecCheckpointer]:
+        """Return what the option ``checkpointer`` takes.
+
+        Parameters
+        ----------
+        url : str
+            The folder of the checkpoints.
+        **storage_options : object
+            Options of the file system.
+
+        Returns
+        -------
+        functools.partial
+            It makes the checkpointer.
+        """
+        return partial(cls, url=url, storage_options=storage_options)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def list_saved(self, folder: Path, kind: str = "step") -> list[Path]:
+        """List the checkpoints whose manifest was uploaded; those of another folder are on the local disk."""
+        if os.path.abspath(folder) != str(self.folder):
+            return super().list_saved(folder, kind)
+        names = {name for name, uploads in self._uploads().items() if any(map(self._is_complete, uploads.values()))}
+        return [self.folder / name for name in sorted(names, reverse=True) if name.startswith(f"{kind}-")]
+
+    def load(self, path: Path, allow_partial: Collection[str] = (), held: Any = None) -> Content:
+        """Download a checkpoint, verify it and read it."""
+        if not self._is_here(path):
+            return super().load(path, allow_partial, held or {})
+        place, manifest, text = self._newest(path)
+        with self._scratch(path.name) as local:
+            (local / MANIFEST).write_bytes(text)
+            for name in manifest["files"]:
+                with self._reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
+                    self.files.get_file(f"{place}/{name}", str(local / name))
+            return load_checkpoint(local, allow_partial=allow_partial, held=held or dict[str, Tensor]())
+
+    def load_manifest(self, path: Path) -> Manifest:
+        """Download the manifest of a checkpoint alone."""
+        return self._newest(path)[1] if self._is_here(path) else super().load_manifest(path)
+
+    def _newest(self, path: Path) -> tuple[str, Manifest, bytes]:
+        """Return the place and manifest of the newest upload of a checkpoint, leaving out cut manifests."""
+        uploads = self._uploads().get(path.name, {})
+        complete = [number for number in sorted(uploads, reverse=True) if self._is_complete(uploads[number])]
+        for number in complete:
+            place = f"{self.root}/{path.name}.{number}"
+            with self._reaching(f"{path.name} was not loaded"):
+                text = self.files.cat_file(f"{place}/{MANIFEST}", end=MANIFEST_LIMIT + 1)
+            try:
+                return place, parse(text, f"{place}/{MANIFEST}"), text
+            except CheckpointDamaged:
+                if number == complete[-1]:
+                    raise
+        raise CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
+
+    def _uploads(self) -> dict[str, dict[int, set[str]]]:
+        """Return the files of each upload, by the name of the checkpoint and the number of the upload."""
+        found: dict[str, dict[int, set[str]]] = {}
+        with self._reaching("its checkpoints were not listed"), contextlib.suppress(FileNotFoundError):
+            self.files.invalidate_cache()
+            for each in self.files.find(self.root):
+                if match := _UPLOAD.fullmatch(each[len(self.root) :].lstrip("/")):
+                    found.setdefault(match[1], {}).setdefault(int(match[3]), set()).add(match[4])
+        return found
+
+    @staticmethod
+    def _is_complete(files: Collection[str]) -> bool:
+        return MANIFEST in files
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def open(self, step: int, overwrite: bool) -> None:
+        """Lock the folder, refuse the checkpoints of another run, and remove uploads that were interrupted."""
+        super().open(step, overwrite)
+        for name, uploads in self._uploads().items():
+            self._clean_up(name, [number for number, files in uploads.items() if not self._is_complete(files)])
+
+    def store(self, job: Job) -> None:
+        """Write a checkpoint to a temporary folder and upload it, the manifest last."""
+        if not self._is_here(job.target):
+            super().store(job)
+            return
+        name = job.target.name
+        with self._scratch(name) as local:
+            job._replace(replaces=()).write_folder(local / name)
+            earlier = self._uploads().get(name, {})
+            number = 1 + max(earlier, default=0)
+            place, manifest = f"{self.root}/{name}.{number}", read_manifest(local / name)
+            with self._reaching(f"{name} was not saved"):
+                self.files.makedirs(place, exist_ok=True)
+                for file in (*manifest["files"], MANIFEST):
+                    self.files.put_file(str(local / name / file), f"{place}/{file}")
+            if job.replaces or earlier:
+                self._verify(place, manifest, (local / name / MANIFEST).read_bytes())
+        self._clean_up(name, sorted(earlier))
+
+    def remove(self, path: Path) -> None:
+        """Remove the uploads of a checkpoint, the newest last, of each the manifest first."""
+        if not self._is_here(path):
+            super().remove(path)
+            return
+        uploads = self._uploads().get(path.name, {})
+        if not uploads:
+            raise CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
+        for number in sorted(uploads):
+            self._remove_upload(path.name, number)
+
+    def _clean_up(self, name: str, numbers: Collection[int]) -> None:
+        """Remove uploads that nobody needs; those that stay cost space, not the run."""
+        for number in numbers:
+            try:
+                self._remove_upload(name, number)
+            except CheckpointError as error:
+                _log.warning("%s", error)
+
+    def _remove_upload(self, name: str, number: int) -> None:
+        place = f"{self.root}/{name}.{number}"
+        with self._reaching(f"{name} was not removed"), contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                self.files.rm_file(f"{place}/{MANIFEST}")
+            self.files.rm(place, recursive=True)
+
+    def _verify(self, place: str, manifest: Manifest, text: bytes) -> None:
+        """Read what was uploaded and compare its hashes with the manifest."""
+        expected = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+        for name, sha256 in {**expected, MANIFEST: hashlib.sha256(text).hexdigest()}.items():
+            found = hashlib.sha256()
+            with self._reaching(f"{place}/{name} was not read back"), self.files.open(f"{place}/{name}", "rb") as file:
+                while piece := file.read(_PIECE):
+                    found.update(piece)
+            if found.hexdigest() != sha256:
+                raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {CURE}")
+
+    # ------------------------------------------------------------------------------------------------- helpers
+
+    def _is_here(self, path: Path) -> bool:
+        """Return whether a path names a checkpoint under the URL."""
+        return os.path.dirname(os.path.abspath(path)) == str(self.folder)
+
+    @contextlib.contextmanager
+    def _scratch(self, name: str) -> Iterator[Path]:
+        """Make a temporary folder in ``save_path``; the next save removes what killed processes have left there."""
+        make_directory(self.folder)
+        sweep(self.folder)
+        local = self.folder / staging_name(name)
+        local.mkdir()
+        try:
+            yield local
+        finally:
+            shutil.rmtree(local, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        """Name the URL in an error of the file system, and what failed."""
+        try:
+            yield
+        except (CheckpointError, FileNotFoundError):
+            raise
+        except Exception as error:  # The clients of object storage have errors of their own.
+            raised = CheckpointError(f"{self.url}: {what}: {type(error).__name__}: {error}")
+            raised.errno = getattr(error, "errno", None) or errno.EIO
+            raise raised from error
