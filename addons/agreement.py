@@ -15,7 +15,7 @@ from zae.common.model_weights import named_parameters
 from zae.composition.introspect import AddOnPart, replaces
 from zae.errors import DistributedError
 from zae.launch import shards
-from zae.launch.drift import DriftCheck, Meetings
+from zae.launch.drift import DriftCheck, Meetings, note_culprit
 from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.sinks.fingerprint import fingerprints
@@ -63,9 +63,9 @@ class AgreementAddon(AddOnPart):
         """Return the values of all ranks, through a process group of its own; the loop makes the first call."""
         values = [value] * self._world
         if self._world > 1:
-            if self._beside is None:
-                self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
             try:
+                if self._beside is None:
+                    self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
                 dist.all_gather_object(values, value, group=self._beside)
             except RuntimeError as error:
                 raise DistributedError(
@@ -150,6 +150,12 @@ class AgreementAddon(AddOnPart):
         """Return whether an exception of this run is being handled, so that the other ranks may not be here."""
         error = sys.exc_info()[1]
         return error is not None and error is not self._outer_error
+
+    def on_exception(self, error: BaseException) -> None:
+        """Look which other rank is the cause, where a launcher has started the ranks."""
+        super().on_exception(error)
+        if self._world > 1:
+            note_culprit(error, self.timeout)
 
     def teardown(self) -> None:
         """Leave nothing under way on the process group."""

@@ -34,6 +34,7 @@ COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "plan": "show what the run of a script would do, or refuse, without training",
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
+    "launch": "start the ranks of a script by torchrun, or write a job of SLURM that does",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
@@ -43,6 +44,7 @@ COMMANDS = {
 }
 """Each command with its line in the help."""
 
+_SCRIPT = ("plan", "explain", "launch")  # What takes arguments for a script.
 _STATUS = """\
 exit status:
   0  nothing wrong was found
@@ -70,9 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is not None and name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "."
         parser.error(f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
-    arguments, unknown = parser.parse_known_args(given)
+    # Python 3.11 gives what follows -- to no positional once options stand behind the script.
+    end = given.index("--") if name in _SCRIPT and "--" in given else len(given)
+    arguments, unknown = parser.parse_known_args(given[:end])
+    if end < len(given):
+        arguments.given = [*arguments.given, *given[end + 1 :]]
     if unknown:
-        hint = "; arguments for the script go after --" if name in ("plan", "explain") else ""
+        hint = "; arguments for the script go after --" if name in _SCRIPT else ""
         commands.choices.get(name or "", parser).error(f"unknown arguments: {' '.join(unknown)}{hint}")
     if arguments.command is None:
         parser.print_help(sys.stderr)

@@ -29,7 +29,19 @@ from zae.common import random_state
 from zae.errors import DistributedError, shorten_traceback
 from zae.launch import transfer
 
-__all__ = ["WHERE", "Report", "Task", "leave", "main_of_rank", "note_failure", "show", "tell_failures_early"]
+__all__ = [
+    "WHERE",
+    "Report",
+    "Task",
+    "has_lost_peer",
+    "is_spawned",
+    "leave",
+    "main_of_rank",
+    "note_failure",
+    "show",
+    "summarize",
+    "tell_failures_early",
+]
 
 _LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _PR_SET_PDEATHSIG = 1
@@ -107,10 +119,8 @@ class Report:
     def of(cls, kind: str, error: BaseException, when: float) -> Report:
         """Describe an error, and pickle it if possible."""
         text = "".join(traceback.format_exception(error))
-        summary = traceback.format_exception_only(error)[0].strip()
-        lost = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-        lost = (lost and bool(_LOST_PEER.search(str(error)))) or getattr(error, "from_rank", None) is not None
-        return cls(kind, when, lost, summary[:500], text, _pickle_error(error))
+        lost = has_lost_peer(error) or getattr(error, "from_rank", None) is not None
+        return cls(kind, when, lost, summarize(error), text, _pickle_error(error))
 
     def rebuild(self, rank: int, world: int) -> BaseException:
         """Rebuild the error of a rank, with its type if possible."""
@@ -122,6 +132,17 @@ class Report:
                 error.args = (f"{error.args[0]} [{who}]",)
         error.add_note(f"\nraised in {who}; its traceback:\n\n{self.text.rstrip()}")
         return error
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Return whether an exchange with other ranks has failed."""
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+    return is_of_torch and bool(_LOST_PEER.search(str(error)))
+
+
+def summarize(error: BaseException) -> str:
+    """Return the type of an error and its text, cut off where it is long."""
+    return traceback.format_exception_only(error)[0].strip()[:500]
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -157,6 +178,11 @@ class _Line:
 
 
 _line: _Line | None = None
+
+
+def is_spawned() -> bool:
+    """Return whether this process is a rank that another one has started and watches."""
+    return _line is not None
 
 
 def note_failure(error: BaseException) -> None:
@@ -213,9 +239,15 @@ def _work(task: Task) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     waiting = timedelta(seconds=task.timeout)
-    dist.init_process_group(
-        task.backend, store=_store(task, waiting), rank=task.rank, world_size=task.world, timeout=waiting
-    )
+    try:
+        dist.init_process_group(
+            task.backend, store=_store(task, waiting), rank=task.rank, world_size=task.world, timeout=waiting
+        )
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {task.rank} of {task.world} could not meet the others within timeout={task.timeout:g} s: {error}. "
+            "Where a rank takes long to begin, to import the script for instance, write a longer timeout=..."
+        ) from error
     # What lay on the caller's device, the first one, belongs on this rank's.
     elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
     given = transfer.unpack(Path(task.folder, "begin"), elsewhere)

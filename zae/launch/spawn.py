@@ -7,7 +7,6 @@ rank 0 returned, and raises what went wrong. No process outlives it, whatever ha
 from __future__ import annotations
 
 import ast
-import atexit
 import inspect
 import itertools
 import multiprocessing
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,7 +30,8 @@ import torch.distributed as dist
 
 from zae.errors import ConfigError, DistributedError, exit_status
 from zae.launch import transfer
-from zae.launch.rank_process import WHERE, Report, Task, leave, main_of_rank
+from zae.launch.launcher import join, launched_world, local_rank
+from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
 
 __all__ = ["join", "launched_world", "local_rank", "spawn"]
 
@@ -51,83 +50,6 @@ _WHY: dict[int, str] = {  # What a signal often means.
     "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
 }
 _CALLS = 20
-_PAUSE = 0.01  # Seconds between two looks at who has joined.
-
-_joins = itertools.count()
-
-
-def launched_world() -> tuple[int, int] | None:
-    """Return the rank and the number of ranks that a launcher has set in the environment, None without one."""
-    rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-    if (rank, world) in ((None, None), (None, "1"), ("0", None)):
-        return None
-    if rank is None or world is None or not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        found = ", ".join(
-            f"{name}={value}" for name, value in (("RANK", rank), ("WORLD_SIZE", world)) if value is not None
-        )
-        raise DistributedError(
-            f"the environment has {found}; a launcher sets both, and ranks count from 0 to WORLD_SIZE - 1: "
-            "torchrun --nproc_per_node 2 script.py. To train in one process, unset RANK and WORLD_SIZE"
-        )
-    return int(rank), int(world)
-
-
-def local_rank() -> int:
-    """Return the number of this rank on its machine: ``LOCAL_RANK``, else ``RANK``."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-
-
-def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
-    """Join the ranks of a launcher, or use the process group that exists."""
-    if dist.is_available() and dist.is_initialized():
-        return True
-    launched = launched_world()
-    if launched is None:
-        return False
-    rank, world = launched
-    waiting = timedelta(seconds=timeout)
-    try:
-        found = next(dist.rendezvous(init_method or "env://", rank, world, timeout=waiting))
-        store: dist.Store = found[0]
-        # All attempts of torchrun share its agent's store: without a prefix one finds the addresses of dead peers.
-        prefix = f"zae/{_attempt(store, rank, world, timeout)}/{next(_joins)}"
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=waiting
-        )
-    except (ValueError, RuntimeError, OSError) as error:
-        raise DistributedError(
-            f"rank {rank} of {world} could not meet the others at {init_method or 'env://'}: {error}. RANK and "
-            "WORLD_SIZE are set, so a launcher must set MASTER_ADDR and MASTER_PORT too: torchrun --nproc_per_node 2 "
-            "script.py; without a launcher, unset RANK and WORLD_SIZE"
-        ) from error
-    atexit.register(leave)
-    return True
-
-
-def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
-    """Return a name that the ranks of this attempt have in common, and those of an attempt before did not have.
-
-    One agent counts how often it has started its ranks again. Several agents count differently: there rank 0 makes a
-    name, and answers each number that a rank has drawn with it, until all ranks have the answer to their own.
-    """
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
-        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own, answered, deadline = uuid.uuid4().hex, dict[int, str](), time.monotonic() + timeout
-    if rank:
-        store.set(f"zae/rank/{rank}", own)
-        name = store.get(f"zae/name/{own}").decode()
-        store.add(f"zae/joined/{name}", 1)
-        return name
-    while store.add(f"zae/joined/{own}", 0) < world - 1:
-        for other in range(1, world):
-            key = f"zae/rank/{other}"
-            if store.check([key]) and (drawn := store.get(key).decode()) != answered.get(other):
-                answered[other] = drawn  # It may be that of a rank which has ended.
-                store.set(f"zae/name/{drawn}", own)
-        if time.monotonic() > deadline:
-            raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
-        time.sleep(_PAUSE)
-    return own
 
 
 def spawn(
@@ -248,6 +170,13 @@ def parse_address(text: Any) -> SplitResult:
     return address
 
 
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether a signal has stopped a process, where the system says so."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 @contextmanager
 def _importable_main() -> Iterator[None]:
     """Hide the file of a main module that is none: of standard input it is "<stdin>", which no process can import."""
@@ -270,6 +199,7 @@ class _Ranks:
         self._reports: dict[int, Report] = {}
         self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
         self._ended_here: set[int] = set()
+        self._stopped: set[int] = set()  # Those of them that a signal had stopped.
         self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
         self._deadline: float | None = None
         self._done: dict[int, float] = {}  # When a rank has reported that its work is done.
@@ -379,6 +309,8 @@ class _Ranks:
         for rank, process in enumerate(self._processes):
             if process.is_alive():
                 self._ended_here.add(rank)
+                if _is_stopped(process.pid):
+                    self._stopped.add(rank)
                 process.kill()
         for process in self._processes:
             process.join()
@@ -433,15 +365,7 @@ class _Ranks:
             raise own[first].rebuild(first, world)
         missing = sorted(self._ended_here - failed.keys())
         if missing and failed:
-            names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
-            raise DistributedError(
-                f"{names} of {world} did not answer within timeout={self._tasks[0].timeout:g} s, and "
-                f"{'were' if missing[1:] else 'was'} ended; look "
-                "for what only that rank does: an endless loop, a read that does not return, a collective that the "
-                "others do not call. If the work takes that long, write a longer timeout=..."
-                + self._where(missing)
-                + self._list_failures(failed)
-            )
+            raise DistributedError(self._describe_silence(missing) + self._list_failures(failed))
         if failed:
             rank = min(failed, key=lambda each: failed[each].when)
             raise failed[rank].rebuild(rank, world)
@@ -452,6 +376,26 @@ class _Ranks:
                 f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
                 "Thread(daemon=True), or one that is joined before run() returns" + self._where([rank])
             )
+
+    def _describe_silence(self, missing: Sequence[int]) -> str:
+        """Name the ranks that have not answered, and what to look for."""
+        names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
+        text = (
+            f"{names} of {len(self._processes)} did not answer within timeout={self._tasks[0].timeout:g} s, and "
+            f"{'were' if missing[1:] else 'was'} ended; "
+        )
+        if stopped := [str(rank) for rank in missing if rank in self._stopped]:
+            text += (
+                f"rank {' and rank '.join(stopped)} was stopped by a signal, SIGSTOP for instance: start the script "
+                "again, with resume='auto' it goes on from the newest checkpoint"
+            )
+        if len(stopped) < len(missing):
+            text += (
+                f"{'. Else ' if stopped else ''}look for what only that rank does: an endless loop, a read that does "
+                "not return, a collective that the others do not call. If the work takes that long, write a longer "
+                "timeout=..."
+            )
+        return text + self._where(missing)
 
     def _describe_death(self, rank: int, code: int | None) -> str:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
