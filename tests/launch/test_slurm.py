@@ -84,7 +84,7 @@ SUBMIT = """
             assert time.monotonic() < deadline
             time.sleep(0.05)
         job._interrupt()
-    print(job.results(), "Requeued" in (job.stderr() or ""))
+    print(job.results(), "Requeued" in (job.stdout() or ""))
 """
 
 
