@@ -69,7 +69,7 @@ def test_two_tasks_of_srun_are_ranks(tmp_path, monkeypatch):
 
 
 SUBMIT = """
-    import json, sys, time
+    import os, signal, sys, time
     from pathlib import Path
     import submitit
     from recipe import Job, Tasks
@@ -78,12 +78,13 @@ SUBMIT = """
     executor = submitit.AutoExecutor(f"logs-{folder}", cluster="local")
     executor.update_parameters(timeout_min=10, tasks_per_node=1 if kind is Job else 2)
     job = executor.submit(kind(), folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     if interrupts:
         while not list(Path(folder).glob("step-*")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        job._interrupt()
+        for task in Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split():
+            os.kill(int(task), signal.SIGUSR2)  # As SLURM does, before the time is over.
     print(job.results(), "Requeued" in (job.stdout() or ""))
 """
 
