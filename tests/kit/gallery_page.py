@@ -132,9 +132,11 @@ def draw_plot(
     for value in compared:
         line = f'<path d="M{left:.0f} {y(value)}h{width:.0f}" stroke="{TEXT}" stroke-width="1.5"'
         yield f'{line} stroke-dasharray="6 5"/>'
-    for curve, color in zip(curves, COLORS):
+    for number, (curve, color) in enumerate(zip(curves, COLORS)):
         points = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
-        yield f'<polyline fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round" points="{points}"/>'
+        size, opacity = (8, 0.4) if curve in curves[number + 1 :] else (2, 1)  # Seen below one that is the same.
+        line = f'<polyline fill="none" stroke="{color}" stroke-width="{size}" stroke-opacity="{opacity}"'
+        yield f'{line} stroke-linejoin="round" points="{points}"/>'
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
