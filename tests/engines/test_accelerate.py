@@ -208,8 +208,9 @@ def assert_same_files(*names: str) -> None:
 def test_torchrun_a_rank_that_is_killed_goes_on_bitwise() -> None:
     """SIGKILL of rank 1 within the second epoch; torchrun starts both again, and resume="auto" goes on."""
     write_script()
+    alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
     for name, kills in (("whole", "stays"), ("killed", "kills")):
-        agent = Torchrun("--standalone", "--nproc_per_node", 2, "--max-restarts", 1, "train.py", name, kills, "made")
+        agent = Torchrun(*alone, "--nproc_per_node", 2, "--max-restarts", 1, "train.py", name, kills, "made")
         status, out, err = agent.end(180)
         assert status == 0, err
         assert "world 2 MULTI_CPU" in out
