@@ -146,12 +146,12 @@ class DeepSpeedAddon(DistributedAddon):
 
     @property
     def can_save_alone(self) -> bool:  # type: ignore[override]
-        """False with several ranks: each has a part of the optimizer's state."""
+        """False with several ranks, since each has a part of the optimizer's state."""
         return self._world == 1
 
     @property
     def pads(self) -> bool:  # type: ignore[override]
-        """True with several ranks: backward, and the forward of stage 3, are collectives."""
+        """True with several ranks, since backward, and the forward of stage 3, are collectives."""
         return self._world > 1
 
     def is_idle(self) -> bool:

@@ -149,7 +149,7 @@ class FSDPAddon(DistributedAddon):
 
     @property
     def pads(self) -> bool:  # type: ignore[override]
-        """True with several ranks: each forward gathers blocks."""
+        """True with several ranks, since each forward gathers blocks."""
         return self._world > 1
 
     def is_idle(self) -> bool:

@@ -40,7 +40,7 @@ class LoggerAddon(AddOnBase):
     Parameters
     ----------
     logger_required : bool
-        Raise `LoggerError` when a sink fails, instead of writing its records to a local file.
+        Raise `zae.LoggerError` when a sink fails, instead of writing its records to a local file.
     logger_fallback : str or Path
         The folder of the local files, ``<sink>-<run id>.jsonl``.
     logger_timeout : float

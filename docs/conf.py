@@ -13,21 +13,29 @@ project = "zae"
 author = copyright = "The zae authors"
 version = release = zae.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "checkout"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "checkout", "reference"]
 exclude_patterns = ["_build"]
 # Every reference has to resolve. Links to other sites are not followed: `-b linkcheck` does that, with a network.
 nitpicky = True
+nitpick_ignore_regex = [("py:class", r"zae\.addons\.\w+_logger\.\w+Sink")]  # Not public: `sink_class` names them.
 
 # Pages are read in a checkout too: directives stand between colons, and anchors are those of GitHub.
 myst_enable_extensions = ["colon_fence"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 
+autodoc_typehints = "none"  # The sections of parameters have the types.
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 90
+default_role = "py:obj"
+napoleon_use_param = napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style"), ("Raises", "params_style")]
+
 html_theme = "furo"
 html_title = "zae"
 html_show_sphinx = False
 html_copy_source = False
-html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_show_search_summary = False  # The search would fetch each page it found, which browsers refuse to files.
 
 copybutton_exclude = ".linenos, .gp, .go"  # Copied without prompts and output.

@@ -93,10 +93,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
     on_nonfinite : {"raise", "skip", "warn"}
         What a loss that is NaN or infinite does, or a gradient norm where ``gradient_clip`` computes one: raise before
-        the optimizer steps, leave the step out, or only warn. See `zae.loop.nonfinite.NonFiniteGuard`.
+        the optimizer steps, leave the step out, or only warn. See ``zae.loop.nonfinite.NonFiniteGuard``.
     fast_data : bool
         Take the batches of a DataLoader over tensors in memory with one gather each, bitwise as the loader gives them.
-        See `zae.data.gather`.
+        See ``zae.data.gather``.
     keep_train_outputs : bool
         Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
         epoch ends. What ``test_step`` returns is kept if ``metric_on_epoch_end`` is overridden.

@@ -17,6 +17,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img src="([^"]+)" width="(\d+)"\s+alt="([^"]+)">\s*</picture>'
 )
+RST = re.compile(r"^:::(\{eval-rst\}\n.*?\n):::$", re.S | re.M)
 PAGES = {"README.md": "/index.md", "CONTRIBUTING.md": "/contributing.md"}
 """Files at the root of the repository that are pages of the site, under other names."""
 
@@ -35,6 +36,7 @@ def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
         return f"[{found[1]}]({page}{found[3] or ''})" if page else found[0]  # A file is offered as a download.
 
     text = PICTURE.sub(lambda found: picture(*found.groups()), source[0])
+    text = RST.sub(r"```\1```", text)  # MyST takes this directive between backquotes alone.
     source[0] = LINK.sub(link, text)
 
 

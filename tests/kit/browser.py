@@ -60,13 +60,20 @@ class Browser:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Open a file in a window of this size and colour scheme, and wait until it has loaded."""
+    def open(
+        self,
+        path: Path,
+        width: int = 1280,
+        height: int = 900,
+        scheme: str = "light",
+        ready: str = "!!document.querySelector('figure svg *')",
+    ) -> None:
+        """Open a file in a window of this size and colour scheme, and wait until it is loaded and ready."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=path.absolute().as_uri())
-        self.wait("document.readyState === 'complete' && !!document.querySelector('figure svg *')")
+        self.wait(f"document.readyState === 'complete' && ({ready})")
 
     def wait(self, condition: str) -> None:
         """Wait until an expression is true."""

@@ -20,9 +20,17 @@ INTRODUCTION = """# Add-ons and options
 This page is generated from the docstrings by `python tests/kit/options_page.py`; a test fails if it is out of date.
 
 `from zae.addons import EMAAddon` imports an add-on, `Task.add_on(EMAAddon)` mixes it in, and its options are then
-arguments of the class. The [guide](../guide.md#add-ons) explains what a layer and a slot are. "saves" says whether a
+arguments of the class. The page of each add-on has its options, what it overrides, what it saves and what it costs.
+The [guide](../guide.md#add-ons) explains what a layer and a slot are. "saves" says whether a
 checkpoint contains state of the add-on. Two add-ons with the same slot cannot be combined. An extra is installed with
 `pip install -e ".[wandb]"`.
+"""
+
+TOCTREE = """:::{toctree}
+:hidden:
+:glob:
+addons/*
+:::
 """
 
 
@@ -74,27 +82,37 @@ def shown_default(value: Any) -> str:
 def saves(cls: type) -> bool:
     """Return whether a checkpoint contains an entry of this add-on."""
     bases = [base for base in cls.__mro__ if base is not AddOnBase and getattr(base, "_is_addon", False)]
-    return any("state_dict" in base.__dict__ or base.__dict__.get("state_attributes") for base in bases)
+    attributes = ("state_dict", "state_attributes", "rank_state_attributes")
+    return any(base.__dict__.get(name) for base in bases for name in attributes)
+
+
+def extra_of(name: str) -> str:
+    """Return the extra that an add-on needs; empty where it needs none."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extra = {"HuggingFaceAddon": "hf"}.get(name, name.removesuffix("Addon").removesuffix("Logger").lower())
+    return extra if extra in setup["options.extras_require"] else ""
 
 
 def page() -> str:
     """Return the text of docs/reference/options.md."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
     plain = [name for name in options_of(Trainer) if name not in ("args", "kwargs")]
     parts = [INTRODUCTION, "| add-on | what it does | layer | slot | saves | extra |\n|---|---|---|---|---|---|"]
     for name, cls in add_ons().items():
-        extra = name.removesuffix("LoggerAddon").lower()
-        extra = f"`{extra}`" if extra in setup["options.extras_require"] else "-"
+        extra = extra_of(name)
         does = markdown(parse(cls)[0].splitlines()[0])
-        cells = (f"[`{name}`](#{name.lower()})", does, cls.layer, cls.slot or "-", "yes" if saves(cls) else "no", extra)
+        saved = "yes" if saves(cls) else "no"
+        cells = (
+            f"[`{name}`](addons/{name}.md)",
+            does,
+            cls.layer,
+            cls.slot or "-",
+            saved,
+            f"`{extra}`" if extra else "-",
+        )
         parts.append("| " + " | ".join(cells) + " |")
-    parts += ["\n## Every trainer\n", *table(Trainer, plain)]
-    for name, cls in add_ons().items():
-        parts += [f"\n## {name}\n", markdown(parse(cls)[0])]
-        own = [option for option in options_of(Trainer.add_on(cls)) if option not in plain]
-        parts += ["", *table(Trainer.add_on(cls), own)] if own else []
-    return "\n".join(parts) + "\n"
+    parts += ["\n## Every trainer\n", *table(Trainer, plain), "", TOCTREE]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

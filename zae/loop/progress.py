@@ -208,12 +208,12 @@ class ProgressChecker:
 
     @property
     def place(self) -> dict[str, int]:
-        """The epoch that is open, or was just closed, and the step: the beginning of a row of the history."""
+        """The epoch that is open, or was just closed, and the step, with which a row of the history begins."""
         return {"epoch": self.epoch + bool(self.epoch_batch), "step": self.step}
 
     @property
     def moment(self) -> tuple[int, int, str]:
-        """The epoch, the step and the pending validation: equal for two saves of the same state."""
+        """The epoch, the step and the pending validation, which are equal for two saves of the same state."""
         return self.epoch, self.step, self.pending_validation
 
     def advance(self, batches: int = 1, skipped: bool = False) -> None:

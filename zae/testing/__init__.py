@@ -50,7 +50,7 @@ def check_addon(
     init       a constructor that does more than store options, or that holds the optimizer, model or parameters
     settings   settings of the process that are changed when a run has ended, and functions that are replaced
     pickle     a trainer that cannot be sent to another process
-    super      an override that does not call ``super()`` once; see `replaces` and `repeats`
+    super      an override that does not call ``super()`` once; see `zae.replaces` and `zae.repeats`
     factory    what fails, or trains in another way, where ``optimizer=`` is a function that makes one
     shared     state that is restored on the class, and options of the caller that are changed
     clip       gradients larger than ``gradient_clip`` that reach the optimizer

@@ -302,7 +302,7 @@ class LightningAddon(AttachedModule):
     # -------------------------------------------------------------------------------------------------- evaluations
 
     def test(self, loader: Any) -> dict[str, float]:
-        """Return the metrics of ``test_step`` over a loader; `evaluate` makes ``validation_step``.
+        """Return the metrics of ``test_step`` over a loader; ``evaluate`` makes ``validation_step``.
 
         Parameters
         ----------
@@ -312,7 +312,7 @@ class LightningAddon(AttachedModule):
         Returns
         -------
         dict of str to float
-            As `evaluate` returns them.
+            As ``evaluate`` returns them.
         """
         self._stage = "test"
         try:
@@ -385,7 +385,7 @@ class LightningAddon(AttachedModule):
 
     @property
     def saved_attributes(self) -> set[str]:
-        """The attributes of modules that checkpoints hold: metrics, and all of a module that saves its own."""
+        """The attributes of modules that checkpoints hold, which are metrics and all of a module that saves its own."""
         module: Any = self.unwrap()
         own = vars(module) if lit.is_overridden(module, "on_save_checkpoint") else ()
         metrics = {f"model.{name}.{key}" for name, each in lit.metrics_in(module) for key in each.metric_state}

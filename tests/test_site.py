@@ -1,0 +1,79 @@
+"""The documentation site: its pages are made from the classes, and every public name has an entry (X-19).
+
+``.ci/run`` builds the site, where a reference or link that leads nowhere is an error; tests/test_site_browser.py reads
+it in a browser.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import reduce
+
+import pytest
+
+import zae.addons
+import zae.search
+from kit import addon_pages
+from kit.blocks import DOCS, FIRST, README
+from zae import schedulers, testing
+from zae.composition.introspect import seams_of
+from zae.interop import lightning, transformers
+from zae.tuning import batch_size, learning_rate, model_summary
+
+MODULES = (zae, zae.addons, zae.errors, zae.search, schedulers, testing, lightning, transformers, batch_size,
+           learning_rate, model_summary)  # fmt: skip
+
+
+def documented():
+    """Return the objects that the reference has a directive for, and their names."""
+    texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").rglob("*.md")]
+    names = re.findall(r"^\.\. auto(?:class|function|exception|data):: (\S+)$", "\n".join(texts), re.M)
+    assert len(names) == len(set(names))
+    found = {}
+    for name in names:
+        module, *rest = name.split(".")
+        value = importlib.import_module(module)
+        for at, each in enumerate(rest):
+            if not hasattr(value, each):
+                importlib.import_module(".".join([module, *rest[: at + 1]]))
+            value = getattr(value, each)
+        found[name] = value
+    return found
+
+
+@pytest.mark.covers("X-19")
+def test_every_public_name_is_in_the_reference():
+    """Every name in the `__all__` of a public module has an entry, under this name or another of the same object."""
+    known = [id(value) for value in documented().values()]
+    missing = [f"{module.__name__}.{name}" for module in MODULES for name in module.__all__
+               if name not in ("__version__", "schedulers") and id(getattr(module, name)) not in known]  # fmt: skip
+    assert missing == [], "add them to a page in docs/reference/api"
+
+
+@pytest.mark.covers("X-19")
+def test_the_pages_of_the_add_ons_are_made_from_the_classes():
+    """One page for each add-on, which is what the class says now, and has each of its options and seams."""
+    pages = addon_pages.pages()
+    found = {path.name: path.read_text(encoding="utf-8") for path in addon_pages.FOLDER.iterdir()}
+    assert found.keys() == pages.keys(), "run python tests/kit/addon_pages.py"
+    for name, text in pages.items():
+        assert found[name] == text, f"{name}: run python tests/kit/addon_pages.py"
+    listed = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
+    for name, text in pages.items():
+        cls = getattr(zae.addons, name.removesuffix(".md"))
+        own = {seam for owner in addon_pages.owners(cls) for seam in owner.__dict__} & seams_of(cls).keys()
+        assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text.partition("## Seams")[2], re.M)) == own
+        assert f"(addons/{name})" in listed
+
+
+@pytest.mark.covers("X-19")
+def test_the_landing_page_has_the_first_block_of_the_readme():
+    """The quick start is included from the README, between headings that are there, and not copied."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    parts = re.findall(r":::\{include\} \.\./README\.md\n:start-after: \"?(.+?)\"?\n:end-before: \"?(.+?)\"?\n", text)
+    assert len(parts) == 3
+    assert all(README.count(f"\n{mark}\n") + README.startswith(f"{mark}\n") == 1 for pair in parts for mark in pair)
+    shown = reduce(str.__add__, (README.partition(start)[2].partition(end)[0] for start, end in parts))
+    assert FIRST in shown
+    assert FIRST not in text

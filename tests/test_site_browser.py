@@ -1,0 +1,71 @@
+"""The site in a real browser: search, wide and narrow windows, nothing from elsewhere. Needs Chromium and sphinx."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.blocks import DOCS
+from kit.browser import Browser
+
+pytestmark = pytest.mark.browser
+PAGES = ("index", "howto/resume", "reference/addons/EMAAddon", "reference/api/trainer", "explanation/composition")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as ``.ci/run`` does: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", DOCS, folder]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    made = Browser(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+def check(browser: Browser) -> None:
+    """No error on the console, and every request is for a file of the site."""
+    assert browser.complaints() == []
+    assert [url for url in browser.requests() if not url.startswith("file://")] == []
+
+
+@pytest.mark.covers("X-19")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_window(site: Path, browser: Browser, name: str, width: int, scheme: str) -> None:
+    """The page does not scroll sideways: wide tables and code do so in their own boxes; no picture is missing."""
+    browser.open(site / f"{name}.html", width, 900, scheme, ready="true")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    missing = "[...document.images].filter((each) => each.offsetParent && !each.naturalWidth).length"
+    assert browser.evaluate(missing) == 0
+    dark = browser.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    check(browser)
+
+
+@pytest.mark.covers("X-19")
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("find_batch_size", "reference/api/tuning.html"), ("EMAAddon", "reference/addons/EMAAddon.html")],
+)
+def test_the_search_finds_a_public_name(site: Path, browser: Browser, query: str, expected: str) -> None:
+    """Typed into the field of the first page, from files and without a server."""
+    browser.open(site / "index.html", ready="true")
+    browser.evaluate("document.querySelector('input[name=q]').focus()")
+    for letter in query:
+        browser.key(letter)
+    browser.evaluate("document.querySelector('input[name=q]').form.submit()")
+    browser.wait("location.pathname.endsWith('/search.html') && !!document.querySelector('#search-results li a')")
+    browser.wait(f"[...document.querySelectorAll('#search-results li a')].some((a) => a.href.includes('{expected}'))")
+    check(browser)
