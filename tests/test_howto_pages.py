@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 
+from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
+from zae import Every
+from zae.addons import StateManagerAddon
+from zae.errors import CheckpointMismatch, ConfigError, StepError
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint
 
 
@@ -75,3 +79,40 @@ def test_the_command_of_the_container_saves_at_sigterm_and_continues(tmp_path: P
     ends = [load_checkpoint(list_checkpoints(folder)[0]) for folder in (saved, tmp_path / "whole")]
     assert ends[0][0]["step"] == ends[1][0]["step"] == 200 * n_epoch > stopped
     assert all((ends[0][1][name] == tensor).all() for name, tensor in ends[1][1].items())
+
+
+def test_a_loss_of_several_numbers_is_refused_in_a_validation() -> None:
+    """As in a training step: its mean would be over another thing than the samples, and was left out in silence."""
+
+    class Unreduced(faults.Task):
+        def test_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": self.model(batch[0])[:, 0]}
+
+    trainer = faults.build(Unreduced)
+    with pytest.raises(StepError, match=r"Unreduced.test_step .* returned a loss of shape \(4,\); reduce it"):
+        trainer.evaluate(hand.loader())
+    with pytest.raises(StepError, match=r"reduce it to a scalar: loss\.mean\(\), or return the losses"):
+        trainer.run(1, hand.loader(), hand.loader())
+    assert trainer.progress_checker.step == 0
+
+
+def test_steps_beside_a_default_in_epochs_name_the_option() -> None:
+    """``--save_every.steps=10`` of a command line is merged with the default: the error says what to write."""
+    with pytest.raises(ConfigError, match=r"write the steps alone: --save_every=100"):
+        Every(steps=10, epochs=1)
+
+
+@pytest.mark.covers("F-D2")
+def test_another_batch_size_is_for_another_call_of_run(tmp_path: Path) -> None:
+    """Refused within an epoch and between two epochs of a call; the next call of ``run`` may have another loader."""
+
+    def trainer() -> Any:
+        return faults.build(faults.Task, StateManagerAddon, save_path=tmp_path / "run", resume="auto")
+
+    for steps in (6, 2):  # At the end of an epoch, and then within one.
+        trainer().run(3, hand.loader(), max_steps=steps)
+        with pytest.raises(CheckpointMismatch, match="batch_size was 4 and is 2"):
+            trainer().run(3, hand.loader(batch_size=2))
+    made = trainer()
+    made.run(3, hand.loader())
+    assert made.run(1, hand.loader(batch_size=2))["step"] == 18 + 11

@@ -71,7 +71,10 @@ class Every:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(f"{self} must have either steps or epochs; write Every(steps=100) or Every(epochs=1)")
+            both = "" if self.steps is None else "; on a command line write the steps alone: --save_every=100"
+            raise ConfigError(
+                f"{self} must have either steps or epochs; write Every(steps=100) or Every(epochs=1){both}"
+            )
         for name in ("steps", "epochs", "after"):
             value = getattr(self, name)
             least = 0 if name == "after" else 1

@@ -68,6 +68,12 @@ def read_output(
             value = "None" if out is None else f"{type(out).__name__} {describe_value(out)}"
             raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{'loss': loss}}")
         out = {"loss": out}
+    loss = out.get("loss") if mode == "test" else None
+    if isinstance(loss, (Tensor, np.ndarray)) and loss.ndim and math.prod(loss.shape) != 1:
+        raise StepError(
+            f"{_name_of(owner, mode, batch)} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: "
+            "loss.mean(), or return the losses of the samples under another name"
+        )
     num_targets = out.get("num_targets")
     output = out, sample_weight(batch, num_targets)
     if count_targets is not None and (counted := count_targets(out, batch)) is not num_targets:
