@@ -23,7 +23,7 @@ def both(log: str, metric: str) -> tuple[Series, ...]:
 
 
 RESUME = ("Resume", "howto/resume.md")
-ADD_ONS = "reference/options.md"
+EMA = "reference/addons/EMAAddon.md"
 GALLERY = (
     Example(
         "digits",
@@ -56,7 +56,7 @@ GALLERY = (
                 tuple(Series(f"fold {n}", f"runs/fold-{n}-0.1.jsonl", "train/loss") for n in range(4)),
             ),
         ),
-        (("EMAAddon", f"{ADD_ONS}#emaaddon"), ("Predict", "howto/predictions.md")),
+        (("EMAAddon", EMA), ("Predict", "howto/predictions.md")),
     ),
     Example(
         "char_lm",
@@ -116,7 +116,7 @@ GALLERY = (
         ),
         (
             ("Train with several optimizers", "howto/several_optimizers.md"),
-            ("EMAAddon", f"{ADD_ONS}#emaaddon"),
+            ("EMAAddon", EMA),
         ),
         (("runs/gan.png", "A hundred digits that the generator drew, ten of each"),),
     ),
@@ -256,7 +256,7 @@ GALLERY = (
             ),
             Plot("its accuracy", curves("runs/best/log.jsonl", training="train/accuracy")),
         ),
-        (("Search for the best options", "features/search.md"), ("EMAAddon", f"{ADD_ONS}#emaaddon")),
+        (("Search for the best options", "features/search.md"), ("EMAAddon", EMA)),
         extras="examples,search",
     ),
 )
