@@ -163,6 +163,31 @@ GALLERY = (
         (("Train on a stream", "howto/streams.md"), ("End a run early", "howto/early_stopping.md")),
     ),
     Example(
+        "gpt2",
+        "A tiny GPT-2: pre-train, then fine-tune",
+        r"samples of 64 tokens: \d+ of the help pages, \d+ of the descriptions\n"
+        r"(?:\[.*\] \[WARNING\] .*\n)?"  # Of DeepSpeed, where it is installed.
+        rf"pre-trained: test loss {number('pretrained')} on the descriptions\n"
+        rf"fine-tuned: test loss {number('tuned')} on the descriptions\n"
+        rf"scratch: test loss {number('scratch')} on the descriptions\n",
+        "test loss {tuned}",
+        "below that of the same model from scratch, {scratch}, and before the fine-tuning, {pretrained}",
+        lambda found: found["tuned"] < min(found["scratch"], found["pretrained"]),
+        tuple(f"runs/{name}/{file}" for name in ("pretrained", "fine-tuned", "scratch") for file in ("*",)),
+        (
+            Plot("loss of the pre-training", curves("runs/pretrained/log.jsonl", help_pages="train/loss")),
+            Plot(
+                "loss on the descriptions",
+                (
+                    Series("fine-tuned", "runs/fine-tuned/log.jsonl", "valid/loss"),
+                    Series("from scratch", "runs/scratch/log.jsonl", "valid/loss"),
+                ),
+            ),
+        ),
+        (("Coming from Transformers", "moving/from_transformers.md"), ("Fine-tune", "howto/fine_tune.md")),
+        extras="examples,hf",
+    ),
+    Example(
         "ddp",
         "Two processes, and the result of one",
         rf"world size 2\ntest accuracy {number('accuracy')}\n"
