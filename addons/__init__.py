@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zae.addons.mpu import MultiGPUAddon
     from zae.addons.neptune_logger import NeptuneLoggerAddon
     from zae.addons.peft import PEFTAddon
+    from zae.addons.pipeline import PipelineAddon
     from zae.addons.prefetch import PrefetchAddon
     from zae.addons.report import ReportAddon
     from zae.addons.state_manager import StateManagerAddon
@@ -51,6 +52,7 @@ __all__ = [
     "MultiGPUAddon",
     "NeptuneLoggerAddon",
     "PEFTAddon",
+    "PipelineAddon",
     "PrefetchAddon",
     "ReportAddon",
     "StateManagerAddon",
@@ -79,6 +81,7 @@ _HOMES = {
     "MultiGPUAddon": "mpu",
     "NeptuneLoggerAddon": "neptune_logger",
     "PEFTAddon": "peft",
+    "PipelineAddon": "pipeline",
     "PrefetchAddon": "prefetch",
     "ReportAddon": "report",
     "StateManagerAddon": "state_manager",

@@ -17,7 +17,7 @@ from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, own_names, plain_names, plain_state
 from zae.common.optim import has_lazy
-from zae.common.walk import is_sharded, local_part, map_tensors
+from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.encoding import name_of_key
@@ -259,7 +259,7 @@ class EMAAddon(AddOnBase):
         """
         if not self.can_save_alone:
             self.meet("save_average")
-        average = map_tensors(self.whole, self.average)
+        average = self.whole_values(self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
         save = partial(save_weights, Path(path), average, written, self.is_main or self.can_save_alone)
         return save() if self.can_save_alone else Group(self.rank, self.gather).together(save, Path(path))[self.rank]

@@ -126,6 +126,21 @@ def test_fsdp_trains_a_language_model_in_shards():
     assert third == 3 * first
 
 
+@pytest.mark.exhaustive
+def test_pipeline_trains_a_language_model_in_stages():
+    """In two stages, then in four by another schedule; a model that knows only frequencies has a loss of 3.1."""
+    line = (
+        r"epoch {} in {} stages, (\w+): validation loss (\d\.\d{{3}}), saved in \S+/runs/pipeline/step-000000(\d\d)\n"
+    )
+    with forks():
+        out = start("pipeline.py")
+    found = matched("".join(line.format(*each) for each in ((1, 2), (2, 4))), out)
+    (first, one, steps), (second, two, more) = found[:3], found[3:]
+    assert (first, second) == ("1F1B", "ZBVZeroBubble")
+    assert 3.3 > float(one) > float(two)
+    assert int(more) == 2 * int(steps)
+
+
 @pytest.mark.deepspeed
 def test_zero_trains_a_language_model_in_each_stage():
     """Needs the extra deepspeed."""

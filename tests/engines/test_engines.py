@@ -22,7 +22,14 @@ import torch.distributed as dist
 import zae
 from kit.engines import ENGINES, Counted, Engine, Net, Task, adamw, build, data, distance, net, sgd, weights
 from zae import ConfigError
-from zae.addons import EMAAddon, FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import (
+    EMAAddon,
+    FSDPAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    StateManagerAddon,
+)
 
 LIMIT = 1e-12
 SMALL = [name for name, engine in ENGINES.items() if engine.world == 2 and not engine.is_sampled]
@@ -150,7 +157,7 @@ class Several(Task):
 
 @on_engine
 def test_a_loss_for_each_of_several_optimizers(engine: Engine) -> None:
-    """In windows of two batches, of which the last has unequal shares; refused where parameters are sharded."""
+    """In windows of two batches, of which the last has unequal shares; refused where parameters are on other ranks."""
     trainers = []
     for kind in (engine, None):
         model = net()
@@ -159,6 +166,10 @@ def test_a_loss_for_each_of_several_optimizers(engine: Engine) -> None:
             parts[name.startswith("blocks")].append(each)
         optimizers = {"a": sgd(parts[True]), "b": adamw(parts[False])}
         options = {"gradient_clip": 0.05, "gradient_accumulation_steps": 2, "task": Several}
+        if kind is not None and PipelineAddon in kind.add_ons:
+            with pytest.raises(ConfigError, match=r"several optimizers.*train with MultiGPUAddon"):
+                build(kind, GradientAccumulationAddon, model=model, optimizer=optimizers, **options)
+            return
         trainers.append(build(kind, GradientAccumulationAddon, model=model, optimizer=optimizers, **options))
     trainer, single = trainers
     if FSDPAddon in engine.add_ons:

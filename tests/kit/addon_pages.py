@@ -66,6 +66,11 @@ Task = Digits.add_on(DeepSpeedAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam}, deepspeed_config=config)
 print(trainer.zero_stage)  # trainer.run(20, train, test) starts the ranks
 """,
+    "PipelineAddon": """
+Task = Digits.add_on(PipelineAddon)
+trainer = Task(model, ["cpu", "cpu"], {adam}, split=2, pipeline_microbatches=4)
+print(trainer.pipeline_microbatches)  # trainer.run(20, train, test) starts the ranks
+""",
     "FSDPAddon": """
 Task = Digits.add_on(FSDPAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam})  # ["cuda:0", "cuda:1"] where there are GPUs
@@ -133,6 +138,7 @@ NOT_MEASURED = {
     "MultiGPUAddon": "Not measured here: it needs several ranks. `python benchmarks/distributed.py` measures it.",
     "NeptuneLoggerAddon": "Not measured here: it needs its service. Records are sent by a thread, and no step waits.",
     "PEFTAddon": "Not measured here: it changes the model that is trained.",
+    "PipelineAddon": "Not measured here: it needs several ranks.",
     "TensorParallelAddon": "Not measured here: it needs several ranks.",
     "TrackioLoggerAddon": "Not measured here: it needs its service. Records are sent by a thread, and no step waits.",
     "WandBLoggerAddon": "Not measured here: it needs its service. Records are sent by a thread, and no step waits.",

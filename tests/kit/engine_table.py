@@ -102,6 +102,14 @@ GATHERED = Cell("in parts", (EMAAddon,), {"decay": 0.8})
 PADDED = Cell("exact, padded")
 SHARDED = {"clip": NORM, "EMA": GATHERED, "validation": PADDED, "compile": BY_BLOCK}
 
+STAGES = {
+    "clip": Cell("over the stages", options={"gradient_clip": 0.05}),
+    "AMP": Cell("autocast in each stage", (AMPAddon,), {"precision": "bf16"}, bound=2e-2),
+    "EMA": Cell("in stages", (EMAAddon,), {"decay": 0.8}),
+    "validation": Cell("exact, in stages"),
+    "ledger": Cell("refused", (LedgerAddon,), LEDGER, is_refused=True),
+}
+
 
 def zero(stage: int, **cells: Cell) -> Row:
     """Return the row of DeepSpeed in a stage."""
@@ -125,6 +133,7 @@ TABLE = {
     "fsdp": Row("`FSDPAddon`", ENGINES["fsdp"], {**COMMON, **SHARDED}),
     "tensor": Row("`TensorParallelAddon`", ENGINES["tensor"], {**COMMON, "clip": NORM, "EMA": GATHERED}),
     "2-D": Row("both", ENGINES["2-D"], {**COMMON, **SHARDED}),
+    "pipeline": Row("`PipelineAddon`", ENGINES["pipeline"], {**COMMON, **STAGES}),
     "zero-1": zero(1),
     "zero-2": zero(2),
     "zero-3": zero(3, EMA=Cell("refused", (EMAAddon,), {"decay": 0.8}, is_refused=True)),

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import AddOnBase, Trainer
-from zae.addons import AccelerateAddon, FSDPAddon, MultiGPUAddon, TensorParallelAddon
+from zae.addons import AccelerateAddon, FSDPAddon, MultiGPUAddon, PipelineAddon, TensorParallelAddon
 
 F64 = torch.float64
 VOCABULARY, WIDTH, HEAD = 11, 8, 4
@@ -97,6 +97,7 @@ class Engine:
     is_sampled: bool = False  # Whether the default run has only the first test of it.
 
 
+STAGES = frozenset({"stages"})
 SHARDED, MIXED = frozenset({"sharded"}), frozenset({"sharded", "replicated"})
 PLAN = {
     "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -120,6 +121,13 @@ ENGINES = {
         *(4, 2, {"mesh": {"shard": 2, "tensor": 2}, "tensor_plan": PLAN}),
         layouts=SHARDED,
         wrapper="FSDPNet",
+    ),
+    "pipeline": Engine((PipelineAddon,), 2, 1, {"split": ["blocks.1"]}, layouts=STAGES, wrapper="StagedModel"),
+    "pipelines": Engine(
+        (PipelineAddon,),
+        *(4, 2, {"mesh": {"replicate": 2, "pipeline": 2}, "pipeline_schedule": "GPipe"}),
+        layouts=STAGES,
+        wrapper="StagedModel",
     ),
 }
 

@@ -32,6 +32,7 @@ from zae.addons import (
     MultiGPUAddon,
     NeptuneLoggerAddon,
     PEFTAddon,
+    PipelineAddon,
     PrefetchAddon,
     ReportAddon,
     StateManagerAddon,
@@ -186,6 +187,7 @@ TABLE = [
     Entry(TensorParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     Entry(DeepSpeedAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
+    Entry(PipelineAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
     Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.rank_tasks import Task, build, forks, loader, same, weights
 from zae import DistributedError
-from zae.addons import FSDPAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import FSDPAddon, MultiGPUAddon, PipelineAddon, StateManagerAddon
 from zae.launch import spawn as launching
 from zae.storage.checkpoint import load_checkpoint
 
@@ -67,7 +67,7 @@ def run(folder, how="", who=0, where="step", engine=MultiGPUAddon):
 def whole(tmp_path_factory):
     """The weights and history of the run that nothing has disturbed, by engine."""
     found = {}
-    for engine in (MultiGPUAddon, FSDPAddon):
+    for engine in (MultiGPUAddon, FSDPAddon, PipelineAddon):
         trainer, metrics = run(tmp_path_factory.mktemp("whole") / "run", engine=engine)
         assert metrics["step"] == 8
         found[engine] = weights(trainer), metrics
@@ -76,6 +76,7 @@ def whole(tmp_path_factory):
 
 CASES = [(MultiGPUAddon, *case) for case in itertools.product(ENDS, (0, 1), ("step", "end"))]
 CASES += [(FSDPAddon, "raise", 1, "step"), (FSDPAddon, "kill", 0, "end"), (FSDPAddon, "hang", 1, "step")]
+CASES += [(PipelineAddon, "raise", 1, "step"), (PipelineAddon, "kill", 0, "end"), (PipelineAddon, "hang", 1, "step")]
 
 
 @pytest.mark.covers("F-D4", "F-D5", "F-D6")

@@ -31,6 +31,7 @@ __all__ = [
     "of_rank",
     "restore",
     "restore_generators",
+    "rewind",
     "seed_everything",
     "seeded",
 ]
@@ -101,6 +102,11 @@ def restore(state: Mapping[str, Any]) -> None:
     streams = _check_streams(state)
     _numpy_now()  # It refuses a generator that the state does not fit.
     _write(streams)
+
+
+def rewind() -> Callable[[], None]:
+    """Return a function that puts every random stream back to where it is now."""
+    return functools.partial(_write, _read())
 
 
 def of_rank(rank: int, state: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "accelerator",
     "add_to_all",
     "arrange_buckets",
+    "call_hooks",
     "call_instead",
     "call_of",
     "can_arrange_buckets",
@@ -94,6 +95,17 @@ def is_compiled(module: nn.Module) -> bool:
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """Return the call of a module with its hooks, without the function of `call_instead`."""
     return module._call_impl
+
+
+def call_hooks(module: nn.Module) -> str:
+    """Return which kind of hook a call of a module runs beside its forward; "" if it has none."""
+    kinds = {
+        "_forward_pre_hooks": "forward pre hook",
+        "_forward_hooks": "forward hook",
+        "_backward_pre_hooks": "backward pre hook",
+        "_backward_hooks": "backward hook",
+    }
+    return next((kind for name, kind in kinds.items() if getattr(module, name, None)), "")
 
 
 def has_own_loading(module: nn.Module) -> bool:

@@ -147,6 +147,10 @@ OPTIONS = _by_name(
         "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin deepspeed_plugins ds_config",
         "mesh (FSDPAddon, TensorParallelAddon)": "parallelism_config root_gang dp_gang",
         "tensor_plan (TensorParallelAddon)": "tp_gang torch_tp_plugin",
+        "split (PipelineAddon)": "split_spec",
+        "pipeline_microbatches (PipelineAddon)": "pipeline_chunks n_microbatches num_microbatches",
+        "pipeline_schedule (PipelineAddon)": "schedule_class pipe_schedule_factory",
+        "mesh={'pipeline': ...} (PipelineAddon)": "pipeline_parallel_size pipeline_parallel_rank",
         "zae.find_batch_size(...)": "auto_find_batch_size",
         # Reproducibility and debugging.
         "seed, and torch.use_deterministic_algorithms(True)": "deterministic full_determinism",
@@ -367,9 +371,8 @@ WITHOUT_COUNTERPART = _by_name(
         "count tokens in train_step and return their number as 'num_targets'": "include_num_input_tokens_seen",
         "upload the file of save_model(path) with the client of the registry": "model_registry",
         "pass options by name, and start processes with torchrun": "debug skip_memory_metrics rng_types",
-        "pipelines and other engines are add-ons of the slot 'parallel', of your own": "split_spec pipeline_chunks "
-        "stages_per_rank schedule_class pipeline_parallel_size pipe_schedule_factory megatron_lm_plugin "
-        "pipeline_parallel_rank context_parallel_rank maybe_context_parallel deepspeed_ulysses_dl_adapter get_sp_size "
+        "other engines are add-ons of the slot 'parallel', of your own": "megatron_lm_plugin "
+        "context_parallel_rank maybe_context_parallel deepspeed_ulysses_dl_adapter get_sp_size "
         "get_cp_size verify_device_map lomo_backward",
         "what the loop does is decided by the methods that a class defines": "automatic_optimization",
         "give the function that makes a model, a fresh one for each trainer": "call_model_init",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.walk import copy_of, map_tensors, tensors_in
+from zae.common.walk import copy_of, tensors_in
 from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 from zae.storage.encoding import decode, encode
@@ -75,7 +75,7 @@ def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
 
 def gather_tensors(trainer: Trainer, value: Any) -> Any:
     """Return a value with whole tensors on every rank, unless each rank reads its parts."""
-    return value if is_in_mode(trainer, PARTS, ALONE) else map_tensors(trainer.whole, value)
+    return value if is_in_mode(trainer, PARTS, ALONE) else trainer.whole_values(value)
 
 
 # -------------------------------------------------------------------------------------------- declared attributes

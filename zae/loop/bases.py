@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zae.common import optim
 from zae.common.model_weights import load_fitted, plain_state
 from zae.common.optimizer_state import load_optimizer_state
+from zae.common.walk import map_tensors
 from zae.composition.introspect import seam
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict
@@ -226,6 +227,24 @@ class Processes:
     def like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
         return whole
+
+    @seam
+    def whole_values(self, value: Any, keeps: bool = True) -> Any:
+        """Return a value of dicts, lists and tuples in which every tensor is whole. All ranks call it, in one order.
+
+        Parameters
+        ----------
+        value : object
+            Contains tensors of which this rank may have a part.
+        keeps : bool
+            Whether this rank needs them: otherwise what was gathered is on the meta device.
+        """
+
+        def gathered(tensor: Tensor) -> Tensor:
+            found = self.whole(tensor)
+            return found if keeps or found is tensor else found.to("meta")
+
+        return map_tensors(gathered, value)
 
     @seam
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:

@@ -7,14 +7,11 @@ in the slot ``parallel``, a list with those of each rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from zae.common import random_state
-from zae.common.walk import map_tensors
 from zae.composition.introspect import is_add_on, slots_of
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import (
@@ -87,7 +84,7 @@ class RankStates:
         name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying_entries(type(trainer))
         for key, each in state.items() if trainer.world_size > 1 else ():
             if key in varying or not in_parts:
-                state[key] = _gather(trainer.whole, each, keeps=key in varying or trainer.is_main)
+                state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return state
         own = {}
@@ -176,16 +173,6 @@ class RankStates:
                 "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
                 "exception, does not hold what differs on the others", rank, ", ".join(varying), self.rank,
             )  # fmt: skip
-
-
-def _gather(whole: Callable[[Tensor], Tensor], value: Any, keeps: bool) -> Any:
-    """Return a value with whole tensors, on the meta device unless this rank keeps them; all ranks call it."""
-
-    def gathered(tensor: Tensor) -> Tensor:
-        found = whole(tensor)
-        return found if keeps or found is tensor else found.to("meta")
-
-    return map_tensors(gathered, value)
 
 
 def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:

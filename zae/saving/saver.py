@@ -43,8 +43,10 @@ class Job(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank writes the parts that it holds."""
-        return self.share is not None or any(map(is_sharded, self.state["model"].values()))
+        """Whether each rank writes the parts that it holds, or the stages."""
+        held = [] if self.share is not None else [*self.state["model"].values()]
+        in_stages = self.model_format == "sharded" and any(each.is_meta for each in held)
+        return self.share is not None or in_stages or any(map(is_sharded, held))
 
     def divide(self) -> Job:
         """Divide what there is to write among the ranks, which all call it, if the weights lie in parts."""

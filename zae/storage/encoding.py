@@ -180,9 +180,10 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         """Return a reference to a tensor; the same view of the same memory is kept once."""
-        if self._with_parts and is_sharded(value) and value.dtype in DTYPE_NAMES:
+        if self._with_parts and (is_sharded(value) or value.is_meta) and value.dtype in DTYPE_NAMES:
             return {"$tensor": self._keep(value, path)}
-        key = view_key(value)
+        # Of tensors that are one on this rank, another rank may have none: all ranks give them the same names.
+        key = None if self._with_parts else view_key(value)
         name = self._seen.get(key) if key is not None else None
         host = dense(value, _show(path)) if name is None else self.tensors[name]
         if name is None:

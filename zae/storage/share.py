@@ -14,6 +14,7 @@ pickle, and because they would have to be read again to be hashed. zae.storage.p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -150,22 +151,28 @@ def plan_share(
     group: Group = Group(),  # noqa: B008  (it is a tuple)
 ) -> Share:
     """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
-    parts: dict[str, Tensor] = {}
     files: dict[str, dict[str, Tensor] | bytes] = {}
+    named: dict[str, Tensor] = {}
 
-    def prepare() -> Manifest | None:
+    def prepare() -> tuple[Manifest | None, list[str]]:
         structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
-        for kind, held in {OF_MODEL: model_state, OF_STATE: tensors}.items() if model_format == "sharded" else ():
-            parts.update({f"{kind}{name}": each for name, each in held.items() if is_sharded(each)})
+        for kind, held in ((OF_MODEL, model_state), (OF_STATE, tensors)):
+            named.update({f"{kind}{name}": each for name, each in held.items()})
+        away = [name for name, each in named.items() if is_sharded(each) or each.is_meta]
         if group.rank > 0:
-            return None
-        files[MODEL_FILES[model_format]] = {k: each for k, each in model_state.items() if OF_MODEL + k not in parts}
-        files[STATE_TENSORS] = {name: each for name, each in tensors.items() if OF_STATE + name not in parts}
+            return None, away
+        files[MODEL_FILES[model_format]], files[STATE_TENSORS] = dict(model_state), tensors
         files[STATE] = state_text(directory, structure)
-        return draft(model_format, separate(model_state)[1], manifest_info)
+        return draft(model_format, separate(model_state)[1], manifest_info), away
 
-    manifest = group.together(prepare, directory)[group.rank]
+    prepared = group.together(prepare, directory)
+    manifest = prepared[group.rank][0]
     if model_format == "sharded":
+        away = set(itertools.chain(*(names for _, names in prepared)))  # What some rank has a part of, or nothing.
+        for file, kind in ((MODEL_FILES[model_format], OF_MODEL), (STATE_TENSORS, OF_STATE)) if files else ():
+            held = cast("dict[str, Tensor]", files[file])
+            files[file] = {name: each for name, each in held.items() if kind + name not in away}
+        parts = {name: each for name, each in named.items() if name in away and not each.is_meta}
         chunks, described = _divide(parts, group, directory)
         files = {shard_name(group.rank): chunks, **files}
         if group.rank == 0:

@@ -1,0 +1,166 @@
+"""Take a batch apart into micro-batches, and put what steps return for them together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zae.errors import ConfigError, StepError
+
+__all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart"]
+
+_TEXT = (str, bytes)
+
+
+def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
+    """Change the tensors, arrays and lists of other values in a structure, whose types are kept."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return change(value, place)
+    if isinstance(value, Mapping):
+        made = {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()}
+        return made if type(value) is dict else _like(value, made)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(each, change, f"{place}.{key}") for key, each in zip(value._fields, value)))
+    if isinstance(value, (list, tuple)):
+        if value and not any(isinstance(each, (Tensor, np.ndarray, Mapping, list, tuple)) for each in value):
+            return change(value, place)
+        return type(value)(_map(each, change, f"{place}[{index}]") for index, each in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{k: _map(v, change, f"{place}.{k}") for k, v in fields.items()})
+    return value
+
+
+def _like(value: Any, made: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class, such as a BatchEncoding or a ModelOutput."""
+    try:
+        return type(value)(made)
+    except TypeError:
+        return type(value)(**made)
+
+
+def take_apart(batch: Any, rows: int | None, count: int) -> tuple[list[Any], list[int], int]:
+    """Return the micro-batches of a batch, how many rows each has, and how many the first has: none has more.
+
+    Parameters
+    ----------
+    batch : object
+        Tensors, arrays and lists with one row for each sample, in containers.
+    rows : int or None
+        How many samples it has.
+    count : int
+        How many micro-batches; the last ones may have fewer rows, or none.
+
+    Raises
+    ------
+    ConfigError
+        Something in the batch does not have one row for each sample.
+    """
+    if not rows:
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} does not say how many samples it has, and cannot be divided into "
+            "micro-batches; let the loader yield tensors with one row for each sample"
+        )
+    size = -(-rows // count)
+    bounds = [(min(rows, index * size), min(rows, (index + 1) * size)) for index in range(count)]
+
+    def part(start: int, end: int) -> Any:
+        def cut(value: Any, place: str) -> Any:
+            length = len(value) if isinstance(value, (list, tuple)) else value.shape[0] if value.ndim else None
+            if length != rows:
+                raise ConfigError(
+                    f"batch{place} has {'no rows' if length is None else f'{length} rows'} and the batch has {rows} "
+                    "samples: it cannot be divided into micro-batches. Give one row for each sample, and keep what is "
+                    "the same for all samples on the trainer or in the model"
+                )
+            return value[start:end]
+
+        return _map(batch, cut)
+
+    return [part(*each) for each in bounds], [end - start for start, end in bounds], size
+
+
+def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
+    """Repeat the last row of tensors of few rows, in the same structure as ``full``; refuse other differences."""
+    if isinstance(values, Tensor) and isinstance(full, Tensor):
+        if values.shape == full.shape:
+            return values
+        is_short = values.ndim and values.shape[0] == rows < size == full.shape[0]
+        if not is_short or values.shape[1:] != full.shape[1:]:
+            raise ConfigError(
+                f"the inputs of the model differ in shape between the micro-batches of a batch: {tuple(full.shape)} "
+                f"and {tuple(values.shape)}. Stages exchange tensors of one shape; pad the batch in the collate_fn of "
+                "the loader, not in the step"
+            )
+        return torch.cat([values, values[-1:].expand(size - rows, *values.shape[1:])])
+    if isinstance(values, Mapping) and isinstance(full, Mapping) and values.keys() == full.keys():
+        made = {key: fill_up(each, full[key], rows, size) for key, each in values.items()}
+        return made if type(values) is dict else _like(values, made)
+    if isinstance(values, (list, tuple)) and isinstance(full, (list, tuple)) and len(values) == len(full):
+        made_list = [fill_up(each, other, rows, size) for each, other in zip(values, full)]
+        return type(values)(*made_list) if hasattr(values, "_fields") else type(values)(made_list)
+    return values
+
+
+def first_rows(values: Any, size: int, rows: int) -> Any:
+    """Return what the model returned for the first rows alone; the others were repeated to fill a micro-batch."""
+
+    def cut(value: Any, place: str) -> Any:
+        if not isinstance(value, Tensor) or (value.ndim and value.shape[0] == size):
+            return value[:rows] if isinstance(value, Tensor) else value
+        raise ConfigError(
+            f"the model returned a tensor of shape {tuple(value.shape)}, which has not one row for each sample, and "
+            f"the last micro-batch of a short batch has {rows} samples and {size - rows} repeated ones. Write "
+            "drop_last=True in the DataLoader, or a batch size that the micro-batches divide"
+        )
+
+    return _map(values, cut)
+
+
+def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str, place: str = "") -> Any:
+    """Return what a step would have returned for the whole batch.
+
+    Numbers are means by these weights, ``num_targets`` a sum, and what has one row for each sample is concatenated.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Mapping) and all(isinstance(each, Mapping) and each.keys() == first.keys() for each in parts):
+        return {
+            key: sum(float(each[key]) for each in parts)
+            if key == "num_targets" and not place and first[key] is not None
+            else join([each[key] for each in parts], rows, weights, where, f"{place}[{key!r}]")
+            for key in first
+        }
+    if all(map(is_number, parts)):
+        total = sum(weights)
+        mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(first)
+        return (
+            torch.tensor(mean, dtype=first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
+        )
+    if all(isinstance(each, Tensor) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
+        return torch.cat(list(parts))
+    if all(isinstance(each, np.ndarray) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
+        return np.concatenate(list(parts))
+    if all(isinstance(each, (list, tuple)) and len(each) == count for each, count in zip(parts, rows)):
+        return type(first)(value for each in parts for value in each)
+    if first is None or isinstance(first, _TEXT):
+        return first
+    shape = f" of shape {tuple(first.shape)}" if isinstance(first, (Tensor, np.ndarray)) else ""
+    raise StepError(
+        f"{where}{place} is a {type(first).__name__}{shape} for a micro-batch of {rows[0]} samples, and those of a "
+        "batch cannot be put together; return numbers, or one row for each sample"
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is averaged."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, (numbers.Real, np.number, np.bool_)) or (isinstance(value, np.ndarray) and not value.ndim)

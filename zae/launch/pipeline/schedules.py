@@ -1,0 +1,139 @@
+"""The schedules of torch.distributed.pipelining: which rank computes which stages, and for how long it waits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from zae.errors import ConfigError, did_you_mean
+
+__all__ = ["SCHEDULES", "Schedule"]
+
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": None,
+    "LoopedBFS": None,
+    "InterleavedZeroBubble": None,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+"""The schedules by name, with the number of stages that a rank must have."""
+
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+_COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # A backward takes about twice as long as a forward.
+
+
+class Schedule:
+    """How the stages take turns.
+
+    Parameters
+    ----------
+    given : str, type or callable
+        A name of `SCHEDULES`; a schedule class of torch; or a function of the stages of a rank, the number of
+        micro-batches and the loss function, which returns a schedule with ``scale_grads=False``.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        if isinstance(given, str):
+            known = {name.lower(): name for name in SCHEDULES}
+            if given.lower() not in known:
+                raise ConfigError(
+                    f"pipeline_schedule={given!r} is not known; available: {', '.join(SCHEDULES)}"
+                    f"{did_you_mean(given, SCHEDULES)}"
+                )
+            self.name = known[given.lower()]
+        elif callable(given):
+            self.name = getattr(given, "__name__", type(given).__name__).removeprefix("Schedule")
+        else:
+            raise ConfigError(f"pipeline_schedule={given!r}; give a name, {', '.join(SCHEDULES)}, or a function")
+        is_class = isinstance(given, type)
+        self.is_v_shaped = self.name in _V_SHAPED and (is_class or isinstance(given, str))
+
+    def stages_per_rank(self, wanted: int | None, option: str) -> int:
+        """Return how many stages a rank has: what was asked for, if the schedule allows it."""
+        needed = SCHEDULES.get(self.name) if isinstance(self._given, (str, type)) else wanted or 1
+        if wanted is not None and needed not in (None, wanted):
+            raise ConfigError(f"{option}: the schedule {self.name} computes {needed} stages on each rank; write "
+                              f"stages_per_rank={needed}, or another pipeline_schedule")  # fmt: skip
+        return needed or wanted or 2
+
+    def ranks_of(self, count: int, ranks: int) -> list[int]:
+        """Return the rank of each stage."""
+        if not self.is_v_shaped:
+            return [stage % ranks for stage in range(count)]
+        return [min(stage, count - 1 - stage) for stage in range(count)]
+
+    def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any]) -> Any:
+        """Return a schedule of torch for the stages of this rank."""
+        from torch.distributed.pipelining import schedules
+
+        kind = schedules.get_schedule_class(self.name) if isinstance(self._given, str) else self._given
+        try:
+            if not isinstance(kind, type):
+                return self._check(kind([*stages], count, loss))
+            first = next(iter(inspect.signature(kind).parameters))
+            held = stages[0] if first == "stage" else [*stages]
+            return kind(held, n_microbatches=count, loss_fn=loss, scale_grads=False)
+        except ValueError as error:
+            raise ConfigError(
+                f"pipeline_schedule={self.name} with pipeline_microbatches={count}: {' '.join(str(error).split())}"
+            ) from error
+
+    def _check(self, made: Any) -> Any:
+        if not hasattr(made, "step") or getattr(made, "scale_grads", None) is not False:
+            raise ConfigError(
+                f"pipeline_schedule: {self.name} returned {made!r:.60}; return a schedule of "
+                "torch.distributed.pipelining that was made with scale_grads=False, since a step weighs its own losses"
+            )
+        return made
+
+    def idle_share(self, count: int, ranks: int, micro_batches: int) -> float | None:
+        """Return for which part of a step a rank waits, if all stages take as long; None where that is not known."""
+        if SCHEDULES.get(self.name) == 1:
+            self.make([_Planned(count, ranks)], micro_batches, print)
+            return (ranks - 1) / (micro_batches + ranks - 1)
+        if not isinstance(self._given, (str, type)):
+            return None
+        own = [_Planned(count, ranks, stage) for stage, rank in enumerate(self.ranks_of(count, ranks)) if rank == 0]
+        return _idle(self.make(own, micro_batches, print).pipeline_order, count)
+
+
+class _Planned(SimpleNamespace):
+    """A stage that is not there: what the constructor of a schedule reads of one."""
+
+    def __init__(self, count: int, ranks: int, stage: int = 0) -> None:
+        super().__init__(num_stages=count, group_size=ranks, group_rank=0, stage_index=stage, submod=nn.Identity())
+        self.is_first, self.is_last = stage == 0, stage == count - 1
+
+
+def _idle(order: Mapping[int, Sequence[Any]], count: int) -> float | None:
+    """Return the share of time in which ranks wait, by the order in which they compute."""
+    queues = {rank: [each for each in row if each is not None] for rank, row in order.items()}
+    queues = {rank: [one for each in row for one in each.sub_actions or (each,)] for rank, row in queues.items()}
+    queues = {rank: [each for each in row if each.computation_type.value in _COST] for rank, row in queues.items()}
+    clock, done = dict.fromkeys(queues, 0), dict[tuple[Any, ...], int]()
+    work = sum(_COST[each.computation_type.value] for row in queues.values() for each in row)
+    while any(queues.values()):
+        is_stuck = True
+        for rank, row in queues.items():
+            while row:
+                kind, stage, batch = row[0].computation_type.value, row[0].stage_index, row[0].microbatch_index
+                needs = {
+                    "F": [("F", stage - 1, batch)] if stage else [],
+                    "W": [("I", stage, batch)],
+                }.get(kind, [("F", stage, batch), *([("I", stage + 1, batch)] if stage < count - 1 else [])])
+                if not all(each in done for each in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[each] for each in needs)]) + _COST[kind]
+                done["I" if kind == "B" else kind, stage, batch] = clock[rank]
+                row.pop(0)
+                is_stuck = False
+        if is_stuck:
+            return None
+    return 1 - work / (len(clock) * max(clock.values()))
