@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from zae.addon import AddOnBase
 
 __all__ = ["Trainer"]
-
-AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 
 class Trainer(Processes, Attributes, metaclass=TrainerMeta):
@@ -1048,8 +1046,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     old_attributes: ClassVar[Any] = {"is_seeded": "progress_checker.is_seeded", "monitor_mode": "history.direction"}
 
     @classmethod
-    def add_on(cls: type[AnyTrainer], *add_ons: type[AddOnBase] | str) -> type[AnyTrainer]:
+    def add_on(cls, *add_ons: type[AddOnBase] | str) -> type[Composed]:
         """Return this class with add-ons; their order does not matter, and this class is unchanged.
+
+        Type checkers accept any option and attribute of the new class; docs/reference/types.md has the form that they
+        check.
 
         Parameters
         ----------
@@ -1066,7 +1067,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         AddOnError
             With the remedy.
         """
-        return cast("type[AnyTrainer]", compose(cls, add_ons))
+        return cast("type[Composed]", compose(cls, add_ons))
 
     explain, plan = explain.explain, preview.plan
     count_targets = count_targets
@@ -1091,3 +1092,17 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         vars(self).update(state, current_run=Run(self))
         self.current_run.is_evaluating = vars(self).pop("is_evaluating", False)
         optim.mark_copied(self.scheduler)
+
+
+if TYPE_CHECKING:
+
+    class Composed(Trainer):
+        """What type checkers know of a class made by ``add_on``: a trainer, with any options and attributes beside."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def train_step(self, batch: Any) -> Any: ...
+
+        def test_step(self, batch: Any) -> Any: ...

@@ -50,6 +50,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = torch.utils.data.DataLoader(torch.ones(24, 2), batch_size=2)
 OwnTask.add_on(MultiGPUAddon)(model, ["cpu", "cpu"], optimizer=optimizer).run(3, loader)
 """
+SHIFT_TAB = """
+from zae.addons import AMPAddon, EMAAddon
+Composed = Task.add_on(EMAAddon, AMPAddon)
+print(get_ipython().kernel.do_inspect("Composed(", 9, detail_level=0)["data"]["text/plain"])
+"""
 CELLS = (
     TASK,
     "metrics = build().run(3, batches, batches[:1])",
@@ -63,6 +68,7 @@ CELLS = (
     RANKS,
     "for _ in range(2): build().run(1, batches)",
     "assert 'ipywidgets' not in sys.modules",
+    SHIFT_TAB,
 )
 
 
@@ -208,3 +214,20 @@ def test_long_runs_are_drawn_in_few_points() -> None:
     assert places[-1] == "312.0,130.0"
     assert len(page) < 40_000
     assert "nan" not in points[1]
+
+
+@pytest.mark.covers("X-23")
+def test_shift_tab_shows_the_options_of_all_add_ons(shown: Any) -> None:
+    """X-23: what the kernel answers to Shift-Tab: options with type and default, and what each add-on does."""
+    (output,) = of(shown, SHIFT_TAB)
+    text = re.sub(r"\x1b\[[\d;]*m", "", output["text"])
+    assert text.startswith("Init signature:\nComposed(\n    model: ")
+    for option in (
+        "decay: 'float' = 0.999",
+        "loss_scale: 'tuple[float, float]' = (65536.0, 1.0)",
+        "seed: 'int | None'",
+    ):
+        assert f"    {option}" in text
+    assert text.index("decay") < text.index("log_bar")
+    assert "- EMAAddon: Average the weights" in text
+    assert "args" not in text

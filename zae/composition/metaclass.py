@@ -13,7 +13,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 from zae.composition.calls import USER_CALLS, user_call
@@ -102,7 +102,8 @@ class TrainerMeta(ABCMeta):
         return cls
 
     @user_call
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def _make(cls, *args: Any, **kwargs: Any) -> Any:
+        """Check a class and the arguments of its constructor, and make a trainer."""
         if cls._is_addon:
             raise AddOnError(
                 f"{cls.__name__} is an add-on and does not run alone; "
@@ -118,6 +119,9 @@ class TrainerMeta(ABCMeta):
             raise
         check_instance(trainer)
         return trainer
+
+    if not TYPE_CHECKING:  # A checker would take every trainer for Any: it reads __init__ instead.
+        __call__ = _make
 
     __dir__ = present_names
 
