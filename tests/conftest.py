@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
 import tempfile
 from multiprocessing import forkserver
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # A database takes seconds to create.
@@ -61,6 +63,30 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFileOrFolder(config, log)
 
 
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (".", "benchmarks", "docs", "examples", "tests")
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "zae.egg-info"}
+found_before = pytest.StashKey[set[Path]]()
+
+
+def look():
+    """List what lies in the checkout, but for caches: in its root, and in folders whose scripts tests run."""
+    return {path for folder in FOLDERS for path in (ROOT / folder).iterdir() if path.name not in CACHES}
+
+
+def pytest_sessionstart(session):
+    """Note what lies in the checkout."""
+    session.config.stash[found_before] = look()
+
+
+def pytest_sessionfinish(session):
+    """Fail a run whose tests left something in the checkout."""
+    left = sorted(str(path.relative_to(ROOT)) for path in look() - session.config.stash[found_before])
+    if left and not hasattr(session.config, "workerinput"):
+        session.config.get_terminal_writer().line(f"\nthe tests left in the checkout: {', '.join(left)}", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_unconfigure():
     """Remove the folder of Trackio, which is read as it is imported."""
     shutil.rmtree(os.environ["TRACKIO_DIR"], ignore_errors=True)
@@ -84,6 +110,13 @@ def _signals_left_alone():
     before = [signal.getsignal(number) for number in numbers]
     yield
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_session(tmp_path_factory):
+    """Leave the checkout: fixtures of a file, and what ends late, write to the working folder too."""
+    with contextlib.chdir(tmp_path_factory.mktemp("session")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ the uninterrupted run came to. They are written once for each release that chang
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -207,7 +208,7 @@ def end_of(trainer: Any) -> dict[str, Any]:
 def freeze(name: str) -> Path:
     """Run a case to its end, and zip its checkpoint and what came of it."""
     case = CASES[name]
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # A slow logger writes beside the script.
         random.seed(0)
         trainer, loader, valid = case.build(Path(place))
         trainer.run(EPOCHS, loader, valid)
