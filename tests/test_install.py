@@ -13,6 +13,7 @@ import pytest
 
 import zae
 
+PAPERS = ("CHANGELOG.md", "CITATION.cff", "SECURITY.md")
 ROOT = Path(zae.__file__).resolve().parent.parent
 BUILD = """
 import sys
@@ -40,7 +41,7 @@ except ImportError as error:
 def clone(folder: Path, is_linked: bool) -> Path:
     """Copy what an installation is made of, as git does where it may make symbolic links and where it may not."""
     folder.mkdir(parents=True)
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", *PAPERS):
         shutil.copy(ROOT / name, folder)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "addons", folder / "addons", ignore=ignore)
@@ -78,6 +79,23 @@ def test_the_repository_has_the_link():
     link = ROOT / "zae" / "addons"
     assert link.is_symlink()
     assert link.readlink() == Path("../addons")
+
+
+@pytest.mark.covers("X-25")
+def test_archives_hold_what_is_listed(built):
+    """golden/archives.txt: every file but the modules, which the next test compares with the checkout."""
+    _, archives, is_linked = built
+    wheel = [name for name in zipfile.ZipFile(archives["wheel"]).namelist() if not name.endswith(".py")]
+    with tarfile.open(archives["sdist"]) as archive:
+        source = [member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()]
+    assert not any(name.startswith(("tests", "docs", "benchmarks", "examples", ".")) for name in source)
+    if is_linked:
+        lines = [f"wheel {name}" for name in sorted(wheel)]
+        lines += [f"sdist {name}" for name in sorted(source) if not name.endswith(".py")]
+        text = "\n".join(lines).replace(zae.__version__, "VERSION")
+        assert text.splitlines() == (ROOT / "tests" / "golden" / "archives.txt").read_text().splitlines()
+    modules_of_source = [name for name in source if name.endswith(".py") and name != "setup.py"]
+    assert len(modules_of_source) == len(modules())
 
 
 @pytest.mark.covers("X-1")
