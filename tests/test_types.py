@@ -82,7 +82,7 @@ def python(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.types
+@pytest.mark.exhaustive  # With the extra dev: mypy and basedpyright.
 @pytest.mark.covers("X-23")
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_checkers_accept_what_is_right_and_refuse_what_is_wrong(python, checker):
