@@ -15,9 +15,9 @@ from zae.common.argument_checks import check_flags, check_folder, check_partial
 from zae.common.model_weights import named_parameters
 from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
-from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, MonitorError
+from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
-from zae.saving.checkpointer import Checkpointer, Content
+from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import OLD_ATTRIBUTES, Resumption
@@ -171,7 +171,7 @@ class StateManagerAddon(AddOnBase):
         weights = WeightFiles(folder, model_format, save_weights_every, keep_weights)
         options: dict[str, Any] = {"in_background": in_background, "on_save_error": on_save_error}
         options["warns_of_nonfinite"] = self.nonfinite.policy != "raise"
-        self.checkpointer = _make(checkpointer, folder, model_format, retention, weights, **options)
+        self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
 
     @property
@@ -463,15 +463,3 @@ class StateManagerAddon(AddOnBase):
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpointer.restore(own.get("run_id", ""), own["scores"], scores)
         self._resumption.unsaved.names = list(own.get("unsaved", ()))
-
-
-def _make(checkpointer: Any, *args: Any, **options: Any) -> Checkpointer:
-    """Call what was given as the option ``checkpointer``."""
-    made = checkpointer(*args, **options) if callable(checkpointer) else checkpointer
-    if not isinstance(made, Checkpointer):
-        found = f"returned a {type(made).__name__}" if callable(checkpointer) else f"is a {type(made).__name__}"
-        raise ConfigError(
-            f"checkpointer {found}; give a class derived from zae.saving.checkpointer.Checkpointer, or a "
-            "functools.partial of one"
-        )
-    return made

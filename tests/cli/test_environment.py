@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from zae.cli import main
-from zae.cli.environment import examine, table_of
+from zae.cli.doctor.environment import examine, table_of
 
 
 @pytest.fixture(autouse=True)

@@ -160,9 +160,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         made = {key: map_tensors(function, each) for key, each in value.items()}
         return value if all(made[key] is each for key, each in value.items()) else made
-    if type(value) in (list, tuple):
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")  # A namedtuple takes its items one by one.
+    if is_named or type(value) in (list, tuple):
         items = [map_tensors(function, each) for each in value]
-        return value if all(a is b for a, b in zip(items, value)) else type(value)(items)
+        if all(a is b for a, b in zip(items, value)):
+            return value
+        return type(value)(*items) if is_named else type(value)(items)
     return value
 
 

@@ -27,7 +27,7 @@ from zae.storage.share import Group
 if TYPE_CHECKING:
     from zae.loop.progress import Every, ProgressChecker
 
-__all__ = ["Checkpointer", "Content"]
+__all__ = ["Checkpointer", "Content", "make_checkpointer"]
 
 _log = logging.getLogger("zae")
 Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
@@ -488,3 +488,15 @@ def _refuse_links(folder: Path, found: Path | None) -> None:
             f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
             "folder that it points into as save_path, or remove the link"
         )
+
+
+def make_checkpointer(checkpointer: Any, *args: Any, **options: Any) -> Checkpointer:
+    """Call what was given as the option ``checkpointer``."""
+    made = checkpointer(*args, **options) if callable(checkpointer) else checkpointer
+    if not isinstance(made, Checkpointer):
+        found = f"returned a {type(made).__name__}" if callable(checkpointer) else f"is a {type(made).__name__}"
+        raise ConfigError(
+            f"checkpointer {found}; give a class derived from zae.saving.checkpointer.Checkpointer, or a "
+            "functools.partial of one"
+        )
+    return made

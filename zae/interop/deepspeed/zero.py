@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from zae.common.optimizer_state import copy_optimizer
+from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 
 __all__ = ["Zero", "load_library"]
@@ -381,7 +381,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Cast what the model is called with to bfloat16, in which it computes."""
 
-    def cast(value: Any) -> Any:
-        return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+    def cast(value: Tensor) -> Tensor:
+        return value.bfloat16() if value.is_floating_point() else value
 
-    return tree_map(cast, (args, kwargs))
+    return map_tensors(cast, args), map_tensors(cast, kwargs)

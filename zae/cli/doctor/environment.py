@@ -151,7 +151,7 @@ def _packages(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield Finding("packages", "zae is not installed, only its folder is on the path", "pip install -e FOLDER")
         return
-    facts["zae"] = f"{distribution.version} in {Path(__file__).parent.parent}"
+    facts["zae"] = f"{distribution.version} in {Path(__file__).parents[2]}"
     needed = distribution.metadata["Requires-Python"] or ""
     if not _satisfies(platform.python_version(), needed):
         yield Finding("packages", f"Python {platform.python_version()} is too old", f"install Python {needed}")

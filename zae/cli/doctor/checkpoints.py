@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Report on a folder, or on the machine; the status is 0 if the newest checkpoint, or the machine, is healthy."""
     if arguments.path is None:
-        from zae.cli import environment
+        from zae.cli.doctor import environment
 
         report = environment.examine(Path.cwd())
         return Answer(report, environment.table_of(report), 0 if report["healthy"] else 1)
