@@ -64,7 +64,7 @@ def train(
     assert (dist.get_world_size() if dist.is_initialized() else 1) == world
     resumed = {} if start is None else {"resume": str(start), "reshard": True}
     made = trainer(path, **{**resumed, **options})
-    shares = world // made.mesh.get("tensor", 1)
+    shares = world // (made.mesh.get("tensor", 1) * made.mesh.get("pipeline", 1))
     made.run(2, data(ROWS, BATCH // shares), **({} if max_steps is None else {"max_steps": max_steps}))
     assert made.data_size == shares
     average = {f"average.{name}": made.whole(value).clone() for name, value in made.average.items()}
@@ -176,13 +176,17 @@ def peak() -> int:
 
 
 WIDE, NARROW = {"engine": "2-D"}, {"engine": "tensor", "mesh": {"tensor": 2}}
+STAGED = {"engine": "pipeline", "mesh": {"pipeline": 2}}
 STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "4-2-1": [(4, 2, WIDE), (2, 4, NARROW), (1, STEPS, WIDE | {"mesh": {}})],
     "4-2-1-2-4": [(4, 2, WIDE), (2, 3, NARROW), (1, 11, WIDE | {"mesh": {}}), (2, 12, NARROW), (4, STEPS, WIDE)],
+    "stages": [(2, 2, STAGED), (4, 4, STAGED | {"split": 4, "mesh": {"pipeline": 4}}), (1, STEPS, {"engine": "ddp"})],
 }
 
 
-@pytest.mark.parametrize("name", ["4-2-1", pytest.param("4-2-1-2-4", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["4-2-1", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("4-2-1-2-4", "stages"))]
+)
 def test_parts_of_layers_are_resumed_by_any_number(saved: Any, name: str, tmp_path: Path, crews: Any) -> None:
     """Layers in parts, and these in shards, and one process: each goes on from what the one before has saved."""
     path = None

@@ -218,9 +218,9 @@ def page(example: Example, result: dict[str, Any]) -> str:
 INTRODUCTION = """# Gallery
 
 Each example is one script of at most 60 lines, on real data that comes with a package: none of them needs a network. It
-was run as its page shows it, and a test runs it again, in an empty folder with all sockets blocked: it has to reach its
-floor on data that nothing was trained on or chosen by, within 60 s of processor time, and to leave only the files that
-it names. Where the floor is another method, the script computes it from the same data.
+was run as its page shows it, and a test runs it again, in an empty folder where Python may connect to this machine
+alone: it has to reach its floor on data that nothing was trained on or chosen by, within 60 s of processor time, and to
+leave only the files that it names. Where the floor is another method, the script computes it from the same data.
 
 `python -m pip install -c constraints.txt -e ".[examples]"` installs what they need. `python tests/kit/gallery_page.py`
 runs all of them and writes these pages, and a test fails where a page is not made of its script.
