@@ -122,7 +122,9 @@ ENGINES = {
         layouts=SHARDED,
         wrapper="FSDPNet",
     ),
-    "pipeline": Engine((PipelineAddon,), 2, 1, {"split": ["blocks.1"]}, layouts=STAGES, wrapper="StagedModel"),
+    "pipeline": Engine(
+        (PipelineAddon,), 2, 1, {"split": ["blocks.1"]}, layouts=STAGES, wrapper="StagedModel", is_sampled=True
+    ),
     "pipelines": Engine(
         (PipelineAddon,),
         *(4, 2, {"mesh": {"replicate": 2, "pipeline": 2}, "pipeline_schedule": "GPipe"}),

@@ -99,8 +99,17 @@ def save_on(files: BreakingFiles, store: Path, folder: Path, again: bool) -> Bre
 
 
 @pytest.mark.covers("F-A1", "F-A2", "F-A5")
-@pytest.mark.parametrize("how", ["kill", "tear"])
-@pytest.mark.parametrize("again", [False, True], ids=["next", "again"])
+@pytest.mark.parametrize(
+    ("how", "again"),
+    [
+        ("kill", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("tear", False), ("kill", True), ("tear", True))
+        ),
+    ],
+    ids=lambda value: {True: "again", False: "next"}.get(value, value),
+)
 def test_killed_at_each_operation_of_a_store(tmp_path: Path, how: str, again: bool) -> None:
     """Killed before or within each operation, with one checkpoint to keep: the run ends bitwise as without it.
 
@@ -279,14 +288,14 @@ def _save_and_die(cls: Any, folder: Path, at: int) -> int:
 
 @pytest.mark.covers("F-A1")
 def test_the_storage_of_the_page_is_killed_at_its_lines(tmp_path: Path, zipped: Any) -> None:
-    """A class of forty lines that keeps zip files: killed before every third line, it resumes to bitwise the same."""
+    """A class of forty lines that keeps zip files: killed before every sixth line, it resumes to bitwise the same."""
     whole = everything(train(Checkpointer, tmp_path / "whole", 6))
     train(zipped, begun := tmp_path / "begun", STEPS - 1)
     assert sorted(os.listdir(begun)) == ["step-00000003.zip"]
     lines = forked(_save_and_die, zipped, shutil.copytree(begun, tmp_path / "counted"), 0).result
     assert lines > 20
     found = []
-    for at in [*range(1, lines, 3), lines]:
+    for at in [*range(1, lines, 6), lines]:
         folder = Path(shutil.copytree(begun, tmp_path / f"at-{at}"))
         outcome = forked(_save_and_die, zipped, folder, at)
         assert outcome.status == -signal.SIGKILL, outcome.error
