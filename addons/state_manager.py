@@ -221,7 +221,8 @@ class StateManagerAddon(AddOnBase):
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
         self.checkpointer.has_failed = False
-        Group(self.rank, self.gather).together(self._open_folder, self.save_path)
+        open_folder = partial(self.checkpointer.open, self.progress_checker.step, self.overwrite)
+        Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
         self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
@@ -232,10 +233,6 @@ class StateManagerAddon(AddOnBase):
             vars(self.loader_position).update(position)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
-
-    def _open_folder(self) -> None:
-        if self.is_main:
-            self.checkpointer.open(self.progress_checker.step, self.overwrite)
 
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""

@@ -257,3 +257,17 @@ class AddOnBase(Trainer):
                 f"{', '.join(map(str, state))}); load it with strict=False to start {name} from its initial state"
             )
         return state.get(name), {key: value for key, value in state.items() if key != name}
+
+
+if TYPE_CHECKING:
+
+    class Composed(Trainer):
+        """What type checkers know of a class made by ``add_on``: a trainer, with any options and attributes beside."""
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def train_step(self, batch: Any) -> Any: ...
+
+        def test_step(self, batch: Any) -> Any: ...

@@ -44,7 +44,7 @@ from zae.storage.checkpoint import Weights, load_checkpoint, read_weights
 from zae.storage.share import save_weights, try_save
 
 if TYPE_CHECKING:
-    from zae.addon import AddOnBase
+    from zae.addon import AddOnBase, Composed
 
 __all__ = ["Trainer"]
 
@@ -1092,17 +1092,3 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         vars(self).update(state, current_run=Run(self))
         self.current_run.is_evaluating = vars(self).pop("is_evaluating", False)
         optim.mark_copied(self.scheduler)
-
-
-if TYPE_CHECKING:
-
-    class Composed(Trainer):
-        """What type checkers know of a class made by ``add_on``: a trainer, with any options and attributes beside."""
-
-        def __init__(self, *args: Any, **options: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
-        def train_step(self, batch: Any) -> Any: ...
-
-        def test_step(self, batch: Any) -> Any: ...
