@@ -80,7 +80,7 @@ class AccelerateAddon(ReplicatedAddon):
     """
 
     slot = "parallel"
-    process_attributes = {"accelerator": None, "_prepared": None}
+    process_attributes = {"accelerator": None, "_prepared_parts": None}
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AccelerateAddon(ReplicatedAddon):
         super().__init__(*args, **kwargs)
         check_plain(as_dict(self.optimizer).values(), as_dict(self.scheduler).values())
         self.accelerator = accelerator
-        self._prepared: Prepared | None = None
+        self._prepared_parts: Prepared | None = None
         self._ddp_options: dict[str, Any] = {}
         if accelerator is not None:
             check_given(accelerator, names, len(self.devices), launched_world() is not None)
@@ -145,9 +145,9 @@ class AccelerateAddon(ReplicatedAddon):
         names = {each.__name__ for each in add_ons_of(type(self))}
         check_given(self.accelerator, names, 1, True)
         check_made(self.accelerator, self.device, self._rank, self._world)
-        if self._prepared is not None:
-            self._prepared.release()
-        self._prepared = Prepared(self.accelerator, self.unwrap())
+        if self._prepared_parts is not None:
+            self._prepared_parts.release()
+        self._prepared_parts = Prepared(self.accelerator, self.unwrap())
         return super().wrap_model(model)
 
     def _replica_options(self) -> dict[str, Any]:
@@ -157,18 +157,18 @@ class AccelerateAddon(ReplicatedAddon):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the Accelerator prepare the optimizers."""
         super().wrap_optimizers(optimizers)
-        if self._prepared is not None:
-            self._prepared.add_optimizers(optimizers.values())
+        if self._prepared_parts is not None:
+            self._prepared_parts.add_optimizers(optimizers.values())
 
     def setup(self) -> None:
         """Let the Accelerator prepare the schedulers."""
         super().setup()
-        if self._prepared is not None:
-            self._prepared.add_schedulers(self.schedulers.values())
+        if self._prepared_parts is not None:
+            self._prepared_parts.add_schedulers(self.schedulers.values())
 
     def teardown(self) -> None:
         """Take the objects from the Accelerator, which stays."""
-        prepared, self._prepared = self._prepared, None
+        prepared, self._prepared_parts = self._prepared_parts, None
         if prepared is not None:
             prepared.release()
         super().teardown()
@@ -240,8 +240,8 @@ class AccelerateAddon(ReplicatedAddon):
                               f"{', '.join(folders.PARTS)}")  # fmt: skip
         self.meet("load_accelerate_state")
         with self.ready():
-            assert self._prepared is not None
-            self._load_folder(folders.Folder(folder, self._prepared), parts)
+            assert self._prepared_parts is not None
+            self._load_folder(folders.Folder(folder, self._prepared_parts), parts)
 
     def _load_folder(self, found: folders.Folder, parts: Sequence[str]) -> None:
         state = dict(self.state_dict())

@@ -82,7 +82,10 @@ def test_every_seam_says_what_it_is_for():
 
 
 def test_every_seam_is_one_that_the_loop_calls():
-    """A hook that is documented is fired: something calls each seam, beside those that override it."""
+    """A hook that is documented is fired: something calls each seam, beside those that override it.
+
+    Only ``barrier`` is for the steps and add-ons of users alone: what zae waits for is an answer of every rank.
+    """
     from pathlib import Path
 
     import zae
@@ -90,7 +93,7 @@ def test_every_seam_is_one_that_the_loop_calls():
     folder = Path(zae.__file__).parent
     sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/*.py")])
     for name in seams_of(Trainer):
-        assert f"self.{name}" in sources or f"trainer.{name}" in sources, name
+        assert f"self.{name}" in sources or f"trainer.{name}" in sources or name == "barrier", name
 
 
 def test_marks():

@@ -44,7 +44,7 @@ OmniGenBench
   AccelerateTrainer: test_one_vocabulary_on_one_process_on_several_and_sharded
   HFTrainer: test_the_hf_trainer_of_omnigenbench test_the_arguments_of_omnigenbench
   Custom trainer: test_the_override_points_of_omnigenbench_are_named
-  Multi-task learning: test_multitask_learns_both_tasks
+  Multi-task learning: test_an_example_reaches_its_floor
   Gradient checkpointing: test_the_settings_of_its_performance_section
   Performance optimization: test_the_settings_of_its_performance_section
 Forgather
