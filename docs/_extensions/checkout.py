@@ -30,7 +30,7 @@ def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
         target = Path(os.path.normpath(folder / found[2]))
         if target.is_relative_to(app.srcdir):
             return found[0]
-        if target.is_dir():
+        if target.is_dir() or (target.suffix == ".md" and str(target.relative_to(root)) not in PAGES):
             return found[1] if "`" in found[1] else f"{found[1]} (`{target.relative_to(root)}`)"
         page = PAGES.get(str(target.relative_to(root)))
         return f"[{found[1]}]({page}{found[3] or ''})" if page else found[0]  # A file is offered as a download.
