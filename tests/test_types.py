@@ -108,5 +108,7 @@ def test_the_accepted_programs_run(tmp_path, monkeypatch):
 def test_the_page_of_types_shows_the_programs():
     """docs/reference/types.md quotes lines that the checkers were given."""
     page = (imports.ROOT / "docs" / "reference" / "types.md").read_text(encoding="utf-8")
-    (quoted,) = re.findall(r"<!-- not run: it is a part of tests/types/accepted.py, .* -->\n```python\n(.*?)```", page, re.S)
+    (quoted,) = re.findall(
+        r"<!-- not run: it is a part of tests/types/accepted.py, .* -->\n```python\n(.*?)```", page, re.S
+    )
     assert quoted in ACCEPTED.read_text(encoding="utf-8")
