@@ -70,7 +70,7 @@ class Meetings:
         try:
             store.wait(["go"], timedelta(seconds=timeout))
             return store.get("go").decode(), []
-        except dist.DistStoreError:
+        except RuntimeError:  # Of a store of files it is no DistStoreError; a store that is gone fails the next call.
             missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
             store.delete_key(f"rank/{rank}")
             if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
