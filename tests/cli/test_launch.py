@@ -27,8 +27,11 @@ def launch(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_ranks_on_this_machine() -> None:
     """The ranks of the script, with its arguments and its exit status; --json says how they would be started."""
     Path("train.py").write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
         "os.write(1, f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\".encode())\n"
+        "open(f\"{os.environ['RANK']}-{sys.argv[2]}\", 'w').close()\n"
+        "while not all(os.path.exists(f'{rank}-{sys.argv[2]}') for rank in (0, 1)):\n"  # torchrun ends the other rank.
+        "    time.sleep(0.01)\n"
         "sys.exit(int(sys.argv[2]))\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
