@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import os
 import pickle
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_plan_memory import resident
+from test_plan_memory import MMAP_THRESHOLD, resident
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -224,6 +225,7 @@ def test_other_methods_than_forward_are_named(world):
 @on_ranks(2)
 def test_weights_are_sent_in_buckets(world):
     """The values are those of rank 0, whatever the layout; beside the weights there is one bucket at most."""
+    assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 15) == 1  # What is freed is given back, as in a new process.
     shapes, size = [(1 << 20,)] * 16 + [(1 << 23,), (3, 5), (0,)], BUCKET // 4
     torch.manual_seed(dist.get_rank())
     tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(5, 7).t(), torch.randn(3, dtype=F64)]
