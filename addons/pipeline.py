@@ -21,7 +21,7 @@ from zae.launch.pipeline.arrangement import Arrangement, check_split
 from zae.launch.pipeline.chain import Chain
 from zae.launch.pipeline.runner import Found, Place, Runner, StagedModel
 from zae.launch.pipeline.schedules import Schedule
-from zae.loop.addon_state import gather_tensors
+from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
 
 __all__ = ["PipelineAddon"]
@@ -335,9 +335,9 @@ class PipelineAddon(DistributedAddon):
         super().load_model_state(kept, strict and self._chain is None)
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of the optimizer, whole on this rank."""
+        """Return the state of the optimizer, whole on this rank unless it reads alone."""
         state = super().optimizer_state(name)
-        if self._chain is None:
+        if self._chain is None or is_in_mode(self, ALONE):
             return state
         filled = {**state, "state": parts.fill_states(state["state"], self.gather)}
         return cast("dict[str, Any]", gather_tensors(self, filled))
