@@ -16,8 +16,15 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from kit.engines import ENGINES, Engine, build, data, distance, net, weights
-from zae import ConfigError
-from zae.addons import EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, PEFTAddon, StateManagerAddon
+from zae import AddOnConflict, ConfigError
+from zae.addons import (
+    EMAAddon,
+    GradientAccumulationAddon,
+    JSONLLoggerAddon,
+    PEFTAddon,
+    PipelineAddon,
+    StateManagerAddon,
+)
 
 ADD_ONS = (PEFTAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon)
 SAVING = {"save_every": 1, "keep_last": 9, "keep_best": 0, "save_weights_every": 2}
@@ -51,7 +58,14 @@ def rows(engine: Engine, single: bool = False) -> Any:
 
 @on_engine
 def test_adapters_on_ranks(engine: Engine, tmp_path: Path) -> None:
-    """Weights, averages, records and checkpoints of one process; resumed bitwise; the files load into one process."""
+    """Weights, averages, records and checkpoints of one process; resumed bitwise; the files load into one process.
+
+    PipelineAddon refuses adapters.
+    """
+    if PipelineAddon in engine.add_ons:
+        with pytest.raises(AddOnConflict, match=r"PipelineAddon and PEFTAddon .*train adapters with FSDPAddon"):
+            make(engine, tmp_path / "all")
+        return
     trainer, single = make(engine, tmp_path / "all"), make(None, tmp_path / f"one-{dist.get_rank()}")
     here = trainer.run(2, rows(engine), data(5, 2, False))
     there = single.run(2, rows(engine, True), data(5, 2, False))
