@@ -31,7 +31,7 @@ from zae.errors import ZaeError
 
 LIMIT = 1e-12
 GLOBAL_BATCH = 12  # Samples of all ranks in one batch: a number of ranks may become 1, 2, 3 or 4 others.
-FIXED = 80
+FIXED = 100
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -226,6 +226,8 @@ def train(case: Case, engine: str, folder: Path, resume: bool, stops: bool, alon
         options["find_unused_parameters"] = True
     if "tensor_plan" in kind.options:
         options["tensor_plan"] = {f"net.{name}": style for name, style in kind.options["tensor_plan"].items()}
+    if "split" in kind.options:
+        options["split"] = [f"net.{name}" for name in kind.options["split"]]
     add_ons = [StateManagerAddon] + [EMAAddon] * bool(case.decay) + [GradientAccumulationAddon] * (case.accumulate > 1)
     try:
         model = model_of(case)
