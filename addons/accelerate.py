@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.optim import as_dict
 from zae.composition.introspect import add_ons_of
@@ -31,7 +32,7 @@ from zae.storage.share import Group
 __all__ = ["AccelerateAddon"]
 
 
-class AccelerateAddon(ReplicatedAddon):
+class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     """Train with an ``Accelerator`` of Hugging Face Accelerate, which the steps have as ``self.accelerator``.
 
     Ranks are started by ``accelerate launch``, by torchrun, or by ``run`` for a list of devices; one process works too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
 from zae.launch.ddp import CommunicationHook
@@ -11,7 +12,7 @@ from zae.launch.ddp import CommunicationHook
 __all__ = ["MultiGPUAddon"]
 
 
-class MultiGPUAddon(ReplicatedAddon):
+class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     """Train one copy of the model on each of several devices, with averaged gradients (DistributedDataParallel).
 
     With ``device=["cuda:0", "cuda:1"]``, or ``["cpu", "cpu"]``, ``run`` starts a process for each device. When it
@@ -70,6 +71,8 @@ class MultiGPUAddon(ReplicatedAddon):
     >>> len(trainer.devices)
     2
     """
+
+    slot = "parallel.data"
 
     def __init__(
         self,

@@ -1,28 +1,32 @@
-"""What add-ons share in which each rank has the whole model: DistributedDataParallel, and gradients without it."""
+"""What engines share in which each rank has the whole model: DistributedDataParallel, and gradients without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from zae.addons.distributed import DistributedAddon
 from zae.common.optim import like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.blocks import check_tables
 from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
 
+if TYPE_CHECKING:
+    from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
+else:
+    from zae.composition.introspect import AddOnPart
+
 __all__ = ["ReplicatedAddon"]
 
 _SHOWN = 10
 
 
-class ReplicatedAddon(DistributedAddon):
-    """Train one copy of the model on each rank, with averaged gradients: the base of `MultiGPUAddon`.
+class ReplicatedAddon(AddOnPart):
+    """Average the gradients of the copies of a model, one on each rank; a base of `MultiGPUAddon`.
 
     The gradients are averaged by DistributedDataParallel while the backward computes them. Where it cannot, they are
     averaged after the backward, to the same sums: for a rank without samples, parameters outside of the model, and
@@ -36,7 +40,7 @@ class ReplicatedAddon(DistributedAddon):
         What brings the gradients of a bucket together instead of an all_reduce.
     """
 
-    slot = "parallel.data"
+    layer = "parallel"
     process_attributes = {"_inner": None, "_engine": None, "_known": [], "_outside": [], "_owners": []}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

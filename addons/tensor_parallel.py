@@ -20,7 +20,6 @@ from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, divided_dimensions
 from zae.launch.ddp import BUCKET, broadcast
-from zae.launch.draws import DrawsWatch
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]
@@ -319,7 +318,7 @@ class TensorParallelAddon(DistributedAddon):
         with (
             inner,
             torch.compiler.set_stance("force_eager"),
-            DrawsWatch(self.unwrap(), self.device, self._same_on_ranks),
+            shards.DrawsWatch(self.unwrap(), self.device, self._same_on_ranks),
         ):  # Compiled code would not be watched.
             yield
 

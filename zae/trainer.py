@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common import argument_checks, optim, optimizer_checks, random_state
-from zae.common.device import can_copy_async, leading_dimension, parse_device, to_device
+from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.optimizer_modes import NOTHING
+from zae.common.walk import leading_dimension
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of

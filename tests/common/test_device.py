@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zae.common.device import leading_dimension, parse_device, to_device
+from zae.common.device import parse_device, to_device
+from zae.common.walk import leading_dimension
 from zae.errors import ConfigError
 
 CPU = torch.device("cpu")

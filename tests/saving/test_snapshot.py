@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zae.saving import snapshot
-from zae.saving.snapshot import Snapshots
+from zae.saving import saver
+from zae.saving.saver import Snapshots
 
 
 @pytest.mark.covers("P-54")
@@ -61,7 +61,7 @@ def test_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot.np, "copyto", interrupted)
+        patch.setattr(saver.np, "copyto", interrupted)
         with pytest.raises(KeyboardInterrupt):
             snapshots.take({"a": first})
     assert torch.equal(snapshots.take({"a": second})["a"], second)

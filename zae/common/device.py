@@ -1,4 +1,4 @@
-"""Devices: parse their names, move batches to them, and count the samples of a batch."""
+"""Devices: parse their names, and move batches to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from zae.common.torch_private import accelerator, count_devices, has_bf16_of_x86
 from zae.common.walk import children_of, fields_of, is_dataclass
@@ -18,7 +17,6 @@ from zae.errors import ConfigError, did_you_mean
 __all__ = [
     "can_copy_async",
     "cpu_computes_in_bf16",
-    "leading_dimension",
     "parse_device",
     "plain_tensors",
     "to_device",
@@ -106,35 +104,6 @@ def plain_tensors(batch: Any) -> list[Tensor] | None:
             return None
         found += tensors
     return found
-
-
-def leading_dimension(batch: Any) -> int | None:
-    """Return the number of samples in a batch: dimension 0 of the first tensor or array in it.
-
-    The containers of :func:`to_device` are searched in order, depth first; tensors without dimensions are skipped. A
-    ``PackedSequence`` has as many samples as sequences.
-    """
-    kind = type(batch)
-    if (kind is tuple or kind is list) and batch:  # A fast path for (inputs, targets), in every step.
-        first = batch[0]
-        if type(first) is Tensor:
-            try:
-                shape: Sequence[int] = first.shape
-            except RuntimeError:  # A nested tensor has none.
-                shape = ()
-            if shape:
-                return shape[0]  # size(0) is twice as slow.
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else None  # A nested tensor has no shape.
-    if isinstance(batch, np.ndarray):
-        return int(batch.shape[0]) if batch.ndim else None
-    if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])  # Its first field has the steps of all sequences.
-    for child in children_of(batch):
-        size = leading_dimension(child)
-        if size is not None:
-            return size
-    return None
 
 
 def _best_device() -> torch.device:

@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "children_of",
@@ -22,6 +23,7 @@ __all__ = [
     "is_dataclass",
     "is_sharded",
     "json_safe",
+    "leading_dimension",
     "leaves_of",
     "local_part",
     "map_tensors",
@@ -52,6 +54,35 @@ def children_of(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return fields_of(value).values() if is_dataclass(value) else ()
+
+
+def leading_dimension(batch: Any) -> int | None:
+    """Return the number of samples in a batch: dimension 0 of the first tensor or array in it.
+
+    The containers of :func:`children_of` are searched in order, depth first; tensors without dimensions are skipped. A
+    ``PackedSequence`` has as many samples as sequences.
+    """
+    kind = type(batch)
+    if (kind is tuple or kind is list) and batch:  # A fast path for (inputs, targets), in every step.
+        first = batch[0]
+        if type(first) is Tensor:
+            try:
+                shape: Sequence[int] = first.shape
+            except RuntimeError:  # A nested tensor has none.
+                shape = ()
+            if shape:
+                return shape[0]  # size(0) is twice as slow.
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else None  # A nested tensor has no shape.
+    if isinstance(batch, np.ndarray):
+        return int(batch.shape[0]) if batch.ndim else None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # Its first field has the steps of all sequences.
+    for child in children_of(batch):
+        size = leading_dimension(child)
+        if size is not None:
+            return size
+    return None
 
 
 def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

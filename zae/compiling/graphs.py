@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.device import leading_dimension
 from zae.common.optim import like_parameter_layout
 from zae.common.torch_private import has_gradient_hooks
-from zae.common.walk import fields_of, is_dataclass
+from zae.common.walk import fields_of, is_dataclass, leading_dimension
 from zae.composition.introspect import slots_of
 from zae.data.loaders import length_of
 from zae.preview.explain import owners_of

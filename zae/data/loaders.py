@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from zae.common.device import leading_dimension
+from zae.common.walk import leading_dimension
 from zae.errors import ConfigError, LoaderError
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from zae.common import random_state
-from zae.common.device import leading_dimension
+from zae.common.walk import leading_dimension
 from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zae.common import random_state
-from zae.common.device import leading_dimension
 from zae.common.optimizer_modes import NOTHING
+from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
 from zae.data.sharding import shares_of

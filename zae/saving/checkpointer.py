@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
 from zae.saving.locks import FolderLock
 from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, Saver
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back, refuse_links
 from zae.storage.filesystem import remove_checkpoint
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 from zae.storage.names import checkpoint_name, original_name, step_of
@@ -409,7 +408,7 @@ class Checkpointer:
         if folder != self.folder and not self.list_saved(folder):
             return folder, self.read(folder, allow_partial, held)
         found = newest_valid(folder, partial(self.read, held=held), self.list_saved)
-        _refuse_links(folder, found[0] if found else None)
+        refuse_links(folder, found[0] if found else None)
         if found is None:
             crashed = next(iter(self.list_saved(folder, "crash")), None)
             hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
@@ -476,17 +475,6 @@ class Checkpointer:
         raise CheckpointNotFound(
             f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; give run() a "
             "valid_loader, and monitor= the name of a metric that test_step returns"
-        )
-
-
-def _refuse_links(folder: Path, found: Path | None) -> None:
-    """Refuse to start from scratch, or from an older checkpoint, if a link stands for a newer one."""
-    steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
-    newest = max(steps, key=lambda path: steps[path], default=None)
-    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
-        raise CheckpointNotFound(
-            f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
-            "folder that it points into as save_path, or remove the link"
         )
 
 

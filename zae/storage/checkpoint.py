@@ -60,6 +60,7 @@ __all__ = [
     "newest_valid",
     "put_back",
     "read_weights",
+    "refuse_links",
 ]
 
 _log = logging.getLogger("zae")
@@ -157,6 +158,17 @@ def newest_valid(
         f"{save_path}: all of {len(passed_over)} checkpoints are damaged; restore one from a copy, or move them away "
         f"to start from scratch:\n{reasons}"
     )
+
+
+def refuse_links(folder: Path, found: Path | None) -> None:
+    """Refuse to start from scratch, or from an older checkpoint, if a link stands for a newer one."""
+    steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
+    newest = max(steps, key=lambda path: steps[path], default=None)
+    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
+        raise CheckpointNotFound(
+            f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
+            "folder that it points into as save_path, or remove the link"
+        )
 
 
 def put_back(parent: str | os.PathLike[str]) -> None:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.common import random_state
-from zae.common.device import leading_dimension
-from zae.common.walk import map_tensors, tensors_in
+from zae.common.walk import leading_dimension, map_tensors, tensors_in
 from zae.errors import ConfigError, StepError
 from zae.launch.pipeline.chain import Chain, Program, check_passed, fake_loss
 from zae.launch.pipeline.rows import fill_up, first_rows, is_number, join, take_apart
