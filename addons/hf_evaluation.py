@@ -258,7 +258,7 @@ class EvaluationPart(AddOnPart):
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
                 started = time.time()
                 metrics = super().evaluate(each)
-                weight = max((weight for _, weight in self.log_test.sums().values()), default=0.0)
+                weight = max((each.weight for each in self.log_test.sums().values()), default=0.0)
                 batches = max((len(self.log_test[key]) for key in self.log_test), default=0)
                 found |= prefixed(metrics, prefix) | self._speed(prefix, started, int(weight), batches)
             return found

@@ -15,10 +15,11 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
-EVERYBODY = frozenset({"errors", "schedulers"})
+EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
 _BELOW = frozenset({"common", "composition", "data", "display", "loop", "storage"})
 RULES: dict[str, frozenset[str] | None] = {
     "errors": frozenset(),
+    "metrics": frozenset(),
     "schedulers": frozenset(),
     "common": frozenset(),
     "display": frozenset(),

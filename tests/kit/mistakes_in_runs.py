@@ -12,6 +12,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
+from zae.metrics import Sum
 
 # ---------------------------------------------------------------------------------------------- arguments of run
 
@@ -369,6 +370,14 @@ def metric_of_an_unknown_entry():
 def metric_that_is_no_mapping():
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": lambda self: 0.5})
     trainer_of(cls).run(1, loader())
+
+
+@mistake
+def sum_of_several_numbers():
+    def train_step(self, batch):
+        return {"loss": cross_entropy(self.model(batch[0]), batch[1]), "correct": Sum(batch[1])}
+
+    with_step(train_step).run(1, loader())
 
 
 @mistake

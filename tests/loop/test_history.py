@@ -21,7 +21,8 @@ from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon
-from zae.loop.epoch_log import EpochLog, merge_sums, plain, to_host
+from zae.common.reductions import Partial, merge_sums
+from zae.loop.epoch_log import EpochLog, plain, to_host
 from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
 
 
@@ -120,7 +121,8 @@ def test_a_record_after_a_nan_is_finite_again() -> None:
 
 
 def test_merge_sums_of_ranks() -> None:
-    assert merge_sums([{"a": (1.0, 1.0)}, {"a": (3.0, 2.0), "b": (1.0, 1.0)}]) == {"a": (4.0, 3.0), "b": (1.0, 1.0)}
+    one, two = Partial(1.0, 1.0, 1), Partial(3.0, 2.0, 2)
+    assert merge_sums([{"a": one}, {"a": two, "b": one}]) == {"a": Partial(4.0, 3.0, 3), "b": one}
 
 
 # --- what steps return

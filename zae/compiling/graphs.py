@@ -62,6 +62,8 @@ def detach(value: Any) -> Any:
         return value.detach()
     if isinstance(value, Mapping):
         return {key: detach(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(detach, value))
     return type(value)(map(detach, value)) if type(value) in (list, tuple) else value
 
 

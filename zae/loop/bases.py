@@ -60,6 +60,9 @@ class Attributes:
     train_history: list[Metrics] = _of("history", "train", "A row for each epoch of training.")
     valid_history: list[Metrics] = _of("history", "valid", "A row for each validation.")
     log_history: list[dict[str, Any]] = _of("history", "log", "A row for each call of ``log``.")
+    valid_name: str | None = _of(
+        "current_run", "valid_name", "The name of the loader that is evaluated, where several were given by name."
+    )
 
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:

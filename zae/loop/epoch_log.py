@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zae.common.reductions import KIND_OF, Partial, is_typed, means_of
 from zae.errors import MonitorError, StepError, did_you_mean, printable
 
-__all__ = ["EpochLog", "in_turn", "means_of", "merge_logs", "merge_sums", "plain", "to_host"]
+__all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]
 
 _log = logging.getLogger("zae")
 _CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
@@ -51,14 +52,13 @@ class _Late:
 
 
 class _Series:
-    """The values of one scalar in one epoch, and their weighted sum in float64, whenever they are read."""
+    """The values of one scalar in one epoch, and what they come to in float64, whenever they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "mean") -> None:
         self.values = array("d")
         self.weights = array("d")
-        self.total = 0.0
-        self.weight = 0.0
-        self.summed = 0  # How many of the values are in the sums.
+        self.kind, self.is_mean = kind, kind == "mean"
+        self.sums = Partial.empty(kind)
         self.waits = False  # Whether any value waits on its device.
         self.late, self.late_weights = _Late(), _Late()
         self.owed: list[int] = []  # Which weights wait as well.
@@ -86,17 +86,15 @@ class _Series:
             for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
                 self.weights[index] = weight
             self.waits, self.owed = False, []
-        total, sum_of_weights = self.total, self.weight  # Not by `sum`, which rounds otherwise from Python 3.12 on.
-        for value, weight in zip(self.values[self.summed :], self.weights[self.summed :], strict=True):
-            total += value * weight
-            sum_of_weights += weight
-        self.total, self.weight, self.summed = total, sum_of_weights, len(self.values)
+        new = self.sums.seen  # Of the first value that is not in the sums.
+        self.sums = self.sums.extend(self.values[new:], self.weights[new:])
 
 
 class EpochLog(Mapping[str, list[Any]]):
     """What the steps of one epoch returned: each entry is the list of its values, one for each batch.
 
-    Scalars are kept as floats, and their mean is by sample: ``trainer.log_train["loss"]``. Anything else, an output of
+    Scalars are kept as floats, and their mean is by sample: ``trainer.log_train["loss"]``. The typed ones of
+    `zae.metrics` are combined as their type says. Anything else, an output of
     the model for instance, is kept where something is to read it, tensors detached and on the host, until the epoch or
     the evaluation ends: in ``log_test`` for an override of ``metric_on_epoch_end``, in ``log_train`` with
     ``keep_train_outputs=True``.
@@ -124,7 +122,7 @@ class EpochLog(Mapping[str, list[Any]]):
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
         # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
         self._seen: dict[str, int] = {}
-        self._carried: dict[str, tuple[float, float]] = {}
+        self._carried: dict[str, Partial] = {}
 
     def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
         """Record what one step returned; its numbers are means over ``weight`` samples (or targets)."""
@@ -133,7 +131,12 @@ class EpochLog(Mapping[str, list[Any]]):
             value = step_dict[key]
             series, kind = self._series.get(key), type(value)
             # A number on the host of an entry that is there already comes with every step: no detours.
-            if series and not series.waits and (kind is float or (kind is Tensor and value.is_cpu and not value.ndim)):
+            if (
+                series
+                and not series.waits
+                and series.is_mean
+                and (kind is float or (kind is Tensor and value.is_cpu and not value.ndim))
+            ):
                 series.values.append(value if kind is float else value.item())
                 series.weights.append(weight)
             elif key != "num_targets":
@@ -141,22 +144,46 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _record_other(self, key: str, value: Any, weight: Any) -> None:
         """Record a value that is not a number on the host of an entry that exists already."""
-        if isinstance(value, Tensor) and (key in self._kept or key in self._dropped) and self._holds_tensors(key):
+        if is_typed(value):
+            self._record_typed(key, value, weight)
+        elif isinstance(value, Tensor) and (key in self._kept or key in self._dropped) and self._holds_tensors(key):
             self._keep(key, value)  # Squeezed, a batch of one sample has no dimension any more.
         elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
-            series = self._series.setdefault(key, _Series())
-            if value.is_cpu:
-                series.add(value.item(), weight)
-            else:
-                series.wait(value, weight)
+            self._add(key, value, weight)
         elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
-            self._series.setdefault(key, _Series()).add(float(value), weight)
+            self._add(key, float(value), weight)
         elif isinstance(value, Mapping):
             self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)
         elif key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             self.record({key: value.reshape(())}, weight)  # Of shape [1]: backward takes it, and so do we.
         else:
             self._keep(key, value)
+
+    def _add(self, key: str, value: float | Tensor, weight: Any, kind: str = "mean") -> None:
+        """Add a number to its series; refuse one that is to be combined in another way than those before it."""
+        series = self._series.setdefault(key, _Series(kind))
+        if series.kind != kind:
+            raise StepError(
+                f"the step returned {key!r} to be combined by {kind}, and before by {series.kind}; return it as the "
+                f"same type for each batch (zae.metrics)"
+            )
+        if not isinstance(value, Tensor):
+            series.add(value, weight)
+        elif value.is_cpu:
+            series.add(value.item(), weight)
+        else:
+            series.wait(value, weight)
+
+    def _record_typed(self, key: str, metric: Any, weight: Any) -> None:
+        """Record a typed metric; a mean may have its own weight."""
+        own = getattr(metric, "weight", None)
+        value, weight = (_one_number(key, metric, each) for each in (metric.value, weight if own is None else own))
+        if own is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+            raise StepError(
+                f"the step returned {key!r} as a Mean of weight {weight!r}; give the number of items that it is the "
+                "mean of, for instance Mean(value, weight=mask.sum())"
+            )
+        self._add(key, value, weight, KIND_OF[type(metric)])
 
     def _holds_tensors(self, key: str) -> bool:
         """Return whether the last value of an entry that is not a number is, or was, a tensor."""
@@ -235,38 +262,42 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def begin_epoch(self) -> None:
         """Remove the entries of the last epoch, except the sums of what no record has seen yet."""
-        carried = {key: sums for key, sums in self._since().items() if sums[1]}
+        carried = {key: since for key, since in self._since().items() if since.has_value}
         self.clear()
         self._carried = carried
 
-    def take_sums(self) -> dict[str, tuple[float, float]]:
+    def take_sums(self) -> dict[str, Partial]:
         """Return the sums since the last call, and reset them."""
-        sums = {key: since for key, since in self._since().items() if since[1]}
+        sums = {key: since for key, since in self._since().items() if since.has_value}
         self._seen = {key: len(series.values) for key, series in self._series.items()}
         self._carried = {}
         return sums
 
-    def _since(self) -> dict[str, tuple[float, float]]:
+    def _since(self) -> dict[str, Partial]:
         """Return the sums of what ``take_sums`` has not returned yet."""
         sums = dict(self._carried)
         for key, series in self._series.items():
             series.read()
-            total, weight = sums.get(key, (0.0, 0.0))
-            for index in range(self._seen.get(key, 0), len(series.values)):
-                total += series.values[index] * series.weights[index]
-                weight += series.weights[index]
-            sums[key] = (total, weight)
+            before, new = sums.get(key), self._seen.get(key, 0)
+            if before is None or before.kind != series.kind:
+                before = Partial.empty(series.kind)
+            sums[key] = before.extend(series.values[new:], series.weights[new:])
         return sums
 
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """Return, for each scalar, its weighted sum and the sum of the weights."""
+    def sums(self) -> dict[str, Partial]:
+        """Return what the values of each scalar come to so far."""
         for series in self._series.values():
             series.read()
-        return {key: (series.total, series.weight) for key, series in self._series.items()}
+        return {key: series.sums for key, series in self._series.items()}
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each scalar, weighted by samples."""
+        """Return each scalar of the epoch: its mean by sample, or what its type says."""
         return means_of(self.sums())
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """How each scalar that is not averaged is combined: "sum", "max", "min" or "last"."""
+        return {key: series.kind for key, series in self._series.items() if not series.is_mean}
 
     def over_ranks(self, gather: Callable[[Any], list[Any]], world_size: int) -> EpochLog:
         """Return the log as one process would have it; on one rank it is this log itself."""
@@ -278,23 +309,26 @@ class EpochLog(Mapping[str, list[Any]]):
     def state_dict(self, is_open: bool = True) -> dict[str, Any]:
         """Return what was recorded; of a closed epoch, only what no record has seen yet."""
         if not is_open:
-            carried = {key: since for key, since in self._since().items() if since[1]}
+            carried = {key: since.as_saved() for key, since in self._since().items() if since.has_value}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
         self.sums()
         series = {key: [_float64(one.values), _float64(one.weights)] for key, one in self._series.items()}
+        carried = {key: each.as_saved() for key, each in self._carried.items()}
         kept = {key: list(values) for key, values in self._kept.items() if all(map(_can_be_saved, values))}
         if len(kept) < len(self._kept):
             lost = ", ".join(key for key in self._kept if key not in kept)
             said = "what %s holds as %s cannot be saved; a resume in this epoch is without it"
             _log.warning(said, self._name, printable(lost))
-        dropped = {"dropped": dict(self._dropped)} if self._dropped else {}
-        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": dict(self._carried), **dropped}
+        more: dict[str, Any] = {"dropped": dict(self._dropped)} if self._dropped else {}
+        more |= {"kinds": self.kinds} if self.kinds else {}
+        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": carried, **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self.clear()
+        kinds = state.get("kinds", {})
         for key, (values, weights) in state["series"].items():
-            series = self._series[key] = _Series()
+            series = self._series[key] = _Series(kinds.get(key, "mean"))
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 series.add(value, weight)
         self._dropped.update({key: bool(is_tensor) for key, is_tensor in state.get("dropped", {}).items()})
@@ -302,11 +336,28 @@ class EpochLog(Mapping[str, list[Any]]):
         if not self.keeps:
             self.free()
         self._seen.update({key: int(count) for key, count in state["seen"].items()})
-        self._carried.update({key: (float(total), float(weight)) for key, (total, weight) in state["carried"].items()})
+        self._carried.update({key: _as_partial(*saved) for key, saved in state["carried"].items()})
 
 
 def _float64(values: array[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _as_partial(total: Any, weight: Any, seen: Any = 0, kind: Any = "mean") -> Partial:
+    """Return the sums of a state, or raise KeyError, TypeError or ValueError where they cannot be such."""
+    return Partial.empty(kind)._replace(total=float(total), weight=float(weight), seen=int(seen))
+
+
+def _one_number(key: str, metric: Any, value: Any) -> Any:
+    """Return a value of a typed metric as a float, or as a tensor without dimensions; refuse another one."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.reshape(())
+    if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+        return float(value)
+    found = f"of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else f"{value!r:.40}"
+    name = type(metric).__name__
+    raise StepError(f"the step returned {key!r} as {name} of a {type(value).__name__} {found}; give it one number, for "
+                    f"instance {name}(x.sum())")  # fmt: skip
 
 
 def _can_be_saved(value: Any) -> bool:
@@ -374,7 +425,8 @@ def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
             f"self.log({metrics!r:.40}, ...) takes a dict of metrics and a step; to record a number of a batch, return "
             f"it from the step: return {{'loss': loss, {str(metrics)[:40]!r}: value}}"
         )
-    return {key: value.item() if _is_number(value) else to_host(value) for key, value in metrics.items()}
+    values = {key: value.value if is_typed(value) else value for key, value in metrics.items()}
+    return {key: value.item() if _is_number(value) else to_host(value) for key, value in values.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -387,10 +439,11 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
         return parts[0]
     merged = parts[0].empty_copy()
     for key in dict.fromkeys(key for part in parts for key in part._series):
-        found = [part._series.get(key, _Series()) for part in parts]
-        series = merged._series[key] = _Series()
-        for value, weight in in_turn([list(zip(each.values, each.weights)) for each in found]):
-            series.add(value, weight)
+        found = [part._series.get(key) for part in parts]
+        kind = next(each.kind for each in found if each is not None)
+        pairs = [[] if each is None else list(zip(each.values, each.weights)) for each in found]
+        for value, weight in in_turn(pairs):
+            merged._add(key, value, weight, kind)
     for key in dict.fromkeys(key for part in parts for key in part._kept):
         merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
     for part in parts:
@@ -404,20 +457,3 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
         return parts[0]
     longest = max(map(len, parts), default=0)
     return [part[index] for index in range(longest) for part in parts if index < len(part)]
-
-
-def means_of(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of each weighted sum; NaN where the weights are 0."""
-    return {key: total / weight if weight else math.nan for key, (total, weight) in sums.items()}
-
-
-def merge_sums(parts: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Add the weighted sums of all ranks up, in the order of the ranks."""
-    if len(parts) == 1:
-        return parts[0]
-    merged: dict[str, tuple[float, float]] = {}
-    for part in parts:
-        for key, (total, weight) in part.items():
-            before = merged.get(key, (0.0, 0.0))
-            merged[key] = (before[0] + total, before[1] + weight)
-    return merged

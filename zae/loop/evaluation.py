@@ -12,6 +12,7 @@ from torch import nn
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
+from zae.common.reductions import combine_loaders
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
@@ -91,7 +92,7 @@ class Evaluation:
         self.trainer, self.signals = trainer, signals
 
     def metrics(self, loader: Any) -> dict[str, float]:
-        """Return the metrics of one loader, or of each of several and their mean."""
+        """Return the metrics of one loader, or of each of several and of all together."""
         if not isinstance(loader, Mapping):
             check_loader(loader)
             return dict(self.epoch(loader))
@@ -99,15 +100,19 @@ class Evaluation:
             raise LoaderError("loader is an empty dict; give loaders by name")
         for name, each in loader.items():
             check_loader(each, f"loader[{name!r}]")
-        rows = {name: self.epoch(each, (place, len(loader))) for place, (name, each) in enumerate(loader.items())}
+        rows, kinds = dict[str, Metrics](), dict[str, str]()
+        for place, (name, each) in enumerate(loader.items()):
+            rows[name] = self.epoch(each, (place, len(loader)), str(name))
+            kinds |= self.trainer.log_test.kinds
         metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
         common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
-        return {**{key: sum(row[key] for row in rows.values()) / len(rows) for key in common}, **metrics}
+        of_all = {key: combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()]) for key in common}
+        return {**of_all, **metrics}
 
-    def epoch(self, loader: Any, place: tuple[int, int] = (0, 1)) -> Metrics:
+    def epoch(self, loader: Any, place: tuple[int, int] = (0, 1), name: str | None = None) -> Metrics:
         """Return the metrics of a loader, which of how many it is; raise `EvaluationAborted` after a signal."""
         trainer = self.trainer
-        with self._fresh_log(), self._testing(loader, place=place):
+        with self._fresh_log(), self._testing(loader, place=place, name=name):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
@@ -198,16 +203,18 @@ class Evaluation:
         return count
 
     @contextmanager
-    def _testing(self, loader: Any, step: str = "test_step", place: tuple[int, int] = (0, 1)) -> Iterator[None]:
+    def _testing(
+        self, loader: Any, step: str = "test_step", place: tuple[int, int] = (0, 1), name: str | None = None
+    ) -> Iterator[None]:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         training = _modules_in_training(root)
-        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place
+        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
             trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
-            run.test_step, run.loader_place = step, place
+            run.test_step, run.loader_place, run.valid_name = step, place, name
             run.binding.update()
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
@@ -216,7 +223,7 @@ class Evaluation:
         finally:
             for module in training:
                 module.training = True
-            trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place = before
+            trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before
             run.binding.update()
 
     @contextmanager

@@ -15,13 +15,13 @@ from torch import nn
 
 from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
+from zae.common.reductions import means_of, merge_sums
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
-from zae.loop.epoch_log import means_of, merge_sums
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.schedulers.lengths import is_plateau
@@ -60,6 +60,8 @@ class Run:
         The step that an evaluation makes of each batch.
     loader_place : tuple of int
         Which loader an evaluation reads, of how many.
+    valid_name : str or None
+        The name of that loader, where they were given by name.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     batch, current_loader : object
@@ -91,6 +93,7 @@ class Run:
         self.current_loader: Any = None
         self.is_loading = self.is_evaluating = False
         self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)
+        self.valid_name: str | None = None
 
     @property
     def trainer(self) -> Any:

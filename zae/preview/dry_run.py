@@ -55,13 +55,13 @@ class Tried(NamedTuple):
     fault: Exception | None = None  # What ``metric_on_epoch_end`` raised of it.
 
 
-def try_step(trainer: Any, loader: Any, split: str) -> Tried:
+def try_step(trainer: Any, loader: Any, split: str, name: str | None = None) -> Tried:
     """Try a step with one batch and a copy of the trainer, and return what would be recorded.
 
     `NotTried` is raised where a batch cannot be taken and put back, or something cannot be copied.
     """
     if isinstance(loader, Mapping):
-        each_tried = {name: try_step(trainer, each, split) for name, each in loader.items()}
+        each_tried = {name: try_step(trainer, each, split, str(name)) for name, each in loader.items()}
         lists = {name: tried.names for name, tried in each_tried.items()}
         common = [key for key in next(iter(lists.values()), []) if all(key in names for names in lists.values())]
         faults = [tried.fault for tried in each_tried.values() if tried.fault is not None]
@@ -69,7 +69,7 @@ def try_step(trainer: Any, loader: Any, split: str) -> Tried:
     batch, is_train = first_batch(loader), split == "train"
     with random_state.isolated():
         twin = copy_trainer(trainer, leave_out(type(trainer), ("state", "observe")), is_whole=False)
-        twin.mode = "train" if is_train else "test"
+        twin.mode, twin.valid_name = "train" if is_train else "test", name
         twin.model.train(is_train)
         with torch.set_grad_enabled(is_train):
             return _make_step(twin, to_device(batch, twin.device))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zae.common.argument_checks import describe_value
+from zae.common.reductions import is_typed
 from zae.errors import ConfigError, StepError
 from zae.storage.filesystem import make_directory, not_saved, replace_file
 from zae.storage.tensor_bytes import byte_count, byte_view, dense
@@ -152,7 +153,7 @@ def _rows_of(size: int | None, values: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in values.items():
         is_array = isinstance(value, np.ndarray) and value.dtype != object
         each = torch.from_numpy(value) if is_array else value
-        if isinstance(each, (int, float, np.number)) or (isinstance(each, Tensor) and not each.dim()):
+        if is_typed(each) or isinstance(each, (int, float, np.number)) or (isinstance(each, Tensor) and not each.dim()):
             continue
         if not isinstance(each, Tensor) or len(each) != (len(each) if size is None else size):
             of = "" if size is None else f" for a batch of {size} samples"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common.reductions import combine_parts, is_typed
 from zae.errors import ConfigError, StepError
 
 __all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart"]
@@ -126,7 +127,8 @@ def first_rows(values: Any, size: int, rows: int) -> Any:
 def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str, place: str = "") -> Any:
     """Return what a step would have returned for the whole batch.
 
-    Numbers are means by these weights, ``num_targets`` a sum, and what has one row for each sample is concatenated.
+    Numbers are means by these weights, and typed metrics what their type says; ``num_targets`` is a sum, and what has
+    one row for each sample is concatenated.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -138,6 +140,8 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
             else join([each[key] for each in parts], rows, weights, where, f"{place}[{key!r}]")
             for key in first
         }
+    if is_typed(first) and all(type(each) is type(first) for each in parts):
+        return combine_parts(parts, weights)
     if all(map(is_number, parts)):
         total = sum(weights)
         mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(first)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.common import random_state
+from zae.common.reductions import is_typed
 from zae.common.walk import leading_dimension, map_tensors, tensors_in
 from zae.errors import ConfigError, StepError
 from zae.launch.pipeline.chain import Chain, Program, check_passed, fake_loss
@@ -73,7 +74,9 @@ class Found:
             return None
         values, rows, weights = zip(*self._parts)
         if not keeps:
-            values = tuple({key: value for key, value in each.items() if is_number(value)} for each in values)
+            values = tuple(
+                {k: value for k, value in each.items() if is_number(value) or is_typed(value)} for each in values
+            )
         joined = join(values, rows, weights, self._where)
         return map_tensors(lambda each: each.cpu(), joined), sum(weights)
 
