@@ -25,6 +25,7 @@ from zae.storage.share import Group, save_weights
 
 __all__ = ["EMAAddon"]
 
+_DECAY = 0.999
 _AVERAGES = ("exponential", "uniform")
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -78,7 +79,7 @@ class EMAAddon(AddOnBase):
     def __init__(
         self,
         *args: Any,
-        decay: float = 0.999,
+        decay: float = _DECAY,
         averaging: str = "exponential",
         average_start: int = 0,
         **kwargs: Any,
@@ -90,6 +91,10 @@ class EMAAddon(AddOnBase):
         self.averaged = 0  # The epochs in a uniform average.
         if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
+        if averaging == "uniform" and decay != _DECAY:
+            raise ConfigError(
+                f"decay={decay!r} is for averaging='exponential', and a uniform average does not use it; leave it out"
+            )
         self.decay = float(decay)
         self.average: dict[str, Tensor] = {}
         self._averaged: list[tuple[Tensor, Tensor]] = []

@@ -120,6 +120,10 @@ def test_an_exponential_average_may_begin_later() -> None:
 
 
 def test_options_out_of_range_are_refused() -> None:
-    for options, text in (({"averaging": "mean"}, "write averaging='exponential'"), ({"average_start": -1}, "average")):
+    for options, text in (
+        ({"averaging": "mean"}, "write averaging='exponential'"),
+        ({"average_start": -1}, "average"),
+        ({"averaging": "uniform", "decay": 0.9}, "decay=0.9 is for averaging='exponential'.*leave it out"),
+    ):
         with pytest.raises(ConfigError, match=text):
             Task.add_on(EMAAddon)(network(), "cpu", optimizer=torch.optim.AdamW, **options)

@@ -45,6 +45,19 @@ def test_optimizers_that_cannot_train_the_model() -> None:
         Task(model, "cpu", optimizer=optimizer, scheduler="cosine")
 
 
+def test_two_optimizers_of_one_parameter_are_refused() -> None:
+    """By the name of the parameter: instances at construction, factories before the first step."""
+    model = network()
+    name = next(iter(dict(model.named_parameters())))
+    with pytest.raises(ConfigError, match=rf"optimizers '0' and '1' share the parameter {name}, which both"):
+        Task(model, "cpu", optimizer=[SGD(model.parameters(), lr=0.1), Adam([model.get_parameter(name)])])
+    before = digest(model)
+    both = {"a": lambda parameters: SGD(parameters, lr=0.1), "b": lambda parameters: Adam(parameters)}
+    with pytest.raises(ConfigError, match=rf"optimizers 'a' and 'b' share the parameter {name}, which both"):
+        Task(model, "cpu", optimizer=both).run(1, loader())
+    assert digest(model) == before
+
+
 def test_factories_that_return_something_else() -> None:
     model = network()
     with pytest.raises(ConfigError, match="the function given as optimizer returned a dict"):

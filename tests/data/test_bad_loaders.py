@@ -183,7 +183,7 @@ def test_batches_of_every_kind(kind):
         ("data/train", "loader is a str, not batches"),
         (None, "loader is not iterable"),
         ({"a": [1]}, r"loader is a dict \(a\), but only valid_loader may be a dict; give one loader"),
-        ([loader(), loader()], r"loader is a list of loaders; give a dict: valid_loader=\{name: loader\}"),
+        ([loader(), loader()], r"loader is a list of loaders; give one loader: DataLoader\(torch\.utils\.data\.Conc"),
     ],
     ids=["dataset", "model", "tensor", "path", "None", "dict", "list of loaders"],
 )
@@ -197,3 +197,11 @@ def test_what_is_no_loader(wrong, match):
             trainer.run(1, loader(), {"a": wrong})
     with pytest.raises(LoaderError, match=match), unchanged(trainer):
         trainer.inference(wrong)
+
+
+@pytest.mark.parametrize(("call", "name"), [("run", "valid_loader"), ("evaluate", "loader")])
+def test_a_list_of_loaders_to_evaluate_is_a_dict(call, name):
+    trainer = make()
+    arguments = (1, loader()) if call == "run" else ()
+    with pytest.raises(LoaderError, match=rf"^{name} is a list of loaders; give a dict: {name}={{name: loader}}$"):
+        getattr(trainer, call)(*arguments, [loader(), loader()])

@@ -26,7 +26,7 @@ from zae.schedulers.lengths import (
     steps_taken,
 )
 
-__all__ = ["REMEDY", "ScriptSettings", "Span", "check_optimizers", "check_schedules"]
+__all__ = ["REMEDY", "ScriptSettings", "Span", "check_disjoint", "check_optimizers", "check_schedules"]
 
 _ARGUMENT = {"optimizer": "parameters", "scheduler": "optimizer"}  # What a factory of each is called with.
 _PUBLIC = {"optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
@@ -49,6 +49,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     for name, each in as_dict(optimizer).items():
         if isinstance(each, Optimizer):
             _check_parameters(label("optimizer", optimizer, name), each, model)
+    check_disjoint({name: each for name, each in as_dict(optimizer).items() if isinstance(each, Optimizer)}, model)
     for name, each in as_dict(scheduler).items():
         if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
             optimizer_for(as_dict(optimizer), name)
@@ -57,6 +58,21 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
                 f"{label('scheduler', scheduler, name)} ({type(each).__name__}) was made for another optimizer than "
                 f"the one given; make it from the same object: {type(each).__name__}(optimizer, ...)"
             )
+
+
+def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Refuse two optimizers that hold the same parameter: each of them would update it in every step."""
+    owners: dict[int, str] = {}
+    for owner, optimizer in optimizers.items():
+        for parameter in parameters_of(optimizer):
+            other = owners.setdefault(id(parameter), owner)
+            if other != owner:
+                names = [name for name, each in model.named_parameters() if each is parameter]
+                raise ConfigError(
+                    f"optimizers {other!r} and {owner!r} share the parameter {names[0] if names else 'of a module'}, "
+                    "which both would update in each step; give each parameter to one of them, for instance "
+                    "torch.optim.AdamW(model.first.parameters()) and torch.optim.SGD(model.second.parameters())"
+                )
 
 
 def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> None:

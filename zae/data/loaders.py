@@ -68,8 +68,8 @@ def describe(loader: Any) -> str:
     return ", ".join(parts)
 
 
-def check_loader(loader: Any, name: str = "loader") -> None:
-    """Refuse an object that is not a loader, or has no batches."""
+def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) -> None:
+    """Refuse an object that is not a loader, or has no batches; a dict of them may be an alternative to it."""
     is_dataset = isinstance(loader, torch.utils.data.Dataset)
     if is_dataset or not isinstance(loader, Iterable):
         example = f": torch.utils.data.DataLoader({name}, batch_size=32)" if is_dataset else " or a list of batches"
@@ -82,7 +82,9 @@ def check_loader(loader: Any, name: str = "loader") -> None:
             f"{name} is a dict ({', '.join(map(str, loader))}), but only valid_loader may be a dict; give one loader"
         )
     if isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], DataLoader):
-        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; give a dict: valid_loader={{name: loader}}")
+        several = "give one loader: DataLoader(torch.utils.data.ConcatDataset(datasets), batch_size=32)"
+        remedy = f"give a dict: {name}={{name: loader}}" if takes_dict else several
+        raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; {remedy}")
     if length_of(loader) == 0:
         remedy = "use more data, or drop_last=False" if getattr(loader, "drop_last", False) else "give it data"
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); {remedy}")

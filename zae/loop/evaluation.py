@@ -94,7 +94,7 @@ class Evaluation:
     def metrics(self, loader: Any) -> dict[str, float]:
         """Return the metrics of one loader, or of each of several and of all together."""
         if not isinstance(loader, Mapping):
-            check_loader(loader)
+            check_loader(loader, takes_dict=True)
             return dict(self.epoch(loader))
         if not loader:
             raise LoaderError("loader is an empty dict; give loaders by name")

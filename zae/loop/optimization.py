@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
 from zae.common.model_weights import fit_name, named_parameters
-from zae.common.optimizer_checks import REMEDY, ScriptSettings, Span, check_schedules
+from zae.common.optimizer_checks import REMEDY, ScriptSettings, Span, check_disjoint, check_schedules
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
@@ -121,6 +121,7 @@ class Optimization:
 
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
+        check_disjoint(self.optimizers, model)
         self.clipped_parameters, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
 
     def release(self) -> None:

@@ -342,7 +342,7 @@ class RunLimits:
             raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
         for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
             if each is not None:
-                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader")
+                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader", takes_dict=not name)
         self.batches.check(loader, valid_loader)
 
     def total_steps(self, in_epoch: int | None) -> int | None:
