@@ -27,7 +27,7 @@ import torch
 from torch._dynamo import guards
 from xdist.scheduler import LoadFileScheduling
 
-from kit import faults, huge_pages
+from kit import faults, huge_pages, sample
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 50)  # A tenth of the time went into collections that found next to nothing.
@@ -92,8 +92,13 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["TRACKIO_DIR"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest looks at the markers.
 def pytest_collection_modifyitems(items):
-    """Begin with the folders of one worker and the longest files: no worker is left with one of them at the end."""
+    """Mark what samples leave out, and begin with the folders of one worker and the longest files.
+
+    No worker is left with one of them at the end.
+    """
+    sample.mark_the_rest(items)
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(
         key=lambda item: (

@@ -270,6 +270,7 @@ def weights_of(trainer: Any) -> Any:
     return torch.cat([each.detach().flatten() for each in trainer.unwrap().parameters()])
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(("add_on", "ranks", "batch_size"), [
     (MultiGPUAddon, 1, 4), (MultiGPUAddon, 1, 12), (MultiGPUAddon, 2, 3), (MultiGPUAddon, 3, 4), (FSDPAddon, 2, 6),
 ])  # fmt: skip

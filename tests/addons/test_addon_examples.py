@@ -80,6 +80,7 @@ def classes() -> list[Any]:
     return [value for value in vars(examples).values() if isinstance(value, type) and value is not AddOnBase]
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("add_on", classes(), ids=lambda add_on: add_on.__name__)
 def test_an_example_passes_the_kit(add_on: Any) -> None:
     check_addon(add_on, **OPTIONS[add_on.__name__])

@@ -71,6 +71,7 @@ def ask(add_on, folder):
     return found
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.covers("159")
 @pytest.mark.parametrize("add_on", [MultiGPUAddon, FSDPAddon])
 def test_a_flag_of_one_rank_counts_on_all(add_on, tmp_path):

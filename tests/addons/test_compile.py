@@ -67,6 +67,7 @@ def furthest(a: Any, b: Any) -> float:
     return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["model", "graph"])
 def test_the_weights_are_those_of_eager(mode: str, optimizer: str) -> None:

@@ -107,6 +107,7 @@ def types(task: Any) -> Any:
     }
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_and_state_are_those_of_eager(optimizer: str) -> None:
     """float64, with a clip that bites, evaluation in between, and a short batch in each epoch."""
@@ -140,6 +141,7 @@ class Scale(nn.Module):
         return inputs * self.scale
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_a_parameter_without_dimensions_keeps_its_state(optimizer: str, dtype: torch.dtype) -> None:
@@ -171,6 +173,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_schedule_is_followed_and_nothing_compiled_anew(scheduler: str, optimizer: str) -> None:
@@ -210,6 +213,7 @@ def poisoned() -> list[Any]:
     return loader
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
@@ -458,6 +462,7 @@ class WithSpare(nn.Sequential):
         return inputs
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_layers_may_be_frozen_and_thawed_and_some_unused(optimizer: str) -> None:
     """What has no gradient has no state either, and keeps the count of its own steps."""
@@ -488,6 +493,7 @@ class Branched(Task):
         self.model.uses = self.progress_checker.epoch != self.unused
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(("unused", "kept"), [(1, "fused"), (0, "eager")])
 def test_a_layer_may_take_part_in_some_steps_only(unused: int, kept: str) -> None:
     """A step without a gradient is none of its own; one that begins after the graph is not a graph's."""

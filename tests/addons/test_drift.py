@@ -79,6 +79,7 @@ HOLDERS = {"tensor": (NAME, (0, 1), ""), "hsdp": (f"{NAME} (part shard 1)", (1, 
            "2-D": (f"{NAME} (part shard 1)", (2, 3), "shard 1")}  # fmt: skip
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("name", ["tensor", "hsdp", pytest.param("2-D", marks=pytest.mark.exhaustive)])
 def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(name):
     """P-36: between tensor ranks the whole tensors are compared, with HSDP and 2-D the parts that both hold."""

@@ -73,6 +73,7 @@ def copied(folder: Path, step: int) -> Path:
 # ------------------------------------------------------------------------------------------------ kinds of adapters
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("options", "trained"),
     [

@@ -199,6 +199,7 @@ def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.sample(count=4)
 @pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
 @pytest.mark.parametrize("stop", [3, 6, 8])

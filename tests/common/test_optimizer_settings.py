@@ -77,6 +77,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return texts
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("name", [*SCHEDULERS, *OPTIMIZERS])
 def test_an_unchanged_script_is_warned_of_nothing(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P-12: a schedule moves rates and momenta, and training may move the rest: the script has set none of that."""

@@ -170,6 +170,7 @@ def walked(loader: DataLoader[Any], fast: bool, epochs: int = 2) -> list[Any]:
     return seen
 
 
+@pytest.mark.sample(covering=2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_every_batch_and_random_state_is_that_of_the_plain_loader(dataset: str, sampler: str) -> None:
@@ -522,6 +523,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.covers("P-13")
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_and_resuming_are_bitwise_those_of_the_plain_loader(name: str) -> None:

@@ -105,6 +105,7 @@ def test_it_is_the_loop_over_the_first_batches(kind: str, accumulate: int, count
     assert trainer.progress_checker.batch == 2 * min(count, size)
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("limits", [{"limit_batches": 3}, {"overfit_batches": 3}])
 @pytest.mark.parametrize("at", [3, 4])

@@ -102,6 +102,7 @@ def through_disk(state: Any) -> Any:
     return decode(json.loads(json.dumps(structure)), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("P-12")
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "workers" not in name])
 @pytest.mark.parametrize("tensors", [False, True], ids=["samples", "tensors"])
@@ -142,6 +143,7 @@ def step_samples(asked: list[int], batch: int, batches: int) -> int:
     return (batch // (batches // 2)) * each + (batch % (batches // 2)) * 4
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("P-12")
 @pytest.mark.parametrize("name", ["shuffled", "generator", "replacement", "two workers"])
 @pytest.mark.parametrize("stop", [1, 3, 6, 8])

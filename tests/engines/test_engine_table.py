@@ -126,6 +126,7 @@ def on_rank(name: str, feature: str, folder: Path) -> None:
         check.get(feature, trains)(row, row.cells[feature], folder)
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize(("name", "feature"), [marked(cell) for cell in CELLS])
 def test_a_cell(name: str, feature: str, tmp_path: Path, crews: Any) -> None:
     row = TABLE[name]

@@ -83,6 +83,7 @@ def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
     assert train_beside_one_process(engine, 20) == [20, 2]
 
 
+@pytest.mark.sample(count=3)
 @functools.partial(on_engine, names=LARGE, default=LARGE)
 def test_the_first_weights_are_those_of_one_process(engine: Engine) -> None:
     """The same with fewer steps on four ranks, for the default run."""
@@ -123,6 +124,7 @@ def test_ranks_without_samples(engine: Engine) -> None:
             check(trainer, engine)
 
 
+@pytest.mark.sample(count=2)
 @on_engine
 def test_an_instance_of_an_optimizer_trains_the_wrapped_parameters(engine: Engine) -> None:
     """An optimizer that holds the parameters of before would move nothing: ENGINES.md, the first silent fault."""
@@ -155,6 +157,7 @@ class Several(Task):
         return {**Task.train_step(self, batch), "rows": batch[0][:, 0].clone()}
 
 
+@pytest.mark.sample(count=2)
 @on_engine
 def test_a_loss_for_each_of_several_optimizers(engine: Engine) -> None:
     """In windows of two batches, of which the last has unequal shares; refused where parameters are on other ranks."""
@@ -235,6 +238,7 @@ def test_the_initial_weights_are_those_of_one_process(engine: Engine) -> None:
         trainer.run(1, data(4 * engine.shares))
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_whole_states_load_into_every_engine(engine: Engine, tmp_path: Path) -> None:
     """From one process and DDP to this engine and back to DDP: each goes on to the end of one process."""
@@ -263,6 +267,7 @@ def test_whole_states_load_into_every_engine(engine: Engine, tmp_path: Path) -> 
         check(trainer, kinds[loaded])
 
 
+@pytest.mark.sample(count=2)
 @on_engine
 def test_weights_alone(engine: Engine, tmp_path: Path) -> None:
     """save_model writes the plain weights, once; one process and the engine load them."""
@@ -297,6 +302,7 @@ class Alone(Task):
         return may
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_a_uniform_average_and_the_summary_are_those_of_one_process(engine: Engine) -> None:
     """Stochastic weight averaging of whole epochs; the parameters are counted whole."""
@@ -311,6 +317,7 @@ def test_a_uniform_average_and_the_summary_are_those_of_one_process(engine: Engi
     check(trainer, engine)
 
 
+@pytest.mark.sample(count=2)
 @on_engine
 def test_what_ranks_must_agree_on(engine: Engine) -> None:
     """Whether a step is made, the norm, the random numbers of ranks with the same batches; the module is not copied."""

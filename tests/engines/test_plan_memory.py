@@ -190,6 +190,7 @@ def check(world: int, cases: list[Case]) -> None:
     assert [row for row in rows if not 0.9 < row[1] / row[2] < 1.1] == []
 
 
+@pytest.mark.sample(count=1)
 @engines(["ddp", "fsdp", "tensor", "2-D"])
 def test_the_steps_are_those_of_the_ranks(name: str) -> None:
     """The plan is made before the ranks are there: steps of each rank, and samples of all shares of the data."""
@@ -245,7 +246,7 @@ def run(case: Case, many: tuple[int, ...]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4))])
 def test_the_memory_of_a_rank_is_that_of_the_plan(world: int) -> None:
     """ENGINES.md section 3.10: at most a tenth apart from what the ranks take."""
     check(world, CASES[world])

@@ -105,6 +105,7 @@ def test_each_rank_writes_its_parts(saved: Any) -> None:
     assert not (path / ".metadata").exists()
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_two_ranks_are_resumed_by_any_number(saved: Any, world: int, tmp_path: Path, crews: Any) -> None:
     """In the middle of an epoch: bitwise with as many, and to 1e-12 with others; one needs no process group."""

@@ -49,6 +49,7 @@ class Double(Net):
         self.double()
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_ema_early_stopping_and_a_logger(engine: Engine, tmp_path: Path) -> None:
     """Validation uses the average; the average is whole in a state, and goes on from it."""
@@ -77,6 +78,7 @@ def test_ema_early_stopping_and_a_logger(engine: Engine, tmp_path: Path) -> None
     check(trainer, engine)
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_a_run_that_was_saved_with_an_average_goes_on_bitwise(engine: Engine, tmp_path: Path) -> None:
     """EMA, AMP and accumulation, saved in the middle of an epoch by every rank together."""
@@ -103,6 +105,7 @@ def test_a_run_that_was_saved_with_an_average_goes_on_bitwise(engine: Engine, tm
     check(again, engine)
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_float16_overflows_on_one_rank_are_skipped_by_all(engine: Engine) -> None:
     """The flag of the scaler is that of all ranks: they skip the same steps, and stay alike."""
@@ -127,6 +130,7 @@ def test_float16_overflows_on_one_rank_are_skipped_by_all(engine: Engine) -> Non
     check(trainer, engine)
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
     """Per block, before it is sharded; the whole model is refused where it is sharded."""
@@ -212,6 +216,7 @@ def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "save").iterdir() if "step" in path.name) == ["step-00000002"]
 
 
+@pytest.mark.sample(count=1)
 @engines()
 def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
     """run starts the ranks; afterwards one process evaluates, and runs again."""
@@ -232,6 +237,7 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
         assert trainer.evaluate(data(5, 1, False)) == pytest.approx(single.evaluate(data(5, 1, False)), rel=1e-9)
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_loggers_a_report_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
     """The clients of W&B and Neptune, offline: rank 0 alone writes, and the weights are bitwise those without them."""
@@ -271,6 +277,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(count=1)
 @on_engine
 def test_what_one_rank_calls_alone_works_or_ends_in_words(engine: Engine, tmp_path: Path) -> None:
     """A rank is told at once of another call, and within its timeout of none; afterwards the ranks train on."""

@@ -105,6 +105,7 @@ def test_every_argument_of_the_installed_version_has_an_entry():
     assert set.union(*tables) == known
 
 
+@pytest.mark.sample(count=30)
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - UNTRIED))
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_no_argument_is_dropped_in_silence(name, monkeypatch):

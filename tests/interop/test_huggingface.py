@@ -49,6 +49,7 @@ def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return found
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("head", hf.HEADS)
 def test_weights_are_those_of_transformers(head: str, tmp_path: Any) -> None:
     """Two epochs in the same random order, with clipping and a linear schedule."""
@@ -69,6 +70,7 @@ class Weighted(transformers.Trainer):
         return model(**inputs).loss * inputs["labels"].ne(-100).sum() / num_items_in_batch
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("head", hf.HEADS)
 def test_accumulation_with_unequal_numbers_of_targets(head: str, tmp_path: Any) -> None:
     """Each target weighs alike in a window of three batches of 4 samples; the last window has two."""

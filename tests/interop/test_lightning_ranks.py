@@ -49,6 +49,7 @@ def train(kind, add_on):
     return {key: value.detach().clone() for key, value in weights.items()}, dict(trainer.callback_metrics)
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("add_on", [MultiGPUAddon, FSDPAddon])
 @pytest.mark.parametrize("kind", [Independent, Plateau])
 def test_two_ranks_are_one_process(kind, add_on):

@@ -33,6 +33,7 @@ class Wrapped(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+@pytest.mark.sample(count=8)
 @pytest.mark.covers("X-16")
 @pytest.mark.parametrize("entry", [each for each in TABLE if each.add_on not in ELSEWHERE], ids=lambda entry: entry.id)
 def test_the_weights_are_those_of_a_task(entry, tmp_path):

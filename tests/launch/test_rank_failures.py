@@ -80,6 +80,7 @@ CASES += [(FSDPAddon, "raise", 1, "step"), (FSDPAddon, "kill", 0, "end"), (FSDPA
 CASES += [(PipelineAddon, "raise", 1, "step"), (PipelineAddon, "kill", 0, "end"), (PipelineAddon, "hang", 1, "step")]
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-D4", "F-D5", "F-D6")
 @pytest.mark.parametrize(("engine", "how", "who", "where"), CASES)
 def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkeypatch, capfd):

@@ -56,6 +56,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answer(long_run, tmp_path_factory.mktemp("straight"), faults.Task)
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-D2", "F-D3", "P-26")
 @pytest.mark.parametrize(
     ("number", "status"),

@@ -379,6 +379,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), *(nn.Linear(8, 8) for _ in range(30)), nn.Linear(8, 2))
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(
     ("model", "add_ons", "options", "size"),
     [

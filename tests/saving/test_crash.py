@@ -85,6 +85,7 @@ class Scene:
         return step
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-A1", "F-A2")
 @pytest.mark.parametrize("torn", [False, True], ids=["killed", "torn"])
 @pytest.mark.parametrize("keep", [1, 3])
@@ -104,6 +105,7 @@ def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool
     assert set(found) == ({3} if torn else {3, 4})
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("background", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
@@ -508,15 +510,17 @@ def test_nothing_is_changed_by_what_is_damaged(folder: Path) -> None:
 
 
 @pytest.mark.covers("P-15")
-def test_200_kills_at_random_instants(folder: Path) -> None:
-    """P-15: 200 lives of one run, each killed at a random instant: what was reported as saved is never lost."""
+@pytest.mark.parametrize("lives", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_200_kills_at_random_instants(folder: Path, lives: int) -> None:
+    """P-15: the lives of one run, each killed at a random instant: what was reported as saved is never lost."""
     place = folder / "run"
     reports = folder / "reports"
 
     draw = random.Random(0)
     reports.touch()
     saved, inside = 0, 0
-    for number in range(200):
+    for number in range(lives):
+        begun = time.monotonic()
         child = Child(_live, place, reports, number)
         resumed = None
         while resumed is None:
@@ -526,15 +530,16 @@ def test_200_kills_at_random_instants(folder: Path) -> None:
                 time.sleep(0.001)
                 assert os.waitpid(child.pid, os.WNOHANG) == (0, 0), child.wait().error
         assert saved <= resumed <= saved + 1
-        time.sleep(draw.uniform(0, 0.03))
+        # On a busy machine a step takes longer, and so does the beginning.
+        time.sleep(draw.uniform(0, max(0.03, time.monotonic() - begun)))
         child.signal(signal.SIGKILL)
         assert child.wait().status == -signal.SIGKILL
         lines = [line for line in reports.read_text().splitlines() if line.startswith("saved")]
         saved = int(lines[-1].split()[1]) if lines else max(saved, resumed)
         inside += any(name.startswith((".staging", ".deleting")) for name in os.listdir(place)) if place.exists() else 0
         reports.write_text("")
-    assert saved > 10
-    assert inside > 5, "some were killed inside of a save"
+    assert saved > lives / 20
+    assert inside > lives / 50, "some were killed inside of a save"
 
 
 def _live(place: Path, reports: Path, number: int) -> None:
@@ -591,6 +596,7 @@ def test_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         trainer(folder / "partial", allow_partial=["state.json"])
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-A1")
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_an_async_save_is_committed_by_the_same_rules(folder: Path, at: int) -> None:

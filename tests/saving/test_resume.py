@@ -126,6 +126,7 @@ def plain_end(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answer(CASES["plain"].run, tmp_path_factory.mktemp("whole"), 1)
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("P-12", "F-B1")
 @pytest.mark.parametrize("step", range(1, 10))
 def test_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> None:
@@ -242,6 +243,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     return whole, run(folder / "run", again), again
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-B2", "P-13")
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 12, 17])
 @pytest.mark.parametrize(
@@ -269,6 +271,7 @@ def test_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixt
     assert not [r for r in caplog.records if "exact" in r.getMessage()]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("at", [2, 6, 9])
 def test_stateful_loader_with_workers(folder: Path, at: int) -> None:
@@ -300,6 +303,7 @@ def test_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> N
     assert answer(run, 12)["model"] == whole["model"]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -397,6 +401,7 @@ def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> Non
     assert trainer.progress_checker.step == at
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.covers("P-24")
 @pytest.mark.parametrize(
     ("at", "order"),
@@ -563,6 +568,7 @@ class Worse(faults.Task):
         return {"loss": abs(epoch - 2.0)}
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.covers("P-17")
 @pytest.mark.parametrize("epoch", range(1, 6))
 def test_early_stopping_counts_on(folder: Path, epoch: int) -> None:
@@ -594,6 +600,7 @@ class AtTheEnd(KillAddon):
             file.write(f"{self.progress_checker.epoch} ")
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize(
     ("kills", "options"),
@@ -629,6 +636,7 @@ def test_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, option
     assert answer(run, folder / "one", 4) == whole, "it has ended, and does not train again"
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("P-18")
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple[int, ...]) -> None:
@@ -751,6 +759,7 @@ def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.
         assert everything(made) == before
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize("between", ["restore_best", "apply_weights"])
 def test_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:

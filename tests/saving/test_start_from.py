@@ -97,6 +97,7 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
     assert (progress.epoch, progress.step) == ((5, 26) if "progress" in parts else (2, 12))
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.covers("P-12")
 @pytest.mark.parametrize(
     "options",
@@ -132,7 +133,7 @@ def test_killed_at_every_step_it_ends_the_same(source: Any, options: Any, tmp_pa
 
     put()
     whole = play(tmp_path / "whole", 0, 1)
-    for at in range(1, 13, 1 if options["start_with"] == WSD else 3):
+    for at in range(1, 13, 2 if options["start_with"] == WSD else 3):
         put()
         folder = tmp_path / str(at)
         with pytest.raises(Killed):

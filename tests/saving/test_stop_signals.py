@@ -139,6 +139,7 @@ def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) 
     assert number == KILL or not (folder / "run" / ".lock").exists()
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.covers("P-26", "F-D2")
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_validation_is_given_up_and_made_first(folder: Path, name: str) -> None:

@@ -106,6 +106,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path, sampler):
     assert len(set(weights[0].values())) == 4
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("make", [make_saved, make_again], ids=["resumes", "begins again"])
 def test_a_killed_search_goes_on(tmp_path, make):
     """SIGKILL in the second epoch of trial 2: the end is as without it, and finished trials are not repeated."""

@@ -118,6 +118,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.process_time() - begun < seconds
 
 
+@pytest.mark.sample(count=8)
 @pytest.mark.parametrize("name", STATES)
 def test_a_small_state_takes_no_time(name: str) -> None:
     tensors = {"t": torch.zeros(100_000, dtype=torch.uint8)}

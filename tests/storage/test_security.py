@@ -53,6 +53,7 @@ class Payload:
         return (os.mkdir, (str(self.mark),)) if self.how == "mkdir" else (open, (str(self.mark), "w"))
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.covers("F-C1")
 @pytest.mark.parametrize("name", ["model.ckpt", "state.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", ["zip", "pickle", "legacy"])

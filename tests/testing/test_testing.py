@@ -32,6 +32,7 @@ FAULTS = faulty_addons.FAULTS + faulty_holders.FAULTS
 OPTIONS: dict[str, dict[str, Any]] = {"ChangesOptionAddon": {"names": []}}
 
 
+@pytest.mark.sample(covering=1, of="check")
 @pytest.mark.parametrize(("add_on", "check", "told", "cure"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_check_addon_names_a_seeded_fault(
     add_on: Any, check: str, told: str, cure: str, monkeypatch: pytest.MonkeyPatch
@@ -44,13 +45,16 @@ def test_check_addon_names_a_seeded_fault(
     assert add_on.__name__ in str(caught.value)
 
 
-def test_check_addon_finds_nothing_else_in_the_faulty_ones() -> None:
+@pytest.mark.sample(count=2)
+@pytest.mark.parametrize(
+    "add_on",
+    [DropsClippingAddon, LogsEverywhereAddon, KeepsGraphAddon, SynchronisesAddon, ForgetfulAddon, PatchesAddon],
+)
+def test_check_addon_finds_nothing_else_in_the_faulty_ones(add_on: Any) -> None:
     """All checks together find the one fault of an add-on: a check answers for its own fault alone."""
-    alone = [DropsClippingAddon, LogsEverywhereAddon, KeepsGraphAddon, SynchronisesAddon, ForgetfulAddon, PatchesAddon]
-    for add_on in alone:
-        check = next(check for faulty, check, *_ in FAULTS if faulty is add_on)
-        with pytest.raises(AddOnFault, match=rf" has 1 fault:\s+1\. .*\[{check}\]$"):
-            check_addon(add_on, transient=["losses"])
+    check = next(check for faulty, check, *_ in FAULTS if faulty is add_on)
+    with pytest.raises(AddOnFault, match=rf" has 1 fault:\s+1\. .*\[{check}\]$"):
+        check_addon(add_on, transient=["losses"])
 
 
 @pytest.mark.parametrize("add_on", [DoubleAddon, SetsVariableAddon, TakesSignalAddon], ids=lambda value: value.__name__)
@@ -66,6 +70,7 @@ def test_check_addon_leaves_the_process_as_it_was(add_on: Any) -> None:
     assert difference(streams, capture()) is None
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(("add_on", "options"), RIGHT, ids=lambda value: getattr(value, "__name__", ""))
 def test_check_addon_raises_no_alarm_for_what_users_write(add_on: Any, options: Any) -> None:
     check_addon(add_on, **options)
@@ -157,6 +162,7 @@ OWN = {
 }
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("name", "options"), [("AMPAddon", {"precision": "fp32"}), ("GradientAccumulationAddon", {})], ids=str
 )
@@ -164,6 +170,7 @@ def test_check_addon_passes_our_own_when_they_are_idle(name: str, options: Any) 
     check_addon(getattr(zae.addons, name), **options)
 
 
+@pytest.mark.sample(count=4)
 @pytest.mark.parametrize("name", [name for name in OWN if name in zae.addons.__all__])
 def test_check_addon_passes_our_own(name: str) -> None:
     check_addon(getattr(zae.addons, name), **OWN[name])

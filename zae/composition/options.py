@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from operator import attrgetter
 from types import FunctionType, MappingProxyType
@@ -196,13 +197,19 @@ def join(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+@cache
+def _own_entry_points() -> list[metadata.EntryPoint]:
+    """List the entry points of zae: to find them reads the metadata of every installed package."""
+    points = metadata.entry_points(group="zae.addons")
+    return [point for point in points if point.dist is None or point.dist.name == "zae"]
+
+
 def _known_add_ons(cls: Any) -> list[Any]:
     """List the add-ons that are defined by now, those of zae last; only for errors, as it imports them."""
     installed, root = [], next(c for c in reversed(cls.__mro__) if is_trainer(c))
-    for point in metadata.entry_points(group="zae.addons"):
-        if point.dist is None or point.dist.name == "zae":
-            with suppress(ImportError):  # The message is about another mistake.
-                installed.append(point.load())
+    for point in _own_entry_points():
+        with suppress(ImportError):  # The message is about another mistake.
+            installed.append(point.load())
     found: dict[Any, None] = {}
     waiting: list[Any] = [c for c in type.__subclasses__(root) if is_base(c)]
     while waiting:
