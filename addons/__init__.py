@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+    from zae.addons.torch_metrics import TorchMetricsAddon
     from zae.addons.trackio_logger import TrackioLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
 
@@ -58,6 +59,7 @@ __all__ = [
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
+    "TorchMetricsAddon",
     "TrackioLoggerAddon",
     "WandBLoggerAddon",
     "WebLoggerAddon",
@@ -87,6 +89,7 @@ _HOMES = {
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",
+    "TorchMetricsAddon": "torch_metrics",
     "TrackioLoggerAddon": "trackio_logger",
     "WandBLoggerAddon": "wandb_logger",
     "WebLoggerAddon": "logger",

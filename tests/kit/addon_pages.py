@@ -114,6 +114,18 @@ plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 trainer = Digits.add_on(TensorParallelAddon)(model, ["cpu", "cpu"], {adam}, tensor_plan=plan)
 {ranks}
 """,
+    "TorchMetricsAddon": """
+from torchmetrics.classification import MulticlassF1Score
+
+class WithOutput(Digits):
+    def test_step(self, batch):
+        images, labels = batch
+        return {"loss": cross_entropy(logits := self.model(images), labels), "output": logits, "targets": labels}
+
+Task = WithOutput.add_on(TorchMetricsAddon)
+trainer = Task(model, {adam}, torch_metrics={"f1": MulticlassF1Score(num_classes=10)}, monitor="f1")
+trainer.run(1, train, test)
+""",
     "TrackioLoggerAddon": """
 Task = Digits.add_on(TrackioLoggerAddon)
 trainer = Task(model, {adam}, web_logger={"trackio": {"project": "digits"}})
@@ -140,6 +152,9 @@ NOT_MEASURED = {
     "PEFTAddon": "Not measured here: it changes the model that is trained.",
     "PipelineAddon": "Not measured here: it needs several ranks.",
     "TensorParallelAddon": "Not measured here: it needs several ranks.",
+    "TorchMetricsAddon": "It is the time of torchmetrics: one `update` of MulticlassF1Score over 64 rows of 10 classes "
+    "takes 0.15 ms of one CPU thread, of MeanMetric 0.05 ms (torchmetrics 1.9.0). Where training is not measured, its "
+    "steps are those without the add-on.",
     "TrackioLoggerAddon": "Not measured here: it needs its service. Records are sent by a thread, and no step waits.",
     "WandBLoggerAddon": "Not measured here: it needs its service. Records are sent by a thread, and no step waits.",
 }  # fmt: skip

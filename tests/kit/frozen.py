@@ -174,7 +174,7 @@ def _batches() -> list[Any]:
 _LR = torch.optim.lr_scheduler
 CASES: dict[str, Case] = {
     **{e.id: _table(e.id) for e in table.TABLE if e.add_on is not StateManagerAddon and not e.packages},
-    **{e.id: _table(e.id) for e in table.TABLE if e.packages == ("tensorboard",)},
+    **{e.id: _table(e.id) for e in table.TABLE if e.packages in (("tensorboard",), ("torchmetrics",))},
     "alone": _plain(),
     "together": Case(_together, step=5),
     "two-ranks": Case(_two_ranks, ranks=2),

@@ -24,7 +24,7 @@ import zae
 import zae.composition.metaclass
 from kit import oracle
 from kit.oracle import Options, Outcome
-from kit.table import Watcher
+from kit.table import Watcher, measured
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "explanation" / "composition.md"
@@ -63,6 +63,7 @@ PIECES: dict[str, Piece] = {
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
     "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
+    "TorchMetricsAddon": Piece(_nothing, lambda _, folder: measured(("train", "valid"))),
     "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""

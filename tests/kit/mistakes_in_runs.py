@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassF1Score
 
 from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
 from zae.addons import (
     EarlyStoppingAddon,
     GradientAccumulationAddon,
     StateManagerAddon,
+    TorchMetricsAddon,
 )
 from zae.metrics import Sum
 
@@ -378,6 +380,17 @@ def sum_of_several_numbers():
         return {"loss": cross_entropy(self.model(batch[0]), batch[1]), "correct": Sum(batch[1])}
 
     with_step(train_step).run(1, loader())
+
+
+@mistake
+def input_of_a_metric_that_no_step_returns():
+    options = {"torch_metrics": {"f1": MulticlassF1Score(num_classes=3)}}
+    trainer_of(Task.add_on(TorchMetricsAddon), **options).evaluate(loader())
+
+
+@mistake
+def metric_that_is_not_one_of_torchmetrics():
+    trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5})
 
 
 @mistake

@@ -38,6 +38,7 @@ from zae.addons import (
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
+    TorchMetricsAddon,
     TrackioLoggerAddon,
     WandBLoggerAddon,
 )
@@ -136,6 +137,15 @@ _COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "c
 # Else the client warns of a GPU that is not there, which is an error here, and leaves behind the threads it has begun.
 _QUIET = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
 
+
+def measured(splits: tuple[str, ...]) -> dict[str, Any]:
+    """Options of a metric that has to count each step."""
+    from torchmetrics import MeanMetric
+
+    given = {"torch_metrics": {"measured": MeanMetric()}, "torch_metrics_inputs": {"measured": "loss"}}
+    return {**given, "torch_metrics_splits": splits}
+
+
 TABLE = [
     Entry(
         AMPAddon, fixed(precision="fp32"), fixed(precision="bf16"), {"precision": "bf16"},
@@ -190,6 +200,10 @@ TABLE = [
     Entry(PipelineAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
     Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
+    Entry(
+        TorchMetricsAddon, lambda folder: measured(("valid",)), lambda folder: measured(("train", "valid")),
+        stateful=True, transient=("_torch_metrics",), packages=("torchmetrics",),
+    ),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     Entry(

@@ -21,9 +21,9 @@ from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon
-from zae.common.reductions import Partial, merge_sums
 from zae.loop.epoch_log import EpochLog, plain, to_host
 from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
+from zae.metrics.reductions import Partial, merge_sums
 
 
 class Returning(Trainer):

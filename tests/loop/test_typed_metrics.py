@@ -24,9 +24,9 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
-from zae.common.reductions import Partial, merge_sums
 from zae.loop.epoch_log import EpochLog, merge_logs
 from zae.metrics import Last, Max, Mean, Min, Sum
+from zae.metrics.reductions import Partial, merge_sums
 from zae.sinks.predictions import Predictions
 
 ROWS = torch.arange(1.0, 12.0)[:, None]

@@ -22,6 +22,7 @@ from kit.faulty_addons import (
     TwiceWrongAddon,
 )
 from kit.right_addons import RIGHT
+from kit.table import measured
 from zae import AddOnBase, AddOnError, Every, Trainer, replaces
 from zae.common.random_state import capture
 from zae.testing import CHECKS, AddOnFault, check_addon, rank_checks
@@ -158,6 +159,7 @@ OWN = {
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
     "TensorParallelAddon": {},
+    "TorchMetricsAddon": {**measured(("train", "valid")), "transient": ["_torch_metrics"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.reductions import KIND_OF, Partial, is_typed, means_of
 from zae.errors import MonitorError, StepError, did_you_mean, printable
+from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
 
 __all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]
 
@@ -345,7 +345,7 @@ def _float64(values: array[float]) -> Tensor:
 
 def _as_partial(total: Any, weight: Any, seen: Any = 0, kind: Any = "mean") -> Partial:
     """Return the sums of a state, or raise KeyError, TypeError or ValueError where they cannot be such."""
-    return Partial.empty(kind)._replace(total=float(total), weight=float(weight), seen=int(seen))
+    return Partial(float(total), float(weight), int(seen), Partial.empty(kind).kind)
 
 
 def _one_number(key: str, metric: Any, value: Any) -> Any:

@@ -12,7 +12,6 @@ from torch import nn
 
 from zae.common import random_state
 from zae.common.optimizer_modes import NOTHING
-from zae.common.reductions import combine_loaders
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
@@ -23,6 +22,7 @@ from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import read_output
+from zae.metrics.reductions import combine_loaders
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

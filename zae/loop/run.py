@@ -15,7 +15,6 @@ from torch import nn
 
 from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
-from zae.common.reductions import means_of, merge_sums
 from zae.composition.binding import Binding
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
@@ -24,6 +23,7 @@ from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
+from zae.metrics.reductions import means_of, merge_sums
 from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:

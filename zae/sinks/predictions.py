@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zae.common.argument_checks import describe_value
-from zae.common.reductions import is_typed
 from zae.errors import ConfigError, StepError
+from zae.metrics.reductions import is_typed
 from zae.storage.filesystem import make_directory, not_saved, replace_file
 from zae.storage.tensor_bytes import byte_count, byte_view, dense
 from zae.storage.weights_file import format_of, write_ckpt, write_safetensors

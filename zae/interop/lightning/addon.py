@@ -14,6 +14,7 @@ from zae.common import random_state
 from zae.errors import StepError, TaskError
 from zae.interop.lightning import module as lit
 from zae.interop.lightning.attached import AttachedModule
+from zae.interop.torchmetrics import metrics_in
 from zae.preview.dry_run import NotTried
 from zae.trainer import Trainer
 
@@ -388,7 +389,7 @@ class LightningAddon(AttachedModule):
         """The attributes of modules that checkpoints hold, which are metrics and all of a module that saves its own."""
         module: Any = self.unwrap()
         own = vars(module) if lit.is_overridden(module, "on_save_checkpoint") else ()
-        metrics = {f"model.{name}.{key}" for name, each in lit.metrics_in(module) for key in each.metric_state}
+        metrics = {f"model.{name}.{key}" for name, each in metrics_in(module) for key in each.metric_state}
         return {f"model.{name}" for name in own} | metrics
 
     @property

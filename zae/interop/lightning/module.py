@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,12 +19,13 @@ from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
 from zae.interop.lightning.view import TrainerView, check_names
+from zae.interop.torchmetrics import metrics_in
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
 
 __all__ = [
     "Configured", "Records", "Schedule", "base_of", "call", "check_class", "check_module", "is_overridden",
-    "load_state", "loader_of", "metrics_in", "parse_optimizers", "read_state", "usable_loader",
+    "load_state", "loader_of", "parse_optimizers", "read_state", "usable_loader",
     "warn_once",
 ]  # fmt: skip
 
@@ -361,13 +362,6 @@ def _reduction(name: str, given: Any) -> str:
     if found not in ("mean", *_REDUCTIONS):
         raise StepError(f"self.log({name!r}, reduce_fx={given!r}); write 'mean', 'sum', 'max' or 'min'")
     return str(found)
-
-
-def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics of torchmetrics in a module, by name."""
-    for name, each in module.named_modules():
-        if any(c.__name__ == "Metric" and c.__module__.startswith("torchmetrics.") for c in type(each).__mro__):
-            yield name, each
 
 
 def usable_loader(module: Any, loader: Any) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.reductions import combine_parts, is_typed
 from zae.errors import ConfigError, StepError
+from zae.metrics.reductions import combine_parts, is_typed
 
 __all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart"]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.common import random_state
-from zae.common.reductions import is_typed
 from zae.common.walk import leading_dimension, map_tensors, tensors_in
 from zae.errors import ConfigError, StepError
 from zae.launch.pipeline.chain import Chain, Program, check_passed, fake_loss
 from zae.launch.pipeline.rows import fill_up, first_rows, is_number, join, take_apart
 from zae.launch.pipeline.schedules import Schedule
 from zae.launch.pipeline.tracing import bind, constants_in
+from zae.metrics.reductions import is_typed
 
 __all__ = ["Found", "Place", "Runner", "StagedModel"]
 

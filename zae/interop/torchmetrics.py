@@ -1,0 +1,109 @@
+"""Metrics of torchmetrics: find them, save and load what they have counted, and combine it over ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zae.common.walk import copy_of
+from zae.errors import CheckpointMismatch, StepError
+from zae.loop.epoch_log import to_host
+
+__all__ = ["combine_ranks", "is_metric", "load_states", "metrics_in", "numbers_of", "read_states", "was_updated"]
+
+
+def is_metric(value: Any) -> bool:
+    """Return whether a value is a metric of torchmetrics, which need not be imported."""
+    return any(c.__name__ == "Metric" and c.__module__.startswith("torchmetrics.") for c in type(value).__mro__)
+
+
+def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics of torchmetrics in a module, by name; a metric itself has the name ""."""
+    for name, each in module.named_modules():
+        if is_metric(each):
+            yield name, each
+
+
+def _counting(metric: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics in a metric that count: it itself, or those that a wrapper has."""
+    for name, each in metrics_in(metric):
+        if sum(1 for _ in metrics_in(each)) == 1:
+            yield name, each
+
+
+def was_updated(metric: Any) -> bool:
+    """Return whether a metric has been updated since its last reset."""
+    return any(each.update_called for _, each in _counting(metric))
+
+
+def read_states(metric: Any) -> dict[str, Any]:
+    """Return what a metric has counted."""
+    return {
+        name: {"state": {key: copy.copy(value) for key, value in each.metric_state.items()}, "updates": _updates(each)}
+        for name, each in _counting(metric)
+    }
+
+
+def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
+    """Load what `read_states` returned, on the device of the metric; refuse that of another one."""
+    found = dict(_counting(metric))
+    fits = states.keys() == found.keys() and all(states[n]["state"].keys() == m.metric_state.keys()
+                                                 for n, m in found.items())  # fmt: skip
+    if not fits:
+        raise CheckpointMismatch(
+            f"the state of the metric {name!r} is not that of a {type(metric).__name__}; build the trainer with the "
+            "metrics that it was saved with"
+        )
+    metric.reset()
+    for path, each in found.items():
+        for key, value in states[path]["state"].items():
+            setattr(each, key, copy_of(list(value) if isinstance(value, (list, tuple)) else value, each.device))
+        each._update_count = int(states[path]["updates"])
+
+
+def combine_ranks(metric: Any, gather: Callable[[Any], list[Any]]) -> None:
+    """Give a metric what all ranks have counted, in the order of the ranks; each rank calls it.
+
+    torchmetrics sends one tensor at a time, and waits forever where ranks hold lists of different lengths.
+    """
+    for _, each in _counting(metric):
+        ranks = gather({"updates": _updates(each), "state": to_host(dict(each.metric_state))})
+        for key, reduction in each._reductions.items():
+            values = [rank["state"][key] for rank in ranks]
+            if isinstance(values[0], list) or isinstance(values[-1], list):
+                whole: Any = [item for value in values for item in (value if isinstance(value, list) else [value])]
+                if getattr(reduction, "__name__", "") == "dim_zero_cat":
+                    whole = [torch.cat([torch.atleast_1d(item) for item in whole])] if whole else []
+                elif reduction is not None and whole:
+                    whole = reduction(whole)
+            else:
+                whole = torch.stack(values)
+                whole = whole if reduction is None else reduction(whole)
+            setattr(each, key, copy_of(whole, each.device))
+        each._update_count = sum(rank["updates"] for rank in ranks)
+        each._computed = None
+
+
+def _updates(metric: Any) -> int:
+    return int(metric.update_count)
+
+
+def numbers_of(name: str, value: Any) -> dict[str, float]:
+    """Return what a metric computed as numbers by name: ``name``, or ``name/<class>`` of a vector or a dict."""
+    if isinstance(value, Mapping):
+        return {
+            key: number for inner, each in value.items() for key, number in numbers_of(f"{name}/{inner}", each).items()
+        }
+    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
+        return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return {name: float(value)}
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise StepError(
+        f"the metric {name!r} computed {kind}, and a record holds numbers; give a metric with average='macro' or the "
+        "like, or compute it in metric_on_epoch_end"
+    )
