@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zae.errors import StepError
-from zae.metrics import Last, Max, Mean, Min, Sum
+from zae.metrics.types import Last, Max, Mean, Min, Sum
 
 __all__ = ["KIND_OF", "Partial", "combine_loaders", "combine_parts", "is_typed", "means_of", "merge_sums"]
 
