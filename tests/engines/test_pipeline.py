@@ -528,7 +528,8 @@ class Missing(Mean):
 
 def failing(task: type[Task], loader: Any = None, valid: Any = None, **options: Any) -> str:
     given = {"split": ["2"], **options}
-    build(made(**given), task=task, model=dropped(), optimizer=sgd).run(1, loader or rows(), valid)
+    model = given.pop("model", None) or dropped()
+    build(made(**given), task=task, model=model, optimizer=sgd).run(1, loader or rows(), valid)
     return "nothing was refused"
 
 

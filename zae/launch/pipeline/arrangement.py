@@ -66,15 +66,15 @@ class Arrangement:
         self.micro_batches = micro_batches or self.count
         self.owners = schedule.ranks_of(self.count, ranks)
 
-    def chain(self, model: nn.Module, trains: bool) -> Chain:
-        """Return the stages of a model."""
+    def chain(self, model: nn.Module, trains: bool, example: Any = None) -> Chain:
+        """Return the stages of a model; with an example of what it is called with, they are balanced by time."""
         norms = [name for name, each in model.named_modules() if isinstance(each, _NORMS) and each.training]
         if norms and trains:
             raise ConfigError(
                 f"{', '.join(norms[:_SHOWN])} is a batch normalization, whose statistics would be those of "
                 "micro-batches; use GroupNorm or LayerNorm, call eval() of it before run(), or train with MultiGPUAddon"
             )
-        return Chain(model, self.split, self.count)
+        return Chain(model, self.split, self.count, example)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank of the pipeline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
@@ -10,15 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from zae.common.walk import map_tensors
+from zae.common.walk import map_tensors, tensors_in
 from zae.errors import ConfigError
 from zae.launch.blocks import class_name, has_forward, repeated_modules
+from zae.launch.pipeline.hints import UNKNOWN, Hints
+from zae.launch.pipeline.timing import as_arguments, measure
 from zae.launch.pipeline.tracing import REMEDY, constants_in, defaults_of, trace
 
 __all__ = ["Chain", "Program", "check_passed", "fake_loss"]
 
 _SHOWN = 10
-_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
+_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "_assert")  # Or are checks.
+_KEPT = 8  # Programs for calls with different numbers.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -43,6 +47,8 @@ class Chain:
         The paths of the modules that begin a stage; a number of stages; or a function of model and number.
     count : int
         How many stages there must be.
+    example : object, optional
+        What the model is called with: a number of stages is then balanced by the time that they take with it.
 
     Attributes
     ----------
@@ -55,7 +61,9 @@ class Chain:
         The stages are not a chain, or one has no parameter.
     """
 
-    def __init__(self, model: nn.Module, split: Any, count: int) -> None:
+    def __init__(self, model: nn.Module, split: Any, count: int, example: Any = None) -> None:
+        self._example = {} if example is None else as_arguments(model, example)
+        self._is_shaped = False  # Whether the forward decides by shapes.
         self._model, self._modules = model, dict(model.named_modules())
         self.begins: list[str] = []
         self._chosen: list[nn.Module] = []
@@ -67,7 +75,7 @@ class Chain:
             self._opened: set[str] = set()
             self.begins = self._choose(split, count)
             self._opened = _above(self.begins)
-            self.names = self._names_in(*self._divide(defaults_of(model))[:2])
+            self.names = self._names_in(*self._divide(self._constants(), self._example)[:2])
         self._check()
         self._computed = [set(each) for each in self.names]
         used = {id(each) for held in self.names for each in held.values()}
@@ -96,11 +104,12 @@ class Chain:
             )
         candidates = self._candidates(count)
         self._opened = _above(candidates)
-        graph, first, _ = trace(self._model, self._opened, defaults_of(self._model))
-        nodes = [each for each in graph.nodes if each.op in ("call_module", "get_attr")]
-        weights = [_size(self._held(each)) for each in nodes]
+        graph, first, made, _ = self._trace(self._opened, self._constants(), self._example)
+        nodes = [each for each in graph.nodes if each.op not in ("placeholder", "output")]
+        sizes: list[float] = [_size(self._held(each)) for each in nodes]
         places = {nodes.index(first[path]): path for path in candidates if first.get(path) in nodes}
-        cuts = _balance(weights, sorted(each for each in places if any(weights[:each])), count)
+        weights = self._times(graph, made, nodes) if self._example else sizes
+        cuts = _balance(weights, sorted(each for each in places if any(sizes[:each])), count, sizes)
         if cuts is None:
             raise ConfigError(
                 f"{class_name(self._model)} has {len(places)} modules with which a stage could begin "
@@ -109,9 +118,26 @@ class Chain:
             )
         return [places[each] for each in cuts]
 
+    def _constants(self) -> dict[str, Any]:
+        """Return the arguments by which the forward decides, in the example or by default."""
+        return constants_in(self._example) if self._example else defaults_of(self._model)
+
+    def _trace(self, opened: set[str], constants: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+        hints = Hints(arguments)
+        found = trace(self._model, opened, constants, hints)
+        self._is_shaped |= hints.are_used
+        return *found, hints
+
+    def _times(self, graph: fx.Graph, made: dict[str, Any], nodes: list[fx.Node]) -> list[float]:
+        """Measure the seconds of each node; calls that the stages repeat count where they are first made."""
+        module = fx.GraphModule(self._root(graph, made), graph)
+        seconds = dict(zip(graph.nodes, module.graph.nodes))
+        found = measure(module, self._example)
+        return [found.get(seconds[node], 0.0) for node in nodes]
+
     def _before(self, path: str) -> bool:
         """Return whether a parameter is used before this module is called."""
-        graph, first, _ = trace(self._model, _above([path]), defaults_of(self._model))
+        graph, first, *_ = self._trace(_above([path]), self._constants(), self._example)
         for node in graph.nodes:
             if node is first.get(path):
                 return False
@@ -131,18 +157,28 @@ class Chain:
         if self._chosen:
             return {stage: self._call_of(stage, arguments) for stage in own}
         constants = constants_in(arguments)
-        modes = tuple(self._modules[name].training for name in sorted(self._opened))
-        key = (tuple((name, type(each), each) for name, each in constants.items()), modes)
+        key = self._key(constants, arguments)
         if key not in self._programs:
-            graph, stage_of, made = self._divide(constants)
+            graph, stage_of, made, hints = self._divide(constants, arguments)
             if [set(each) for each in self._names_in(graph, stage_of)] != self._computed:
                 raise ConfigError(
                     f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
                     f"{class_name(self._model)} computes with other parameters in some stage than with the defaults of "
                     f"its forward. {REMEDY}"
                 )
-            self._programs[key] = {each: self._program(graph, stage_of, made, each) for each in own}
+            found = {each: self._program(graph, stage_of, made, hints, each) for each in own}
+            self._is_shaped |= hints.are_used
+            key = self._key(constants, arguments)  # Its shapes may have been asked for just now.
+            self._programs[key] = found
+            if len(self._programs) > _KEPT:
+                del self._programs[next(iter(self._programs))]
         return self._programs[key]
+
+    def _key(self, constants: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return by what the programs differ: numbers, the mode, and shapes where the forward has asked for one."""
+        modes = tuple(self._modules[name].training for name in sorted(self._opened))
+        shapes = ((tuple(each.shape), each.dtype) for each in tensors_in(arguments) if self._is_shaped)
+        return tuple((name, type(each), each) for name, each in constants.items()), modes, tuple(shapes)
 
     def _call_of(self, stage: int, arguments: Mapping[str, Any]) -> Program:
         """Return what a module of the split computes: the first is called as the model is."""
@@ -150,9 +186,11 @@ class Chain:
         given = tuple(name for name, each in arguments.items() if each is not defaults.get(name))
         return Program(self._chosen[stage], () if stage else given)
 
-    def _divide(self, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[fx.Node, int], dict[str, Any]]:
-        """Return the graph of a forward, and the stage of each node."""
-        graph, first, made = trace(self._model, self._opened, constants)
+    def _divide(
+        self, constants: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> tuple[fx.Graph, dict[fx.Node, int], dict[str, Any], Hints]:
+        """Return the graph of a forward, the stage of each node, the tensors that it makes, and what is known."""
+        graph, first, made, hints = self._trace(self._opened, constants, arguments)
         for path in self.begins:
             if path not in first:
                 raise ConfigError(f"split: the forward of {class_name(self._model)} does not call {path!r}")
@@ -161,27 +199,38 @@ class Chain:
         if cuts != sorted(set(cuts)):
             called = sorted(self.begins, key=lambda path: order[first[path]])
             raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
-        return graph, {node: sum(cut <= index for cut in cuts) for node, index in order.items()}, made
+        return graph, {node: sum(cut <= index for cut in cuts) for node, index in order.items()}, made, hints
 
-    def _program(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: dict[str, Any], stage: int) -> Program:
+    def _program(
+        self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: dict[str, Any], hints: Hints, stage: int
+    ) -> Program:
         """Return what one stage computes, as code that calls the modules of the model."""
         again, own = _repeatable(graph), fx.Graph()
         received = _passed(graph, stage_of, again, stage - 1)
-        passed = _passed(graph, stage_of, again, stage)
+        passed = [each for each in _passed(graph, stage_of, again, stage) if hints.constant(each) is UNKNOWN]
         needed = _needed(graph, stage_of, again, stage, passed)
-        values: dict[fx.Node, fx.Node] = {}
+        values: dict[fx.Node, Any] = {}
         arguments = [each for each in graph.nodes if each.op == "placeholder" and each in needed]
-        for node in (*arguments, *received):
+        for node in arguments:
             values[node] = own.placeholder(node.name)
+        for node in received:
+            values[node], count = hints.constant(node), hints.length(node)
+            if values[node] is UNKNOWN and count is not None:
+                values[node] = tuple(own.placeholder(f"{node.name}_{index}") for index in range(count))
+            elif values[node] is UNKNOWN:
+                values[node] = own.placeholder(node.name)
         for node in graph.nodes:
             if node in needed and node not in values:
                 values[node] = own.node_copy(node, lambda each: values[each])
         if not any(each.op == "output" for each in own.nodes):
-            own.output(tuple(values[each] for each in passed))
-        root = {each.target: made.get(each.target) for each in own.nodes if each.op == "get_attr"}
+            own.output(tuple(one for each in passed for one in _tensors_of_node(own, values[each], hints.length(each))))
+        return Program(fx.GraphModule(self._root(own, made), own).forward, tuple(each.target for each in arguments))
+
+    def _root(self, graph: fx.Graph, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the nodes of a graph call and read, by their targets."""
+        root = {each.target: made.get(each.target) for each in graph.nodes if each.op == "get_attr"}
         root = {name: self._attribute(name) if each is None else each for name, each in root.items()}
-        root |= {each.target: self._modules[each.target] for each in own.nodes if each.op == "call_module"}
-        return Program(fx.GraphModule(root, own).forward, tuple(each.target for each in arguments))
+        return root | {each.target: self._modules[each.target] for each in graph.nodes if each.op == "call_module"}
 
     def _attribute(self, path: str) -> Any:
         owner, _, name = path.rpartition(".")
@@ -205,8 +254,8 @@ class Chain:
         """Return what each stage computes with; a parameter belongs where it is used."""
         names: list[dict[str, Tensor]] = [{} for _ in range(len(self.begins) + 1)]
         for node in graph.nodes:
-            users = {stage_of[each] for each in node.users} if node.op == "get_attr" else set()
-            for stage in users or {stage_of[node]}:
+            is_read = node.op == "get_attr"
+            for stage in {stage_of[each] for each in node.users} if is_read else (stage_of[node],):
                 names[stage].update(self._held(node))
         return names
 
@@ -279,23 +328,23 @@ def _check_modules(found: Any, count: int) -> list[nn.Module]:
     return chosen
 
 
-def _balance(weights: Sequence[int], places: Sequence[int], count: int) -> list[int] | None:
-    """Return where to cut a sequence so that the largest part is smallest; None where there are too few places."""
-    sums = [0, *itertools.accumulate(weights)]
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # By the end of what is cut: the largest part, the cuts.
+def _balance(weights: Sequence[float], places: Sequence[int], count: int, sizes: Sequence[float]) -> list[int] | None:
+    """Return where to cut a sequence so that the largest part is smallest, and each has a size; None if impossible."""
+    sums, held = [0.0, *itertools.accumulate(weights)], [0.0, *itertools.accumulate(sizes)]
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # By the end of what is cut: the largest part, the cuts.
     for _ in range(count - 1):
-        longer: dict[int, tuple[int, list[int]]] = {}
+        longer: dict[int, tuple[float, list[int]]] = {}
         for at, (largest, cuts) in best.items():
             for place in places:
                 part = sums[place] - sums[at]
                 if (
                     place > at
-                    and part
+                    and held[place] > held[at]
                     and (found := (max(largest, part), [*cuts, place])) < longer.get(place, (sums[-1] + 1, []))
                 ):
                     longer[place] = found
         best = longer
-    ends = [(max(largest, sums[-1] - sums[at]), cuts) for at, (largest, cuts) in best.items() if sums[-1] > sums[at]]
+    ends = [(max(largest, sums[-1] - sums[at]), cuts) for at, (largest, cuts) in best.items() if held[-1] > held[at]]
     return min(ends)[1] if ends else None
 
 
@@ -345,6 +394,15 @@ def _needed(
     return found
 
 
+def _tensors_of_node(graph: fx.Graph, value: Any, count: int | None) -> tuple[Any, ...]:
+    """Return the tensors of a value that is passed on."""
+    if count is None:
+        return (value,)
+    if isinstance(value, tuple):  # It was received.
+        return value
+    return tuple(graph.call_function(operator.getitem, (value, index)) for index in range(count))
+
+
 def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
     """Return what a stage passes on, which must be tensors."""
     found = tuple(values) if isinstance(values, (tuple, list)) else (values,)
@@ -354,7 +412,7 @@ def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
             f"stage {stage} would pass on {kinds}, and only tensors are sent to the next one. Compute what is no "
             "tensor from the inputs of the model, or within one stage, or split elsewhere"
         )
-    return found
+    return tuple(each.contiguous() for each in found)  # Gloo sends no others.
 
 
 def fake_loss(values: Any) -> Tensor:

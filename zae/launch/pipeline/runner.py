@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,11 @@ _KEPT = 8  # Schedules for inputs of different shapes; each has buffers for what
 _ONCE = (
     "A pipeline computes one call of the model for each batch: write outputs = self.model(inputs) once, with "
     "torch.cat([first, second]) for several inputs"
+)
+
+_PARTS = (
+    "A rank has the modules and parameters of its own stages alone: call all of it, outputs = self.model(inputs), let "
+    "its forward return what else the loss needs, and take the device from self.device"
 )
 
 
@@ -108,6 +114,12 @@ class StagedModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(vars(self)["module"], name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ConfigError(f"a step uses modules within self.model. {_PARTS}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ConfigError(f"a step uses self.model[{key!r}]. {_PARTS}")
 
     @contextmanager
     def answering(self, answer: Callable[..., Any]) -> Iterator[None]:
@@ -222,15 +234,15 @@ class Runner:
             if count:
                 rewinds.append(random_state.rewind())
                 feed.append(self._inputs_of(step, part, trains))
-                feed[-1] = fill_up(feed[-1], feed[0], count, size)
-            else:
-                feed.append(feed[0])
+                _check_constants(feed[-1], feed[0])
+            if trains:  # Torch's schedules have as many micro-batches, of one shape, in each step.
+                feed[-1:] = [fill_up(feed[-1], feed[0], count, size)] if count else [feed[-1], feed[0]]
 
         def answer(index: int, values: Any) -> Tensor:
             count = sizes[index]
             if not count:
                 return fake_loss(values) * 0
-            if count < size:
+            if trains and count < size:
                 values = first_rows(values, size, count)
             with random_state.isolated():
                 rewinds[index]()
@@ -265,13 +277,20 @@ class Runner:
         def catch(*args: Any, **kwargs: Any) -> Any:
             raise _Called(args, kwargs)
 
+        owner = getattr(step, "__self__", step)
+        before = {key: each for key, each in vars(owner).items() if type(each) in (int, float)}
         try:
-            with self.model.answering(catch), self._context():
+            with self.model.answering(catch), self._context(), self._explaining_parts():
                 step(part)
         except _Called as called:
             args, kwargs = called.call
         else:
             raise StepError(f"the step has not called self.model. {_ONCE}")
+        if counted := [key for key, each in before.items() if getattr(owner, key) != each]:
+            raise StepError(
+                f"the step changes self.{counted[0]} before it calls self.model, and a pipeline runs this part for "
+                "each micro-batch, on each rank; do it in on_step_end, or use self.progress_checker.step"
+            )
         found = bind(self.model.module, args, kwargs)
         if trains and any(each.requires_grad for each in tensors_in(found)):
             raise ConfigError(
@@ -291,11 +310,23 @@ class Runner:
                 raise StepError(f"the step has called self.model {calls} times. {_ONCE}")
             return values
 
-        with self.model.answering(answer), self._context():
+        with self.model.answering(answer), self._context(), self._explaining_parts():
             out = step(part)
         if not calls:
             raise StepError(f"the step has not called self.model. {_ONCE}")
+        if any(each.is_meta for each in tensors_in(out)):
+            raise ConfigError(f"a step computes with parameters of self.model. {_PARTS}")
         return out
+
+    @contextmanager
+    def _explaining_parts(self) -> Iterator[None]:
+        """Say of a step that computes with parameters of other ranks what to write instead."""
+        try:
+            yield
+        except Exception as error:
+            if "meta" not in str(error) or isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"a step computes with modules or parameters of self.model. {_PARTS}") from error
 
     # ------------------------------------------------------------------------------------------------- the schedule
 
@@ -326,17 +357,24 @@ class Runner:
         The schedules of torch do so too, but not where two stages in a row are on one rank (torch 2.13).
         """
         place, held, sends = self.place, dict[tuple[int, int], Any](), list[tuple[Any, Tensor]]()
+
+        def send(tensor: Tensor, target: int) -> None:  # No rank waits here, so that none waits for another.
+            sends.append((dist.isend(tensor, dst=target, group=place.group), tensor))
+
+        assert self._job is not None
+        shapes = [_shapes(each) for each in self._job.feed]
+        is_new = [index == 0 or each != shapes[index - 1] for index, each in enumerate(shapes)]
         for stage in place.stages:
-            kinds: list[Any] = [None]
-            for index in range(self._count):
+            kinds: list[Any] = []
+            for index in range(len(shapes)):
                 received: Sequence[Tensor] = ()
                 if stage - 1 in place.stages:
                     received = held.pop((stage - 1, index))
                 elif stage:
                     source = place.ranks[stage - 1]
-                    if not index:
-                        dist.recv_object_list(kinds, src=source, group=place.group)
-                    received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds[0]]
+                    if is_new[index]:
+                        kinds = self._receive_kinds(source)
+                    received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
                     for each in received:
                         dist.recv(each, src=source, group=place.group)
                 values = self.compute(stage, index, received, False)
@@ -346,16 +384,25 @@ class Runner:
                     held[stage, index] = values
                 else:
                     target, values = place.ranks[stage + 1], [each.contiguous() for each in values]
-                    if not index:
-                        kinds = [[(tuple(each.shape), each.dtype) for each in values]]
-                        dist.send_object_list(kinds, dst=target, group=place.group)
-                    sends += [(dist.isend(each, dst=target, group=place.group), each) for each in values]
+                    if is_new[index]:
+                        text = bytearray(pickle.dumps([(tuple(each.shape), each.dtype) for each in values]))
+                        send(torch.tensor([len(text)], device=self._device), target)
+                        send(torch.frombuffer(text, dtype=torch.uint8).to(self._device), target)
+                    for each in values:
+                        send(each, target)
         for work, _ in sends:
             work.wait()
 
+    def _receive_kinds(self, source: int) -> list[Any]:
+        """Return the shapes and types of what the stage before sends."""
+        dist.recv(size := torch.zeros(1, dtype=torch.int64, device=self._device), src=source, group=self.place.group)
+        text = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        dist.recv(text, src=source, group=self.place.group)
+        return cast("list[Any]", pickle.loads(text.cpu().numpy().tobytes()))
+
     def _engine(self, job: _Job) -> Any:
         """Return the schedule for inputs of these shapes; torch finds out those between the stages by a trial."""
-        shapes = tuple((tuple(each.shape), each.dtype) for each in tensors_in(job.feed[0]))
+        shapes = _shapes(job.feed[0])
         constants = tuple(constants_in(job.feed[0]).items())
         key = self.model.module.training, shapes, constants
         if key not in self._engines:
@@ -395,6 +442,9 @@ class Runner:
         """Compute one stage for a micro-batch."""
         job = self._job
         assert job is not None
+        for each in received:
+            if each.requires_grad:
+                each.register_hook(Tensor.contiguous)  # Gloo sends no others.
         try:
             with self._context(), self._stream(job, stage, index), _unchanged(self._buffers(stage), is_trial):
                 values = job.programs[stage](job.feed[index], received)
@@ -419,6 +469,21 @@ class Runner:
         with random_state.isolated():
             random_state.seed_everything(int.from_bytes(seed[:8], "little"))
             yield
+
+
+def _shapes(values: Any) -> tuple[Any, ...]:
+    return tuple((tuple(each.shape), each.dtype) for each in tensors_in(values))
+
+
+def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Refuse numbers that differ between the calls of the model: a stage computes with those of the first."""
+    own, others = constants_in(values), constants_in(first)
+    if own != others:
+        name = next(each for each in {**own, **others} if own.get(each) != others.get(each))
+        raise ConfigError(
+            f"self.model was called with {name}={values[name]!r:.40} for one micro-batch, and {first[name]!r:.40} for "
+            "another: give it as a tensor with one row for each sample, or compute it in the forward of the model"
+        )
 
 
 @contextmanager

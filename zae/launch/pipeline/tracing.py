@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Collection, Mapping
-from typing import Any
+import numbers
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from zae.common.torch_private import call_hooks
 from zae.errors import ConfigError
+from zae.launch.pipeline.hints import UNKNOWN, HintedProxy, Hints
 
 __all__ = ["REMEDY", "bind", "constants_in", "defaults_of", "trace"]
 
 REMEDY = (
-    "Let the computation be in a module of its own, which is not traced, or give split=a function of the model and of "
+    "Where it asks for shapes, give pipeline_example= what the model is called with. Else let the computation be in a "
+    "module of its own, which is not traced, or give split=a function of the model and of "
     "the number of stages that returns the modules of the stages in their order; each is called with what the one "
     "before returns"
 )
 _DECIDING = (bool, int, float, str, type(None))
 _CALLS = ("call_function", "call_method", "call_module", "get_attr")
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+def _encode(module: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
+    """Call the layers of a TransformerEncoder."""
+    for layer in module.layers:
+        src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
+    return src if module.norm is None else module.norm(src)
+
+
+def _decode(module: Any, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None, **options: Any) -> Any:
+    """Call the layers of a TransformerDecoder."""
+    options["tgt_is_causal"] = bool(options.get("tgt_is_causal"))
+    for layer in module.layers:
+        tgt = layer(tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, **options)
+    return tgt if module.norm is None else module.norm(tgt)
+
+
+# Modules of torch whose forward looks at values of their inputs, only to choose among ways to compute the same.
+_LOOPS: dict[type, Callable[..., Any]] = {nn.TransformerEncoder: _encode, nn.TransformerDecoder: _decode}
 
 
 class _Tracer(fx.Tracer):
     """Records calls; the forward of the opened modules is traced, and all others are single calls."""
 
-    def __init__(self, opened: Collection[str], constants: Mapping[str, Any]) -> None:
+    def __init__(self, opened: Collection[str], constants: Mapping[str, Any], hints: Hints) -> None:
         super().__init__()
+        self.hints = hints
         self._opened, self._constants, self._within, self._modes = opened, constants, [""], _modes()
+        self._called: dict[str, nn.Module] = {}
         self.begins: dict[str, fx.Node] = {}  # The first call within each module.
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -52,17 +84,57 @@ class _Tracer(fx.Tracer):
         return module_qualified_name not in self._opened
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        name = self.path_of_module(m)
+        if self.hints.is_computing:
+            return m.forward(*args, **kwargs)  # Without hooks.
+        try:
+            name = self.path_of_module(m)
+        except NameError:  # It was made in the forward, as a loss function often is.
+            if any(True for _ in m.parameters()):
+                raise
+            return forward(*args, **kwargs)
+        self._called[name] = m
         if name in self._opened:
             check_hooks(m, name)
+            if type(m) in _LOOPS:
+                forward = partial(_LOOPS[type(m)], m)
         self._within.append(name)
         try:
             return super().call_module(m, forward, args, kwargs)
         finally:
             self._within.pop()
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.hints.is_computing:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Record an assert, which the stage then checks; refuse other decisions."""
+        frame = inspect.currentframe()
+        caller = frame and frame.f_back and frame.f_back.f_back  # Of Proxy.__bool__.
+        if caller and _is_assert(caller):
+            self.create_proxy("call_function", torch._assert, (obj, f"assert in {caller.f_code.co_name}"), {})
+            return True
+        value = self.hints.of(obj.node)
+        return super().to_bool(obj) if value is UNKNOWN else bool(value)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return HintedProxy(node, self)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self.hints.of(obj.node)
+        return super().iter(obj) if value is UNKNOWN else iter([cast(Any, obj)[index] for index in range(len(value))])
+
+    def create_arg(self, a: Any) -> Any:
+        """Let an output of Transformers, a dict and a dataclass, be made in the stage."""
+        if isinstance(a, dict) and is_dataclass(type(a)):
+            kwargs = {key: self.create_arg(each) for key, each in a.items()}
+            return self.create_node("call_function", type(a), (), kwargs)
+        return super().create_arg(a)
+
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
+        self.hints.note(node, self._called.get(str(node.target)) if kind == "call_module" else None)
         if kind in _CALLS:
             for name in self._within:
                 self.begins.setdefault(name, node)
@@ -72,6 +144,43 @@ class _Tracer(fx.Tracer):
                     f"a stage would leave out. {REMEDY}"
                 )
         return node
+
+
+def _is_assert(frame: FrameType) -> bool:
+    """Return whether the value that is tested in a frame is that of an assert."""
+    rest = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    for each in rest:
+        if "JUMP" in each.opname:
+            after = next(rest, None)
+            raises = after is not None and "AssertionError" in (after.argval, getattr(after.argval, "__name__", ""))
+            return "IF_TRUE" in each.opname and (raises or (after is not None and "ASSERTION" in after.opname))
+    return False
+
+
+@contextmanager
+def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
+    """Refuse a forward that changes buffers or attributes of the model: it is called here once, and by no stage."""
+    buffers = {name: (each, each._version, each.detach().clone()) for name, each in model.named_buffers()}
+    modules = {name: each for name, each in model.named_modules() if name in opened}
+    before = {name: dict(vars(each)) for name, each in modules.items()}
+    yield
+    changed = []
+    for name, (each, version, value) in buffers.items():
+        if each._version != version:
+            each.detach().copy_(value)
+            changed.append(name)
+    for name, module in modules.items():
+        for key, value in list(vars(module).items()):
+            held = before[name].get(key)
+            is_counted = isinstance(held, numbers.Number) and value != held
+            if isinstance(value, fx.Proxy) or is_counted:
+                vars(module)[key] = held
+                changed.append(f"{name}.{key}" if name else key)
+    if changed:
+        raise ConfigError(
+            f"the forward of {type(model).__name__} sets {changed[0]}, which no stage would do, because this forward "
+            "is divided: return it, or let a module of its own, within a stage, set it"
+        )
 
 
 def _modes() -> tuple[bool, ...]:
@@ -88,7 +197,7 @@ def check_hooks(module: nn.Module, name: str) -> None:
 
 
 def trace(
-    model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]
+    model: nn.Module, opened: Collection[str], constants: Mapping[str, Any], hints: Hints
 ) -> tuple[fx.Graph, dict[str, fx.Node], dict[str, Any]]:
     """Return the graph of a forward, the first node within each module, and tensors that the forward makes itself.
 
@@ -100,6 +209,8 @@ def trace(
         The paths of the modules whose forward is traced.
     constants : mapping
         Arguments that are no placeholders.
+    hints : Hints
+        What is known of the others.
 
     Raises
     ------
@@ -107,14 +218,15 @@ def trace(
         The forward decides by values of tensors, or draws random numbers.
     """
     check_hooks(model, "")
-    tracer, before, streams = _Tracer(opened, constants), set(vars(model)), torch.get_rng_state()
+    tracer, before, streams = _Tracer(opened, constants, hints), set(vars(model)), torch.get_rng_state()
     made: dict[str, Any] = {}
     try:
-        graph = tracer.trace(model)
+        with _unchanged(model, opened):
+            graph = tracer.trace(model)
     except ConfigError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{_line_of(error)}{type(error).__name__}: {error}"
         raise ConfigError(
             f"split: the forward of {type(model).__name__} cannot be traced ({text:.300}). {REMEDY}"
         ) from error
@@ -128,6 +240,13 @@ def trace(
             f"be the same in each step. {REMEDY}"
         )
     return graph, tracer.begins, made
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of the model that failed."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN)]
+    last = frames[-1] if frames else None
+    return f"{Path(last.filename).name}, line {last.lineno}, `{last.line}`: " if last and last.line else ""
 
 
 def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +271,6 @@ def constants_in(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments that a call may leave out, by which the forward may decide."""
-    parameters = inspect.signature(model.forward).parameters.items()
-    return constants_in({name: each.default for name, each in parameters})
+    """Return the arguments that a call may leave out, by which the forward may decide; it is called with the first."""
+    _, *others = inspect.signature(model.forward).parameters.items()
+    return constants_in({name: each.default for name, each in others})
