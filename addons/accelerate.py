@@ -135,7 +135,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     def is_idle(self) -> bool:
         """Return whether there is one process, and each batch is a step: ``sync_gradients`` then stays True."""
         in_windows = getattr(self, "gradient_accumulation_steps", 1) > 1 or getattr(self, "global_batch_size", None)
-        return super().is_idle() and not in_windows
+        return self._world == 1 == len(self.devices) and not in_windows
 
     # ----------------------------------------------------------------------------------------- model and optimizers
 

@@ -86,3 +86,7 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
         self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
+
+    def is_idle(self) -> bool:
+        """Return whether there is one process; asked here, the answer holds for the bases too."""
+        return self._world == 1 == len(self.devices)

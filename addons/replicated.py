@@ -138,10 +138,6 @@ class ReplicatedAddon(AddOnPart):
         if why and self.comm_hook is not None:
             raise ConfigError(f"comm_hook={self.comm_hook} would not be called: {why}. Or leave comm_hook out")
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process."""
-        return self._world == 1 == len(self.devices)
-
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""
         inner = super().sync_context(last)
