@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from zae.common import optim
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.torch_private import found_overflow
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from zae.eject.script import Script
 
 __all__ = ["AMPAddon"]
 
@@ -103,9 +106,7 @@ class AMPAddon(AddOnBase):
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
         super().setup()
-        # A single name is taken as it is; a list, or "auto", is an order of preference among native precisions.
-        native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
-        self.precision = native[0] if native else "fp32"
+        self.precision = self._choose()
         if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
             _warn_of_slow_bf16(self.device.type)
         if self.precision == "fp16":
@@ -115,6 +116,12 @@ class AMPAddon(AddOnBase):
             self.scaler = scaler
             self.nonfinite.scaled = True  # The scale handles overflows.
             self._hooks = [o.register_step_post_hook(self._note_step) for o in self.optimizers.values()]
+
+    def _choose(self) -> str:
+        """Return the precision for the device."""
+        # A single name is taken as it is; a list, or "auto", is an order of preference among native precisions.
+        native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
+        return native[0] if native else "fp32"
 
     def is_idle(self) -> bool:
         """Return whether nothing is cast."""
@@ -193,6 +200,24 @@ class AMPAddon(AddOnBase):
             _log.warning(
                 "step %d overflowed at the smallest loss scale, %g", self.progress_checker.step, self.loss_scale[1]
             )
+
+    def eject_lines(self, script: Script) -> None:
+        """Write autocast, and for float16 a GradScaler."""
+        super().eject_lines(script)
+        precision, (first, least) = self._choose(), self.loss_scale
+        if (dtype := _TYPES[precision]) is None:
+            return
+        script.contexts.append(f'torch.autocast("{self.device.type}", dtype={dtype})')
+        if precision == "fp16":
+            script.add("setup", f'scaler = torch.amp.GradScaler("{self.device.type}", init_scale={first!r})')
+            script.objects.append("scaler")
+            script.loss_of, script.can_skip = f"scaler.scale({script.loss_of})", True
+            script.add("before_clip", *script.of_each("scaler.unscale_(optimizer)"))
+            script.step_lines = [
+                "scale = scaler.get_scale()", *script.of_each("scaler.step(optimizer)"), "scaler.update()",
+                "stepped = scaler.get_scale() >= scale",
+                f"if scaler.get_scale() < {least!r}:", f"    scaler.update({least!r})",
+            ]  # fmt: skip
 
     @property
     def _scaler(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_flags, check_folder, check_partial
@@ -26,6 +26,9 @@ from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
 from zae.storage.share import Group
+
+if TYPE_CHECKING:
+    from zae.eject.script import Script
 
 __all__ = ["StateManagerAddon"]
 
@@ -268,6 +271,14 @@ class StateManagerAddon(AddOnBase):
             if self.is_main:
                 _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
             self._stop_signals.end(signal)
+
+    def eject_lines(self, script: Script) -> None:
+        """Write a state that plain torch reads, saved at the end of each epoch."""
+        super().eject_lines(script)
+        script.saves = script.path(self.save_path / "last.pt")
+        script.resumes = self._resumption.resume is not False
+        what = "checkpoints within an epoch and of the best epoch, hashes, and the save at a signal"
+        script.leave_out(f"{what}: {script.saves[1:-1]} has the state after the last whole epoch", False)
 
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""

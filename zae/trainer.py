@@ -46,6 +46,7 @@ from zae.storage.share import save_weights, try_save
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
+    from zae.eject.script import Script
 
 __all__ = ["Trainer"]
 
@@ -1070,6 +1071,42 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             With the remedy.
         """
         return cast("type[Composed]", compose(cls, add_ons))
+
+    def eject(self, run: Mapping[str, Any] | None = None) -> str:
+        """Return this composition as a script of plain PyTorch: your steps, and the loop around them, without zae.
+
+        ``python -m zae eject script.py:make_trainer`` writes one that runs by itself.
+
+        Parameters
+        ----------
+        run : mapping, optional
+            The arguments of ``run``, for instance ``{"n_epoch": 3, "loader": loader, "max_steps": 100}``.
+
+        Returns
+        -------
+        str
+            The script. What it leaves out is named at its top.
+
+        Raises
+        ------
+        ConfigError
+            The source of the class cannot be read.
+        """
+        from zae.eject.eject import eject
+
+        return eject(self, run)
+
+    @seam
+    def eject_lines(self, script: Script) -> None:
+        """Write the part of an add-on into a script of plain PyTorch, after that of ``super()``.
+
+        An add-on that does not override it is named at the top of the script as left out.
+
+        Parameters
+        ----------
+        script : Script
+            The script, with its places; see `zae.eject.script.Script`.
+        """
 
     explain, plan = explain.explain, preview.plan
     count_targets = count_targets

@@ -17,6 +17,7 @@ from zae.common.torch_private import has_step_hooks, is_profiling
 from zae.errors import CheckpointMismatch, ConfigError, StepError, kind_of
 
 __all__ = [
+    "argument_of",
     "as_dict",
     "backward_each",
     "call_factories",
@@ -95,15 +96,15 @@ def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
 def make(factory: Callable[..., Any], module: nn.Module) -> Any:
     """Call the factory of an optimizer with the model's parameters, or with what the name of its parameter asks for."""
     by_name = {"model": module, "named_parameters": module.named_parameters}
-    return factory(by_name[_argument(factory)] if takes_model(factory) else module.parameters())
+    return factory(by_name[argument_of(factory)] if takes_model(factory) else module.parameters())
 
 
 def takes_model(factory: Callable[..., Any]) -> bool:
     """Return whether a factory takes the model, or its ``named_parameters``, to form groups by name."""
-    return _argument(factory) in ("model", "named_parameters")
+    return argument_of(factory) in ("model", "named_parameters")
 
 
-def _argument(factory: Callable[..., Any]) -> str:
+def argument_of(factory: Callable[..., Any]) -> str:
     """Return the name of the first parameter of a factory; empty for a builtin that does not say."""
     try:
         return next(iter(inspect.signature(factory).parameters), "")

@@ -27,7 +27,7 @@ from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
 from zae.schedulers.warmup import Factory
 
-__all__ = ["Optimization"]
+__all__ = ["Optimization", "takes_total_steps"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
@@ -107,7 +107,7 @@ class Optimization:
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
         takes_total = any(
-            optim.is_factory(each) and _takes_total(each) for each in optim.as_dict(self.scheduler).values()
+            optim.is_factory(each) and takes_total_steps(each) for each in optim.as_dict(self.scheduler).values()
         )
         call = partial(_call_factory, total_steps=total_steps() if takes_total else None)
         return optim.call_factories(
@@ -400,10 +400,10 @@ def _objects_in(given: Any) -> dict[str, Any]:
 
 def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:
     """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
-    return factory(optimizer, total_steps=total_steps) if _takes_total(factory) else factory(optimizer)
+    return factory(optimizer, total_steps=total_steps) if takes_total_steps(factory) else factory(optimizer)
 
 
-def _takes_total(factory: Callable[..., Any]) -> bool:
+def takes_total_steps(factory: Callable[..., Any]) -> bool:
     """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
     if isinstance(factory, Factory):
         return factory.needs_total

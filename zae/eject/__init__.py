@@ -1,0 +1,1 @@
+"""Write a composition as a script of plain PyTorch, without zae."""

@@ -1,0 +1,221 @@
+"""`Trainer.eject` and `python -m zae eject`: a composition as one script of plain PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zae.common import optim
+from zae.composition.introspect import add_ons_of, is_add_on, is_base, is_trainer, seams_of, set_by
+from zae.composition.options import options_of
+from zae.data.loaders import length_of
+from zae.eject.carry import Carried, carry, returned_keys
+from zae.eject.helpers import OF_ZAE
+from zae.eject.loop import Loop
+from zae.eject.script import Script, indent
+from zae.errors import ConfigError
+from zae.preview.explain import Text
+
+__all__ = ["Ejected", "eject"]
+
+_KEPT = ("model", "device", "mode", "optimizer", "scheduler")
+_HOOKS = {
+    "on_run_begin": "setup", "on_run_end": "end", "on_epoch_begin": "epoch_begin", "on_epoch_end": "epoch_end",
+}  # fmt: skip
+_ATTRIBUTES = ("devices", "grad_norm", "history", "optimizers", "progress_checker", "schedulers", "seed")
+_RUN = ("n_epoch", "loader", "valid_loader", "max_steps", "steps_per_epoch", "valid_every")
+_STEPS = ("train_step", "test_step", "predict_step", "metric_on_epoch_end")
+
+
+class Ejected(Text):
+    """The script, with what it leaves out and whether the weights differ by it."""
+
+    missing: list[tuple[str, bool]]
+
+
+def eject(
+    trainer: Any,
+    arguments: Mapping[str, Any] | None = None,
+    function: str = "",
+    script_module: ModuleType | None = None,
+) -> Ejected:
+    """Return a script of plain PyTorch that trains as a trainer does.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        It is not changed.
+    arguments : mapping, optional
+        Those of its ``run``.
+    function : str
+        The function that returns the trainer and the arguments: the script calls it too.
+    script_module : module, optional
+        Where that function is.
+
+    Raises
+    ------
+    ConfigError
+        The source of the class cannot be read.
+    """
+    given = {key: value for key, value in (arguments or {}).items() if value is not None or key == "n_epoch"}
+    own = [c for c in type(trainer).__mro__ if is_trainer(c) and not c.__module__.startswith("zae.")]
+    own = [c for c in own if not is_add_on(c) and "_recipe" not in vars(c)]
+    modules = _modules_of(own, script_module)
+    script = Script(trainer, several=len(optim.as_dict(trainer.optimization.optimizer)) > 1)
+    script.imports.add("import torch")
+    script.step_lines = script.of_each("optimizer.step()")
+    _add_parts(script, own, given)
+    carried = _carry(script, modules, own, not function)
+    loop = Loop(script, given, _keys_of(own, "train_step"), _keys_of(own, "test_step"))
+    functions = [loop.train()]
+    if loop._has_validation:
+        functions.append(loop.evaluate())
+    name = own[0].__name__
+    parts: list[str] = []
+    base = "\n".join(_plain_base(script, name))
+    parts += [base, carried.body, *("\n".join(lines) for lines in functions), *script.helpers.values()]
+    parts += ["\n".join(_main(function))] if function else []
+    origin = f" ({Path(str(script_module.__file__)).name})" if script_module else ""
+    head = f"{script.heading(name, origin)}\n\n{_imports(script, carried.imports)}"
+    made = Ejected("\n\n\n".join([head, *parts]) + "\n")
+    made.missing = script.missing
+    return made
+
+
+def _modules_of(own: list[Any], script_module: ModuleType | None) -> dict[str, str]:
+    """Return the sources of the modules of the user's classes, bases first, and of the script, by name."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys([*(each.__module__ for each in reversed(own)), getattr(script_module, "__name__", "")]):
+        if not name:
+            continue
+        try:
+            found[name] = inspect.getsource(sys.modules[name])
+        except (OSError, TypeError, KeyError):
+            raise ConfigError(
+                f"eject copies the steps of {own[0].__name__} from their file, and there is none (a notebook, or "
+                "standard input); put the class into a file"
+            ) from None
+    return found
+
+
+def _add_parts(script: Script, own: list[Any], arguments: Mapping[str, Any]) -> None:
+    """Let each add-on write its part, and name what nobody writes."""
+    trainer = script.trainer
+    trainer.eject_lines(script)
+    for add_on in add_ons_of(type(trainer)):
+        writes = any("eject_lines" in vars(c) for c in add_on.__mro__ if is_add_on(c) and not is_base(c))
+        if not writes:
+            line = (inspect.getdoc(add_on) or "").split("\n")[0].rstrip(".")
+            script.leave_out(f"{add_on.__name__} ({line})", add_on.layer != "observe")
+    for name in arguments:
+        if name not in _RUN:
+            script.leave_out(f"{name}={arguments[name]!r} of run()")
+    every = arguments.get("valid_every")
+    if length_of(arguments.get("loader")) is None and script.places.get("validated") and every is not None:
+        script.leave_out("validations within an epoch of a loader without a length")
+    overridden = [name for name in seams_of(type(trainer)) if any(name in vars(c) for c in own)]
+    for name in overridden:
+        if name in _HOOKS:
+            script.add(_HOOKS[name], f"task.{name}()")
+        elif name not in _STEPS:
+            script.leave_out(f"{own[0].__name__}.{name}")
+    for name in sorted(_read_of_trainer(own)):
+        script.leave_out(f"self.{name}, which {own[0].__name__} reads")
+    if "metric_on_epoch_end" in overridden:
+        script.leave_out("metric_on_epoch_end", "score" in "".join(script.places.get("validated", [])))
+
+
+def _read_of_trainer(own: list[Any]) -> set[str]:
+    """Return the attributes that the user's classes read and that a plain one has not."""
+    read, base = set(), next(c for c in own[0].__mro__ if c.__name__ == "Trainer" and c.__module__ == "zae.trainer")
+    for each in own:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                read.add(node.attr)
+    defined = {name for each in own for name in (*vars(each), *set_by(each))}
+    known = {name for c in base.__mro__ for name in vars(c)} | {*_ATTRIBUTES}
+    return (read & known) - defined - {*_KEPT}
+
+
+def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_only: bool) -> Carried:
+    """Return the user's source, and name what of zae is left in it."""
+    options = set(options_of(type(script.trainer))) - {*_KEPT}
+    options -= {name for c in own for name in inspect.signature(c.__init__).parameters if "__init__" in vars(c)}
+    imports, bodies, trainers = list[str](), list[str](), {c.__name__ for c in own}
+    for name, source in modules.items():
+        held = vars(sys.modules[name])
+        add_ons = {key for key, value in held.items() if is_add_on(value) and value.__module__ == name}
+        carried = carry(source, trainers, add_ons, options, OF_ZAE, modules, definitions_only)
+        imports += carried.imports
+        bodies += [carried.body] if carried.body else []
+        for line, key, known in carried.left:
+            if known in OF_ZAE and key == known:
+                script.define(known)
+            else:
+                script.leave_out(f"zae's {known}" + f" in line {line} of {name}" * bool(line))
+    for line in imports:
+        module = line.split()[1]
+        held = vars(sys.modules.get(module, script)).values()
+        if module != "torch" and any(str(getattr(each, "__module__", "")).startswith("zae.") for each in held):
+            script.leave_out(f"{module}, which imports zae")
+    return Carried(imports, "\n\n\n".join(bodies), [])
+
+
+def _keys_of(own: list[Any], step: str) -> set[str] | None:
+    """Return the keys that a step returns; None where its source does not say."""
+    for each in own:
+        if step in vars(each):
+            method = vars(each)[step]
+            source = inspect.getsource(each)
+            return returned_keys(inspect.cleandoc("\n" + source), getattr(method, "__name__", step))
+    return None
+
+
+def _imports(script: Script, carried: list[str]) -> str:
+    """Return the imports, those of the standard library first."""
+
+    def place(line: str) -> tuple[bool, str]:
+        return line.startswith("from"), line
+
+    lines = {*script.imports, *carried}
+    standard = sorted((x for x in lines if x.split()[1].partition(".")[0] in sys.stdlib_module_names), key=place)
+    others = sorted(lines - {*standard}, key=place)
+    return "\n".join([*standard, *([""] if standard and others else []), *others])
+
+
+def _plain_base(script: Script, name: str) -> list[str]:
+    """Return the class that the steps derive from."""
+    trainer, seed = script.trainer, script.trainer.seed
+    made = ["if not isinstance(model, torch.nn.Module):"]
+    if seed is None:
+        made.append("    model = model()")
+    else:
+        script.define("seed_everything")
+        made += ["    with torch.random.fork_rng():", f"        seed_everything({seed})", "        model = model()"]
+    hooks = [hook for hook in _HOOKS if f"task.{hook}()" in "".join(map("".join, script.places.values()))]
+    return [
+        "class Trainer:",
+        f'    """What the steps of {name} use."""',
+        "",
+        '    def __init__(self, model, device="auto", mode="train", optimizer=None, scheduler=None):',
+        f'        self.device = torch.device("{trainer.device}")',
+        *indent(made, 2),
+        "        self.model, self.mode = model, mode",
+        "        self.optimizer, self.scheduler = optimizer, scheduler",
+        *[line for hook in hooks for line in ("", f"    def {hook}(self):", "        pass")],
+    ]
+
+
+def _main(function: str) -> list[str]:
+    return [
+        'if __name__ == "__main__":',
+        f"    task, run = {function}()",
+        '    train(task, run["n_epoch"], run["loader"], run.get("valid_loader"))',
+        '    torch.save(task.model.state_dict(), "model.pt")',
+    ]
