@@ -27,6 +27,7 @@ WITH_TORCHS_MESSAGE = {
     "double_inputs",
     "backward_in_the_step",
     "evaluation_that_fails",
+    "call_of_the_trainer",
 }
 
 

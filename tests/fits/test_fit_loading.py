@@ -64,7 +64,7 @@ def sgd(parameters):
 @pytest.mark.fits
 @pytest.mark.covers("X-21")
 def test_webdataset_streams_shards(tmp_path):
-    """Shards read as a stream without a length, bitwise the loop by hand. A `WebLoader` is refused: it is a dataset."""
+    """Shards read as a stream without a length, bitwise the loop by hand. A `WebLoader` does the same."""
     for shard in range(2):
         with tarfile.open(tmp_path / f"part-{shard}.tar", "w") as archive:
             for row, (inputs, target) in enumerate(hand.data(12, seed=shard)):
@@ -88,4 +88,9 @@ def test_webdataset_streams_shards(tmp_path):
     # end
     torch.manual_seed(0)
     assert trainer.progress_checker.step == 12
+    assert hand.digest(model) == train_by_hand(2, loader)
+    model = hand.network()
+    torch.manual_seed(0)
+    Classifier(model, "cpu", optimizer=sgd).run(2, webdataset.WebLoader(stream, batch_size=None))
+    torch.manual_seed(0)
     assert hand.digest(model) == train_by_hand(2, loader)

@@ -36,7 +36,7 @@ OPTIONS = {
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
     "PrefetchAddon": "",
     "ReportAddon": 'report_path="runs/report.html"',
-    "StateManagerAddon": 'save_path="runs/first", resume="auto"',
+    "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
 }
 """The options with which an add-on is shown in one run of one epoch."""

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is ru
 
 import kit.mistakes_in_engines
 import kit.mistakes_in_runs
-import kit.mistakes_in_states  # noqa: F401
+import kit.mistakes_in_states
+import kit.mistakes_of_newcomers  # noqa: F401
 from kit.mistakes import CATALOGUE
 from zae import ZaeError
 

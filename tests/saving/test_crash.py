@@ -382,6 +382,10 @@ def test_what_was_passed_over_once_is_no_other_run(folder: Path, caplog: pytest.
     train(folder / "run", 5, **options)  # Step 5 is the end of this one, and of no other.
     state = folder / "run" / "step-00000005" / "state.json"
     state.write_bytes(state.read_bytes()[:-1])
+    loaded = trainer(folder / "run", **options)
+    loaded.load_state()
+    assert (loaded.progress_checker.step, caplog.text.count("passed over")) == (4, 1), "load_state says so too"
+    caplog.clear()
     train(folder / "run", 8, **options)
     assert "passed over" in caplog.text
     caplog.clear()

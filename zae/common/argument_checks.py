@@ -36,7 +36,16 @@ def check_model(model: Any, seeded: AbstractContextManager[None]) -> nn.Module:
     """Return a module, or what a function returns that is called with seeded random streams."""
     if not isinstance(model, nn.Module) and callable(model):
         with seeded:
-            model = model()
+            try:
+                model = model()
+            except TypeError as error:
+                if not isinstance(model, type):
+                    raise
+                name = model.__name__
+                raise ConfigError(
+                    f"model is the class {name}, and {name}() fails ({error}); give a module: {name}(...), or a "
+                    f"function that makes one: lambda: {name}(...)"
+                ) from None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {kind_of(model)}; give a torch.nn.Module, or a function that returns one")
     return model

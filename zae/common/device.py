@@ -151,6 +151,11 @@ def _parse_entry(entry: object, where: str) -> torch.device:
     elif isinstance(entry, torch.device):
         device = entry
     else:
+        if isinstance(entry, torch.optim.Optimizer):
+            raise ConfigError(
+                f"{where} is an optimizer ({type(entry).__name__}); the second argument is the device, so give it by "
+                "its name: optimizer=..."
+            )
         raise ConfigError(
             f"{where}={entry!r} is a {type(entry).__name__}, not a device; "
             f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -68,15 +69,39 @@ def describe(loader: Any) -> str:
     return ", ".join(parts)
 
 
+def _wraps_loader(loader: Any) -> bool:
+    """Return whether a dataset is a DataLoader with stages after it, as webdataset's WebLoader."""
+    return isinstance(next(iter(getattr(loader, "pipeline", None) or ()), None), DataLoader)
+
+
+def _is_pair(loader: Any) -> bool:
+    """Return whether it is inputs and targets: two tensors of one length, of different types or dimensions."""
+    if not (
+        isinstance(loader, (list, tuple)) and len(loader) == 2 and all(isinstance(t, torch.Tensor) for t in loader)
+    ):
+        return False
+    one, other = loader
+    is_alike = one.dtype == other.dtype and one.ndim == other.ndim
+    return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
+
+
 def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) -> None:
     """Refuse an object that is not a loader, or has no batches; a dict of them may be an alternative to it."""
-    is_dataset = isinstance(loader, torch.utils.data.Dataset)
+    is_dataset = isinstance(loader, torch.utils.data.Dataset) and not _wraps_loader(loader)
     if is_dataset or not isinstance(loader, Iterable):
         example = f": torch.utils.data.DataLoader({name}, batch_size=32)" if is_dataset else " or a list of batches"
+        if isinstance(loader, IterableDataset):
+            example += ", or with batch_size=None if it yields batches"
         got = "a dataset" if is_dataset else "not iterable"
-        raise LoaderError(f"{name} is {got} ({type(loader).__name__}); give a DataLoader{example}")
+        call = "call it, or " if inspect.isfunction(loader) or inspect.ismethod(loader) else ""
+        raise LoaderError(f"{name} is {got} ({type(loader).__name__}); {call}give a DataLoader{example}")
     if isinstance(loader, (str, bytes, torch.Tensor)):
         raise LoaderError(f"{name} is a {type(loader).__name__}, not batches; give a DataLoader or a list of batches")
+    if _is_pair(loader):
+        raise LoaderError(
+            f"{name} is a pair of tensors, which would be two batches; to train on inputs and targets, write "
+            f"torch.utils.data.DataLoader(TensorDataset(*{name}), batch_size=32, shuffle=True)"
+        )
     if isinstance(loader, Mapping):
         raise LoaderError(
             f"{name} is a dict ({', '.join(map(str, loader))}), but only valid_loader may be a dict; give one loader"

@@ -13,6 +13,7 @@ from zae.common.model_weights import load_fitted, plain_state
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.walk import map_tensors
 from zae.composition.introspect import seam
+from zae.errors import ConfigError
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict
 
@@ -210,6 +211,12 @@ class Processes:
     @seam
     def materialize(self, module: nn.Module) -> None:
         """Move the parameters and buffers of the module to the trainer's device, before ``wrap_model``."""
+        empty = next((name for name, weight in module.named_parameters() if weight.is_meta), None)
+        if empty is not None and self.device.type != "meta":
+            raise ConfigError(
+                f"model has parameters on the meta device, which have no values ({empty}, for instance); make it "
+                "outside of torch.device('meta'), or call model.to_empty(device='cpu') and load weights first"
+            )
         module.to(self.device)
 
     @seam

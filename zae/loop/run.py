@@ -509,7 +509,10 @@ class Run:
         if isinstance(error, AttributeError) and error.obj is self.trainer and type(error) is AttributeError:
             names = [name for name in dir(self.trainer) if not name.startswith("_")]
             near = did_you_mean(str(error.name), names).removeprefix("; ")
-            error.add_note(f"zae: {near or f'set self.{error.name} in __init__, before it is used'}")
+            hint = f"set self.{error.name} in __init__, before it is used; the model is self.model"
+            error.add_note(f"zae: {near or hint}")
+        if isinstance(error, TypeError) and str(error) == f"{type(self.trainer).__name__!r} object is not callable":
+            error.add_note("zae: the trainer is not the model: call self.model(...)")
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
         if self.loader_use == "evaluation":

@@ -66,7 +66,8 @@ def read_output(
             return {"output": out}, 1.0
         if not is_number and not (isinstance(out, Tensor) and out.numel() == 1):
             value = "None" if out is None else f"{type(out).__name__} {describe_value(out)}"
-            raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{'loss': loss}}")
+            entry = "'output': output" if mode == "predict" else "'loss': loss"
+            raise StepError(f"{_name_of(owner, mode, batch)} returned {value}; return a dict: return {{{entry}}}")
         out = {"loss": out}
     loss = out.get("loss") if mode == "test" else None
     if isinstance(loss, (Tensor, np.ndarray)) and loss.ndim and math.prod(loss.shape) != 1:

@@ -429,7 +429,11 @@ class Checkpointer:
     def newest(self, path: Path, allow_partial: Collection[str], held: _Held) -> tuple[Path, Content]:
         """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
         found = newest_valid(path, partial(self.read, held=held), self.list_saved)
-        return (path, self.read(path, allow_partial, held)) if found is None else found[:2]
+        if found is None:
+            return path, self.read(path, allow_partial, held)
+        for damaged, why in found[2]:
+            _log.warning("passed over %s, which is damaged (%s); loading %s", damaged, why, found[0])
+        return found[:2]
 
     def read(self, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
         """Read a checkpoint, and warn if other ranks have lost their part of it.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zae.common.argument_checks import check_flags, check_partial
 from zae.data.position import LoaderPosition
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.loop.progress import ProgressChecker, RunCalls
 from zae.saving.checkpointer import Content
 from zae.saving.rank_states import RankStates
@@ -46,6 +46,11 @@ class Resumption:
     ) -> None:
         if not isinstance(resume, (bool, str, Path)) or resume == "":
             raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
+        name = resume if isinstance(resume, str) else ""
+        hint = did_you_mean(name, ("auto", "True", "False")) if name != "auto" else ""
+        if hint and not Path(name).expanduser().exists():
+            hint = hint.replace("'True'", "True").replace("'False'", "False")
+            raise ConfigError(f"resume={resume!r} is not the path of a checkpoint{hint}")
         if mid_epoch not in ("skip", "restart"):
             raise ConfigError(f"mid_epoch={mid_epoch!r}; it must be 'skip' or 'restart'")
         if check_partial(allow_partial) and resume in (False, True, "auto"):

@@ -50,6 +50,13 @@ class TrialResult:
     error: str = ""
     reports: dict[int, float] = field(default_factory=dict)
 
+    def __getitem__(self, name: str) -> Any:
+        """Refuse a trial that is used as the dict of its parameters."""
+        raise ConfigError(
+            f"a TrialResult is not the dict of its parameters ({name!r} was asked for); give .params, or best_params "
+            "of the search: make_trainer(found.best_params)"
+        )
+
     @property
     def value(self) -> float | None:
         """The score; None where there is not one."""

@@ -199,6 +199,11 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
     """Read the state of a model from one file, or from a checkpoint."""
     path = Path(path).expanduser()
     if path.is_dir():
+        if not holds_checkpoint(path) and (saved := list_checkpoints(path)):
+            raise CheckpointNotFound(
+                f"{path} is a folder of checkpoints; give one of them, for instance the newest: {str(saved[0])!r}. "
+                f"start_from={str(path)!r} of StateManagerAddon takes the newest intact one"
+            )
         manifest = read_manifest(path)
         return {**read_model(path, manifest), **read_parts(path, manifest)[0]}
     kind = format_of(path)

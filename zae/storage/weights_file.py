@@ -245,15 +245,20 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
         reason = str(error).strip().split("\n")[0][:160]
         raise CheckpointDamaged(
             f"{where}: not loaded: contains code, or is cut short ({reason}). "
-            "Get the weights as .safetensors, or as .ckpt with a dict of tensors. If you trust the file, "
-            "apply_weights(torch.load(path, weights_only=False)['state_dict']) reads one of Lightning."
+            "Get the weights as .safetensors, or as .ckpt with a dict of tensors. If you trust the file, write "
+            "saved = torch.load(path, weights_only=False), and apply_weights(saved['state_dict']) for a checkpoint of "
+            "Lightning, or apply_weights(saved.state_dict()) for a whole module."
         ) from error
     if isinstance(made, dict) and _is_state(made.get("state_dict")):  # A checkpoint of Lightning.
         made = made["state_dict"]
     if _is_state(made):
         return dict(made)
     found = f"a dict with the keys {list(made)[:5]!r:.120}" if isinstance(made, dict) else f"a {type(made).__name__}"
-    raise CheckpointDamaged(f"{where}: contains {found}; expected a dict of tensors. Store only the model's state.")
+    keys = [key for key, part in made.items() if _is_state(part)] if isinstance(made, dict) else []
+    hint = f", or give that part: apply_weights(torch.load(path)[{keys[0]!r:.80}])" if keys else ""
+    raise CheckpointDamaged(
+        f"{where}: contains {found}; expected a dict of tensors. Store only the model's state{hint}."
+    )
 
 
 def read_trusted(path: Path) -> dict[str, Tensor]:
