@@ -13,7 +13,8 @@ project = "zae"
 author = copyright = "The zae authors"
 version = release = zae.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "checkout", "reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["checkout", "layout", "reference"]  # In _extensions.
 exclude_patterns = ["_build"]
 # Every reference has to resolve. Links to other sites are not followed: `-b linkcheck` does that, with a network.
 nitpicky = True
@@ -33,6 +34,7 @@ napoleon_use_param = napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), ("Raises", "params_style")]
 
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_title = "zae"
 html_show_sphinx = False
 html_copy_source = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 from pathlib import Path
@@ -103,7 +104,12 @@ def test_sentences_that_quote_the_code():
     task = Trainer.add_on(*(getattr(zae.addons, name) for name in imported))
     beside = re.search(r"next to `unscale\(\)` it prints `([^`]+)`", guide)[1]
     assert re.search(rf"^ +unscale\(\) +# {re.escape(beside)}\.$", str(task.explain()), re.M)
-    assert " < ".join(zae.addon.LAYERS) in " ".join(guide.split())
+    for name in ("guide", "composing"):
+        assert " < ".join(zae.addon.LAYERS) in " ".join(page(name).split()), name
+    drawn = re.findall(r"(\w+)\(", page("loop").partition("```text")[2].partition("```")[0])
+    called = re.findall(r"self\.(\w+)\(", inspect.getsource(Trainer.run_batch))
+    assert [name for name in drawn if not hasattr(Trainer, name)] == []
+    assert [name for name in drawn if name in called] == [name for name in called if name in drawn]
     add_ons = re.findall(r"^(\w+) =", read_setup()["options.entry_points"]["zae.addons"], re.M)
     for name, text in TEXTS.items():
         for path in re.findall(r"`((?:examples|zae|benchmarks|tests)/[\w/]+\.py|\.ci/run|constraints\.txt)`", text):

@@ -1,4 +1,4 @@
-"""What a page in a checkout has and a site has not: links to files outside of docs/, `<picture>`, mermaid."""
+"""What a page in a checkout has and a site has not: links to files outside of docs/, HTML, mermaid."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ LINK = re.compile(r"\[([^\]\[]*)\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img src="([^"]+)" width="(\d+)"\s+alt="([^"]+)">\s*</picture>'
+)
+SIDES = re.compile(
+    r"<table><tr><th>([^<]+)</th><th>([^<]+)</th></tr><tr><td>\n(.*?)\n</td><td>\n(.*?)\n</td></tr></table>", re.S
 )
 RST = re.compile(r"^:::(\{eval-rst\}\n.*?\n):::$", re.S | re.M)
 PAGES = {"README.md": "/index.md", "CONTRIBUTING.md": "/contributing.md"}
@@ -36,6 +39,7 @@ def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
         return f"[{found[1]}]({page}{found[3] or ''})" if page else found[0]  # A file is offered as a download.
 
     text = PICTURE.sub(lambda found: picture(*found.groups()), source[0])
+    text = SIDES.sub(r"**\1**\n\3\n**\2**\n\4", text)  # Code beside code is wider than a page: one below the other.
     text = RST.sub(r"```\1```", text)  # MyST takes this directive between backquotes alone.
     source[0] = LINK.sub(link, text)
 
