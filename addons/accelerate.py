@@ -52,7 +52,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         The one to use, which your script has made under ``accelerate launch``, torchrun, or in one process.
     accelerator_args : dict, optional
         The arguments of one that each rank makes: ``{"mixed_precision": "bf16", "log_with": "tensorboard"}``. By
-        default, what ``accelerate launch`` was told. On a CPU, ``cpu=True`` is added.
+        default, what ``accelerate launch`` was given. On a CPU, ``cpu=True`` is added.
 
     Raises
     ------

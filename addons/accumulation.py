@@ -45,7 +45,7 @@ class GradientAccumulationAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        One is not an integer of at least 1; both are given; or ``global_batch_size`` is no multiple.
+        One is not an integer of at least 1; both are given; or ``global_batch_size`` is not a multiple.
     LoaderError
         A loader yielded fewer or more batches than its length, or does not state its batch size.
 

@@ -60,7 +60,7 @@ class AgreementAddon(AddOnPart):
 
     @replaces
     def gather_beside(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, through a process group of its own; the loop makes the first call."""
+        """Return the values of all ranks, through a separate process group; the loop makes the first call."""
         values = [value] * self._world
         if self._world > 1:
             try:
@@ -138,7 +138,7 @@ class AgreementAddon(AddOnPart):
         return super().state_dict()
 
     def _check_drift(self) -> None:
-        """Refuse to go on with ranks whose weights have come apart."""
+        """Refuse to continue with ranks whose weights differ."""
 
         def hashes() -> dict[str, int]:
             replicas = self.replicas()

@@ -47,7 +47,7 @@ class DeepSpeedAddon(DistributedAddon):
         A configuration of DeepSpeed, or its JSON file. "auto" is filled in from the trainer; where an entry differs
         from the trainer's option, it is refused. Without ``optimizer`` the trainer takes that of its section.
     deepspeed_compile : bool
-        Let DeepSpeed compile a kernel of its own for communication on a CPU, which takes minutes at the first run.
+        Let DeepSpeed compile its own kernel for communication on a CPU, which takes minutes at the first run.
 
     Raises
     ------
@@ -75,7 +75,7 @@ class DeepSpeedAddon(DistributedAddon):
 
     process_attributes = {"_zero": None}
     excludes = {
-        "AMPAddon": "DeepSpeed computes in the types of its own configuration; leave AMPAddon out, and write "
+        "AMPAddon": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
         "deepspeed_bf16=True",
         "CompileAddon": "DeepSpeed has hooks in the model, and compiles it in another way; leave CompileAddon out",
         "LedgerAddon": "gradients and states lie in flat parts, of which the ledger knows nothing; leave LedgerAddon "

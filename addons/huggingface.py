@@ -43,7 +43,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     num_train_epochs : float
         Epochs that ``train()`` trains.
     max_steps : int
-        Optimizer steps that ``train()`` takes, whatever ``num_train_epochs`` says; -1 is no limit.
+        Optimizer steps that ``train()`` takes, whatever ``num_train_epochs`` says; -1 means no limit.
     eval_strategy : {"no", "steps", "epoch"}
         When ``train()`` evaluates.
     eval_steps : int, optional
@@ -163,7 +163,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             return {**given, **_recipe(given)}
         if beside := [name for name in (*OPTIMIZER_ARGUMENTS, "max_grad_norm") if name in given]:
             raise OptionError(
-                f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has settings of its own; leave one "
+                f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
                 "of them out (gradient_clip clips, and scheduler may be given beside both)"
             )
         return given

@@ -112,7 +112,7 @@ class MLflowLoggerAddon(WebLoggerAddon):
 
     ``web_logger["mlflow"]`` has the experiment_name, and optionally tracking_uri, run_name, run_id and tags. Without a
     tracking_uri it is that of MLflow: MLFLOW_TRACKING_URI, or a database in the present folder. Options are parameters
-    of the run, versions are tags, records are metrics over optimizer steps. A resumed run goes on in the run of MLflow
+    of the run, versions are tags, records are metrics over optimizer steps. A resumed run continues the run of MLflow
     with its tag ``zae.run_id``; steps after the loaded state are there twice then. MLflow has no histograms.
 
     Parameters

@@ -61,7 +61,7 @@ class ShardingAddon(AddOnPart):
         if not shares:
             ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree)
             shares = [sharding.shard(loader, training, ranks)]
-            alike = [each for each in self._shared if each[1] == training]  # Each kind has a limit of its own.
+            alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]
             self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shares[0])]
         if training:

@@ -194,7 +194,7 @@ class TensorParallelAddon(DistributedAddon):
             if after[name] is not after[other]:
                 raise ConfigError(
                     f"tensor_plan: {other} and {name} are one parameter, and would become two; leave both modules out "
-                    "of the plan, or let each have a parameter of its own"
+                    "of the plan, or give each its own parameter"
                 )
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:

@@ -44,13 +44,13 @@ class TrackioSink(ClientSink):
         self._is_new = True
 
     def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image, in a row of its own."""
+        """Log an image, in a separate row."""
         import trackio
 
         self.write({name: trackio.Image(pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels)}, step)
 
     def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Log a histogram, in a row of its own."""
+        """Log a histogram, in a separate row."""
         import trackio
 
         self.write({name: trackio.Histogram(np_histogram=(counts, edges))}, step)
@@ -73,7 +73,7 @@ class TrackioLoggerAddon(WebLoggerAddon):
     """Log to Trackio; show the project with ``trackio show --project NAME``.
 
     ``web_logger["trackio"]`` goes to ``trackio.init``: project, name, group, space_id and so on. Without a space_id
-    or a server_url nothing is sent: the records are in a database in TRACKIO_DIR. A resumed run goes on in the run of
+    or a server_url nothing is sent: the records are in a database in TRACKIO_DIR. A resumed run continues the run of
     Trackio with its name; steps after the loaded state are there twice then.
 
     Parameters

@@ -86,13 +86,13 @@ class WandBSink(ClientSink):
         self._written = True
 
     def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image, in a row of its own."""
+        """Log an image, in a separate row."""
         import wandb
 
         self.write({name: wandb.Image(pixels[..., 0] if pixels.shape[2] == 1 else pixels)}, step)
 
     def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Log a histogram, in a row of its own."""
+        """Log a histogram, in a separate row."""
         import wandb
 
         self.write({name: wandb.Histogram(np_histogram=(counts, edges))}, step)

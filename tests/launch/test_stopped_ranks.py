@@ -21,7 +21,7 @@ from zae.addons import FSDPAddon, MultiGPUAddon, StateManagerAddon
 from zae.launch import drift
 from zae.launch import spawn as launching
 
-AGAIN = "start the script again: with resume='auto' it goes on from the newest checkpoint"
+AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
 PLACES = ("step", "validation", "save")
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_rank_that_was_spawned(who, where, engine, whole, monkeypatch)
     text = rf"rank {who} \(process \d+\) of 2 did not answer within timeout=4 s, .*rank {who} was stopped by a signal"
     with forks(), pytest.raises(DistributedError, match=text) as caught:
         train(make("run", ["cpu", "cpu"], engine), 2, "stop", who, where)
-    assert "start the script again, with resume='auto' it goes on from the newest checkpoint" in str(caught.value)
+    assert "start the script again, with resume='auto' it continues from the newest checkpoint" in str(caught.value)
     assert "endless loop" not in str(caught.value)
     assert is_gone(Path("rank").read_text())
     with forks():

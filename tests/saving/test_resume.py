@@ -104,6 +104,7 @@ CASES = {
 
 
 @pytest.mark.covers("P-12", "F-B1", "F-B3")
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", list(CASES))
 def test_killed_after_every_update(folder: Path, name: str) -> None:
     """P-12, F-B1, F-B3, P-13, P-28: one life for each update, each killed after it; the end is bitwise the same."""

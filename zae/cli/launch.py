@@ -19,7 +19,7 @@ On this machine the ranks replace this command, and the exit status is theirs.
 With --slurm a job for sbatch is printed, or written to a file, and not
 submitted, unless --submit is given. Before its time is over the ranks save and
 end, and it is queued again: resume="auto" and a save_path that all nodes share
-let the script go on. In the script write device="cuda" (or "cpu")."""
+let the script continue. In the script write device="cuda" (or "cpu")."""
 _ONLY_SLURM = ("nodes", "time", "cpus_per_task", "sbatch", "out", "submit")
 
 
@@ -96,7 +96,7 @@ def write_job(arguments: argparse.Namespace, ranks: int) -> str:
     """Return the script for sbatch.
 
     The time limit is announced to the script alone, by USR1: it asks the ranks to save and end, and queues the job
-    again. torchrun kills ranks that have not ended within 30 s, unless it is told how long they may take to save.
+    again. torchrun kills ranks that have not ended within 30 s, unless it knows how long they may take to save.
     """
     stem, cpus = Path(arguments.script).stem, arguments.cpus_per_task
     options = [f"--job-name={stem}", f"--nodes={arguments.nodes or 1}", "--ntasks-per-node=1"]

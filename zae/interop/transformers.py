@@ -335,7 +335,7 @@ def _carry_compile(args: Any, to: Carried) -> None:
     if args.torch_compile:
         to.add_on("CompileAddon", compile_mode="model", compile_backend=args.torch_compile_backend or "inductor")
     if args.torch_compile_mode is not None:
-        to.tell("torch_compile_mode", "CompileAddon has modes of its own: compile_mode='auto', 'graph' or 'fused'")
+        to.tell("torch_compile_mode", "CompileAddon has its own modes: compile_mode='auto', 'graph' or 'fused'")
 
 
 def _carry_optimizer(args: Any, to: Carried) -> None:

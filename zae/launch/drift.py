@@ -20,7 +20,7 @@ __all__ = ["DriftCheck", "Meetings", "note_culprit"]
 _LEAST, _MOST = 2.0, 20.0  # Seconds in which the others may answer.
 _PAUSE = 0.02
 _T = TypeVar("_T")
-_AGAIN = "start the script again: with resume='auto' it goes on from the newest checkpoint"
+_AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
 
 
 class Meetings:
@@ -43,10 +43,7 @@ class Meetings:
         try:
             other, missing = ask_store(lambda: cls._exchange(store, call, rank, world, timeout), timeout + _LEAST)
         except RuntimeError as error:
-            raise DistributedError(
-                f"{who}, and {describe_store()}. Start the script again: with resume='auto' it goes on from the newest "
-                "checkpoint"
-            ) from error
+            raise DistributedError(f"{who}, and {describe_store()}; {_AGAIN}") from error
         if missing:
             names = " and ".join(f"rank {each}" for each in missing)
             raise DistributedError(
@@ -70,7 +67,7 @@ class Meetings:
         try:
             store.wait(["go"], timedelta(seconds=timeout))
             return store.get("go").decode(), []
-        except RuntimeError:  # Of a store of files it is no DistStoreError; a store that is gone fails the next call.
+        except RuntimeError:  # Not DistStoreError with a store of files; a lost store fails the next call.
             missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
             store.delete_key(f"rank/{rank}")
             if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.

@@ -387,7 +387,7 @@ class _Ranks:
         if stopped := [str(rank) for rank in missing if rank in self._stopped]:
             text += (
                 f"rank {' and rank '.join(stopped)} was stopped by a signal, SIGSTOP for instance: start the script "
-                "again, with resume='auto' it goes on from the newest checkpoint"
+                "again, with resume='auto' it continues from the newest checkpoint"
             )
         if len(stopped) < len(missing):
             text += (

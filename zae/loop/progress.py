@@ -173,7 +173,7 @@ class ProgressChecker:
     nonfinite_steps : int
         Steps with a loss or a gradient norm that was NaN or infinite.
     stop_reason : str or None
-        Why the present run was told to stop.
+        Why the present run was asked to stop.
     pending_validation : {"", "step", "epoch"}
         The moment whose validation has begun and is not complete; a resumed run repeats it first.
     run_calls : RunCalls

@@ -443,7 +443,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------- its extent
 
     def bounds(self) -> tuple[int, int]:
-        """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` is no limit."""
+        """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` means no limit."""
         progress, limits = self.trainer.progress_checker, self.limits
         starts, call = progress.run_starts, progress.run_calls.index
         if progress.run_calls.is_over:  # It may have ended early.

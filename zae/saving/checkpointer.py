@@ -235,7 +235,7 @@ class Checkpointer:
         Raises
         ------
         CheckpointNotFound
-            It is not there, which is no error for the run.
+            It is not there, which is not an error for the run.
         CheckpointError
             It could not be removed; the run warns and continues.
         """

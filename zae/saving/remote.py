@@ -255,7 +255,7 @@ class FsspecCheckpointer(Checkpointer):
             yield
         except (CheckpointError, FileNotFoundError):
             raise
-        except Exception as error:  # The clients of object storage have errors of their own.
+        except Exception as error:  # The clients of object storage have their own errors.
             raised = CheckpointError(f"{self.url}: {what}: {type(error).__name__}: {error}")
             raised.errno = getattr(error, "errno", None) or errno.EIO
             raise raised from error

@@ -1,4 +1,4 @@
-"""Search for the best options of a run: many runs, each with a trainer and a folder of its own.
+"""Search for the best options of a run: many runs, each with its own trainer and folder.
 
 ``from zae.search import search``. It needs the package optuna (``pip install zae[search]``), which is imported when a
 search begins.

@@ -163,7 +163,7 @@ class Search:
         found = self.frozen()[number]
         if "error" in found.user_attrs:
             why, params = found.user_attrs["error"], found.user_attrs.get("params", {})
-            text = f"trial {number} of the search failed: {why}; its parameters: {params}; the others go on"
+            text = f"trial {number} of the search failed: {why}; its parameters: {params}; the others continue"
             _log.warning(printable(text, kept=""))
 
     def _begin(self, asked: Any) -> Trial:

@@ -67,7 +67,7 @@ _MEANINGS = {
     "PYTHONOPTIMIZE": "leaves out assert statements",
     "PYTORCH_ALLOC_CONF": "how torch allocates memory of a device",
     "PYTORCH_CUDA_ALLOC_CONF": "how torch allocates memory of a device",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates memory of a device anew each time",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates memory of a device again each time",
     "RANK": "the number of this process, set by torchrun",
     "SLURM_PROCID": "the number of this task, set by srun",
     "TMPDIR": "where temporary files are",
@@ -289,7 +289,7 @@ def _group(torch: Any) -> Iterator[Finding]:
 
 
 def _network(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
-    """Connect to this host, and look at what the ranks of a run are told."""
+    """Connect to this host, and look at what the ranks of a run get."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             pass

@@ -98,7 +98,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, accelerator: Any) -> Settings:
-        """Read an Accelerator, and what the environment has told it."""
+        """Read an Accelerator, and its settings from the environment."""
         plugins = {name for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true"}
         kind = _name(accelerator.distributed_type)
         own = {"DEEPSPEED": "deepspeed_plugin", "FSDP": "fsdp_plugin", "MEGATRON_LM": "megatron_lm_plugin"}
@@ -157,7 +157,7 @@ def _name(value: Any) -> str:
 
 
 def check_arguments(given: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of an Accelerator as a dict of its own; refuse those that it would not take, or zae not."""
+    """Return a copy of the arguments of an Accelerator; refuse those that it, or zae, would not take."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

@@ -157,7 +157,7 @@ class Folder:
                 )
 
     def streams(self, rank: int) -> dict[str, Any] | None:
-        """Read the random streams of a rank; None where the folder has none of it."""
+        """Read the random streams of a rank; None if the folder does not have it."""
         path = self.path / f"random_states_{rank}.pkl"
         return _load(path) if path.exists() else None
 
@@ -195,7 +195,7 @@ def _load(path: Path) -> Any:
         return load_library().utils.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
-            f"{path} is damaged, or contains objects that only pickle could make, which runs code of whoever has "
+            f"{path} is damaged, or contains objects that only pickle could make, which runs code of anyone who has "
             f"written it: {str(error).splitlines()[0]:.200}. It was not read; give another folder"
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:

@@ -58,7 +58,7 @@ _INSTEAD = {
 
 
 def read(given: Any) -> dict[str, Any]:
-    """Return a configuration as a dict of its own: of a dict, of a JSON file, or an empty one of None."""
+    """Return a copy of a configuration, given as a dict or a JSON file; None is an empty one."""
     if given is None:
         return {}
     if isinstance(given, (str, Path)):

@@ -70,7 +70,7 @@ class AttachedModule(AddOnBase):
     # ----------------------------------------------------------------------------------------------- calls of hooks
 
     def _hook(self, name: str, *args: Any) -> Any:
-        """Call a hook of the module where it has one of its own."""
+        """Call a hook of the module where it has its own."""
         module: Any = self.unwrap()
         return self._call(name, *args) if lit.is_overridden(module, name) else None
 
@@ -104,7 +104,7 @@ class AttachedModule(AddOnBase):
             vars(module).pop("forward", None)
 
     def _of_data(self, name: str) -> Any:
-        """Return the owner of a hook of the data: the data module where it has one of its own, else the module."""
+        """Return the owner of a hook of the data: the data module where it has its own, else the module."""
         owners = [each for each in (self.datamodule, self.unwrap()) if each is not None]
         return next((each for each in owners if lit.is_overridden(each, name)), owners[-1])
 

@@ -69,7 +69,7 @@ def base_of(cls: type, name: str = "LightningModule") -> type | None:
 
 
 def is_overridden(owner: Any, name: str) -> bool:
-    """Return whether a module, a data module or a class of them has a hook of its own."""
+    """Return whether a module, a data module or a class of them has its own hook."""
     cls = owner if isinstance(owner, type) else type(owner)
     base = base_of(cls) or base_of(cls, "LightningDataModule")
     return getattr(cls, name, None) is not getattr(base, name, None)

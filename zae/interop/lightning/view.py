@@ -25,7 +25,7 @@ __all__ = ["LoggerView", "TrainerView", "check_logger", "check_names"]
 _log = logging.getLogger("zae")
 _CALLS = "call run, evaluate, test or predict of the zae trainer, outside of the module"
 _LOOP = "the loop belongs to zae; write a task or an add-on"
-_FOLDER = "give the module a folder of its own, by an argument"
+_FOLDER = "give the module its own folder, by an argument"
 _CURES = {
     "trainer": {
         **dict.fromkeys(("fit", "validate", "test", "predict"), _CALLS),

@@ -409,7 +409,7 @@ def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
     if not found or not all(isinstance(each, Tensor) for each in found):
         kinds = ", ".join(type(each).__name__ for each in found) or "nothing"
         raise ConfigError(
-            f"stage {stage} would pass on {kinds}, and only tensors are sent to the next one. Compute what is no "
+            f"stage {stage} would pass on {kinds}, and only tensors are sent to the next one. Compute what is not a "
             "tensor from the inputs of the model, or within one stage, or split elsewhere"
         )
     return tuple(each.contiguous() for each in found)  # Gloo sends no others.

@@ -24,8 +24,8 @@ from zae.launch.pipeline.hints import UNKNOWN, HintedProxy, Hints
 __all__ = ["REMEDY", "bind", "constants_in", "defaults_of", "trace"]
 
 REMEDY = (
-    "Where it asks for shapes, give pipeline_example= what the model is called with. Else let the computation be in a "
-    "module of its own, which is not traced, or give split=a function of the model and of "
+    "Where it asks for shapes, give pipeline_example= what the model is called with. Else put the computation into a "
+    "separate module, which is not traced, or give split=a function of the model and of "
     "the number of stages that returns the modules of the stages in their order; each is called with what the one "
     "before returns"
 )
