@@ -14,7 +14,7 @@ from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["GradientAccumulationAddon"]
 

@@ -21,7 +21,7 @@ from zae.common.torch_private import found_overflow
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["AMPAddon"]
 

@@ -11,7 +11,7 @@ from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, MonitorError
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["EarlyStoppingAddon"]
 

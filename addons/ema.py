@@ -24,7 +24,7 @@ from zae.storage.encoding import name_of_key
 from zae.storage.share import Group, save_weights
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["EMAAddon"]
 

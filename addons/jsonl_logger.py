@@ -11,7 +11,7 @@ from zae.common.argument_checks import check_file
 from zae.sinks.base import JSONLSink, Sink
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["JSONLLoggerAddon"]
 

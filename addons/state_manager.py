@@ -28,7 +28,7 @@ from zae.saving.stop_signals import StopSignals
 from zae.storage.share import Group
 
 if TYPE_CHECKING:
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["StateManagerAddon"]
 

@@ -46,7 +46,7 @@ from zae.storage.share import save_weights, try_save
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
-    from zae.eject.script import Script
+    from zae.preview.eject.script import Script
 
 __all__ = ["Trainer"]
 
@@ -1092,7 +1092,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         ConfigError
             The source of the class cannot be read.
         """
-        from zae.eject.eject import eject
+        from zae.preview.eject.eject import eject
 
         return eject(self, run)
 
@@ -1105,7 +1105,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Parameters
         ----------
         script : Script
-            The script, with its places; see `zae.eject.script.Script`.
+            The script, with its places; see `zae.preview.eject.script.Script`.
         """
 
     explain, plan = explain.explain, preview.plan

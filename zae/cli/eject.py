@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if out is not None and out.exists() and not arguments.force:
         raise ConfigError(f"{out} exists; give another name, or --force to replace it")
     with script.trainer_of(arguments) as (trainer, given):
-        from zae.eject.eject import eject
+        from zae.preview.eject.eject import eject
 
         path, _, function = arguments.script.rpartition(":")
         function = function if path and function.isidentifier() else "make_trainer"

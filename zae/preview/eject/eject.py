@@ -15,11 +15,11 @@ from zae.common import optim
 from zae.composition.introspect import add_ons_of, is_add_on, is_base, is_trainer, seams_of, set_by
 from zae.composition.options import options_of
 from zae.data.loaders import length_of
-from zae.eject.carry import Carried, carry, returned_keys
-from zae.eject.helpers import OF_ZAE
-from zae.eject.loop import Loop
-from zae.eject.script import Script, indent
 from zae.errors import ConfigError
+from zae.preview.eject.carry import Carried, carry, returned_keys
+from zae.preview.eject.helpers import OF_ZAE
+from zae.preview.eject.loop import Loop
+from zae.preview.eject.script import Script, indent
 from zae.preview.explain import Text
 
 __all__ = ["Ejected", "eject"]
@@ -159,10 +159,9 @@ def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_
                 script.define(known)
             else:
                 script.leave_out(f"zae's {known}" + f" in line {line} of {name}" * bool(line))
-    for line in imports:
-        module = line.split()[1]
-        held = vars(sys.modules.get(module, script)).values()
-        if module != "torch" and any(str(getattr(each, "__module__", "")).startswith("zae.") for each in held):
+    for module in (each.split()[1] for each in imports):
+        values = vars(sys.modules[module]).values() if module in sys.modules and module != "torch" else ()
+        if any(str(getattr(each, "__module__", "")).startswith("zae.") for each in values):
             script.leave_out(f"{module}, which imports zae")
     return Carried(imports, "\n\n\n".join(bodies), [])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zae.eject import helpers
+from zae.preview.eject import helpers
 
 __all__ = ["Script", "indent", "quoted"]
 
@@ -110,7 +110,7 @@ class Script:
         return ["for optimizer in optimizers.values():", *indent([*lines])] if self.several else [*lines]
 
     def define(self, name: str) -> None:
-        """Take a function of `zae.eject.helpers` into the script, with those that it calls.
+        """Take a function of `zae.preview.eject.helpers` into the script, with those that it calls.
 
         Parameters
         ----------
