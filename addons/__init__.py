@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zae.addons.amp import AMPAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
+    from zae.addons.context_parallel import ContextParallelAddon
     from zae.addons.deepspeed import DeepSpeedAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
@@ -40,6 +41,7 @@ __all__ = [
     "AccelerateAddon",
     "CallbackAddon",
     "CompileAddon",
+    "ContextParallelAddon",
     "DeepSpeedAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
@@ -70,6 +72,7 @@ _HOMES = {
     "AccelerateAddon": "accelerate",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
+    "ContextParallelAddon": "context_parallel",
     "DeepSpeedAddon": "deepspeed",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",

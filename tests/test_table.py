@@ -17,11 +17,20 @@ import torch
 import zae.addons
 from kit import hand
 from kit.table import TABLE, Entry, Task, build, compatible, composed, core_of, fingerprint, parts
-from zae.addons import AccelerateAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon
+from zae.addons import (
+    AccelerateAddon,
+    ContextParallelAddon,
+    DeepSpeedAddon,
+    FSDPAddon,
+    PipelineAddon,
+    TensorParallelAddon,
+)
 from zae.composition.metaclass import arrange
 from zae.storage.encoding import decode, encode
 
-_ENGINES = (AccelerateAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon)
+_ENGINES = (
+    AccelerateAddon, ContextParallelAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon,
+)  # fmt: skip
 IDS = [entry.id for entry in TABLE]
 PAIRS = [pair for pair in itertools.combinations(TABLE, 2) if compatible(*pair)]
 # Those that act on the step; what only watches is in every pair.

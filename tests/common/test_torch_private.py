@@ -93,6 +93,16 @@ def test_the_same_numbers_are_added(monkeypatch):
     assert counters == [torch.tensor(2.0), torch.tensor([3.0])]
 
 
+def test_containers_are_taken_apart_and_put_together(monkeypatch):
+    value = {"a": [torch.ones(1), (2, None)], "b": ()}
+    for _ in range(2):
+        leaves, spec = torch_private.flatten_tree(value)
+        assert [each for each in leaves if each is not None][1:] == [2]
+        assert spec == torch_private.flatten_tree(value)[1] != torch_private.flatten_tree([1])[1]
+        assert torch_private.unflatten_tree(leaves, spec) == value
+        monkeypatch.setattr(torch_private, "find", lambda *name: None)
+
+
 def test_hooks_are_expected_where_torch_does_not_tell():
     assert torch_private.has_gradient_hooks(object())
     parameter = nn.Parameter(torch.ones(1))

@@ -66,6 +66,11 @@ Task = Digits.add_on(DeepSpeedAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam}, deepspeed_config=config)
 print(trainer.zero_stage)  # trainer.run(20, train, test) starts the ranks
 """,
+    "ContextParallelAddon": """
+Task = Digits.add_on(ContextParallelAddon)
+trainer = Task(model, ["cpu", "cpu"], {adam}, context_inputs={{"input": 1}})
+print(trainer.context_inputs)  # for a model of sequences, trainer.run(20, train, test) starts the ranks
+""",
     "PipelineAddon": """
 Task = Digits.add_on(PipelineAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam}, split=2, pipeline_microbatches=4)
@@ -143,6 +148,7 @@ NOT_MEASURED = {
     "AccelerateAddon": "Not measured here: it needs several ranks.",
     "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) has "
     "figures, and `compile_mode=\"auto\"` measures on your machine.",
+    "ContextParallelAddon": "Not measured here: it needs several ranks.",
     "DeepSpeedAddon": "Not measured here: it needs several ranks.",
     "FSDPAddon": "Not measured here: it needs several ranks.",
     "HuggingFaceAddon": "Not measured here: it brings its own training step.",

@@ -15,7 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import AddOnBase, Trainer
-from zae.addons import AccelerateAddon, FSDPAddon, MultiGPUAddon, PipelineAddon, TensorParallelAddon
+from zae.addons import (
+    AccelerateAddon,
+    ContextParallelAddon,
+    FSDPAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    TensorParallelAddon,
+)
 
 F64 = torch.float64
 VOCABULARY, WIDTH, HEAD = 11, 8, 4
@@ -130,6 +137,16 @@ ENGINES = {
         *(4, 2, {"mesh": {"replicate": 2, "pipeline": 2}, "pipeline_schedule": "GPipe"}),
         layouts=STAGES,
         wrapper="StagedModel",
+    ),
+    "context": Engine((ContextParallelAddon,), 2, 1, is_sampled=True),
+    "context-ddp": Engine(
+        (MultiGPUAddon, ContextParallelAddon), 4, 2, {"mesh": {"replicate": 2, "context": 2}}, wrapper="Replica"
+    ),
+    "context-fsdp": Engine(
+        (FSDPAddon, ContextParallelAddon),
+        *(4, 2, {"mesh": {"shard": 2, "context": 2}}),
+        layouts=SHARDED,
+        wrapper="FSDPNet",
     ),
 }
 

@@ -74,6 +74,7 @@ ELSEWHERE = {
     "FSDPAddon": "of several processes",
     "TensorParallelAddon": "of several processes",
     "PipelineAddon": "of several processes",
+    "ContextParallelAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
     "PEFTAddon": "its adapters make another model",

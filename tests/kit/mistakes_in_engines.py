@@ -1,4 +1,4 @@
-"""Mistakes that people make with DeepSpeed and Accelerate; all are refused before a rank is started."""
+"""Mistakes that people make with DeepSpeed, Accelerate and long sequences; all are refused before a rank is started."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from kit.mistakes import Task, loader, mistake, trainer_of
 from zae.addons import (
     AccelerateAddon,
     AMPAddon,
+    CompileAddon,
+    ContextParallelAddon,
     DeepSpeedAddon,
     EMAAddon,
     GradientAccumulationAddon,
@@ -160,3 +162,26 @@ def loader_that_accelerate_has_prepared():
 
     prepared = Accelerator(cpu=True).prepare(loader())
     accelerate().run(1, prepared)
+
+
+# ------------------------------------------------------------------------------------------------------- sequences
+
+
+@mistake
+def sequence_of_an_input_that_the_model_does_not_have():
+    trainer_of(Task.add_on(ContextParallelAddon), context_inputs={"tokens": 1}, **TWO)
+
+
+@mistake
+def ring_on_a_cpu():
+    trainer_of(Task.add_on(ContextParallelAddon), context_attention="ring", **TWO)
+
+
+@mistake
+def compiled_attention_over_ranks():
+    Task.add_on(ContextParallelAddon, CompileAddon)
+
+
+@mistake
+def no_ranks_left_for_a_sequence():
+    trainer_of(Task.add_on(MultiGPUAddon, ContextParallelAddon), **TWO).plan(1, loader())

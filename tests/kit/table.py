@@ -20,6 +20,7 @@ from zae.addons import (
     AMPAddon,
     CallbackAddon,
     CompileAddon,
+    ContextParallelAddon,
     DeepSpeedAddon,
     EarlyStoppingAddon,
     EMAAddon,
@@ -198,6 +199,7 @@ TABLE = [
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     Entry(DeepSpeedAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(PipelineAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
+    Entry(ContextParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
     Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
     Entry(

@@ -36,6 +36,7 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "find",
+    "flatten_tree",
     "found_overflow",
     "function_modes",
     "has_bf16_of_x86",
@@ -50,6 +51,7 @@ __all__ = [
     "replica_forward",
     "shut_down_workers",
     "sparse_parts",
+    "unflatten_tree",
     "unsaved_buffers",
     "without_ranges",
 ]
@@ -68,6 +70,32 @@ def find(module: str, name: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ modules and tensors
+
+
+def flatten_tree(value: Any) -> tuple[list[Any], Any]:
+    """Return what is in nested containers, and how they are built; without torch's own, in dicts, lists and tuples."""
+    flatten = find("torch.utils._pytree", "tree_flatten")
+    if flatten is not None:
+        leaves, spec = flatten(value)
+        return list(leaves), spec
+    if type(value) not in (dict, list, tuple):
+        return [value], None
+    keys = list(value) if isinstance(value, dict) else None
+    parts = [flatten_tree(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return [leaf for leaves, _ in parts for leaf in leaves], (type(value), keys, [(s, len(v)) for v, s in parts])
+
+
+def unflatten_tree(leaves: Sequence[Any], spec: Any) -> Any:
+    """Return the containers with other contents."""
+    unflatten = find("torch.utils._pytree", "tree_unflatten")
+    if unflatten is not None:
+        return unflatten(leaves, spec)
+    if spec is None:
+        return leaves[0]
+    kind, keys, parts = spec
+    ends = list(itertools.accumulate(size for _, size in parts))
+    made = [unflatten_tree(leaves[end - size : end], each) for (each, size), end in zip(parts, ends)]
+    return kind(made) if keys is None else dict(zip(keys, made))
 
 
 @contextmanager
