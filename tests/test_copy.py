@@ -76,6 +76,7 @@ def finish(trainer: Any) -> tuple[Any, ...]:
     return end_of(trainer)
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", SETS)
 def test_a_copy_made_in_an_epoch_goes_on_at_the_same_batch(name: str, tmp_path: Path) -> None:
     """At each step of the second epoch, and at its ends: pickled, copied, or a copy of a copy."""

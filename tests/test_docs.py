@@ -31,6 +31,7 @@ TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
          for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}  # fmt: skip
 
 
+@pytest.mark.sample(count=45)
 @pytest.mark.covers("X-4")
 @pytest.mark.parametrize(
     "path",

@@ -113,6 +113,7 @@ def test_plain_is_the_hand_written_loop():
     assert lines[-1] == "9610 weights, bitwise equal to those of the hand-written loop"
 
 
+@pytest.mark.exhaustive
 def test_fsdp_trains_a_language_model_in_shards():
     """On two ranks, then one, then three; a model that knows only how frequent each character is has a loss of 3.1."""
     line = r"epoch {} on {} ranks: validation loss (\d\.\d{{3}}), saved in \S+/runs/fsdp/step-000000(\d\d)\n"

@@ -47,6 +47,7 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covers("F-D2")
 def test_the_command_of_the_container_saves_at_sigterm_and_continues(tmp_path: Path) -> None:
     """Stopped as ``docker stop`` does, the run saves and ends with 143; started again, it ends as one that was not."""

@@ -264,6 +264,7 @@ def train(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: range
     return used
 
 
+@pytest.mark.sample(count=25)
 @pytest.mark.parametrize(("factory", "stop"), list(itertools.product(FACTORIES, range(19))))
 def test_resume_at_any_step_is_bitwise_the_same(factory: Factory, stop: int) -> None:
     straight = sgd(0.7, 0.1, momentum=0.9)

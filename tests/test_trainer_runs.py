@@ -33,6 +33,7 @@ PIECES = {
 }
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.covers("P-55")
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("kind", ["loader", "generator", "list", "unsized"])
@@ -118,6 +119,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return torch.full((4,), index / 20) + noise, index % 2
 
 
+@pytest.mark.sample(count=4)
 @pytest.mark.covers("P-48")
 @pytest.mark.parametrize("every", [None, 1, 2, 7, Every(epochs=2)])
 @pytest.mark.parametrize("shared", [False, True])

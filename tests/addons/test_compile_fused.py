@@ -107,7 +107,7 @@ def types(task: Any) -> Any:
     }
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weights_and_state_are_those_of_eager(optimizer: str) -> None:
     """float64, with a clip that bites, evaluation in between, and a short batch in each epoch."""
@@ -141,7 +141,7 @@ class Scale(nn.Module):
         return inputs * self.scale
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_a_parameter_without_dimensions_keeps_its_state(optimizer: str, dtype: torch.dtype) -> None:
@@ -213,7 +213,7 @@ def poisoned() -> list[Any]:
     return loader
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(covering=1, of="policy")
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])

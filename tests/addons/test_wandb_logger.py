@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -192,17 +193,20 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 
 @pytest.mark.covers("F-D8")
-def test_fault_servers_that_do_not_serve(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "kinds", [("refuses",), pytest.param(("refuses", "silent", "500"), marks=pytest.mark.exhaustive)], ids="+".join
+)
+def test_fault_servers_that_do_not_serve(kinds, tmp_path, monkeypatch):
     """Refused, never answered, always 500: one warning, every record local, same weights, exit 0; or an error."""
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     code = FAULT.format(tests=str(Path(__file__).parent.parent))
-    with server("refuses") as refuses, server("silent") as silent, server("500") as broken:
-        urls = (refuses, silent, broken)
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(server(kind)) for kind in kinds]
         done = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["0", "1", "0", "0"], done.stderr
+    assert done.stdout.split() == ["0", "1", *["0"] * (len(urls) - 1)], done.stderr
     assert not any(KEY.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    port = refuses.rsplit(":", 1)[1]
+    port = urls[0].rsplit(":", 1)[1]
     assert "LoggerError: the logger wandb failed" in Path(port + "True", "err").read_text()
     for url in urls:
         port = url.rsplit(":", 1)[1]

@@ -217,6 +217,7 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
     assert bare.count("Traceback") == 1  # No process was started.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covers("P-38")
 def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
     """P-38: whatever else the script asks, the last line has the line to write."""

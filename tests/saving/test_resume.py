@@ -127,7 +127,7 @@ def plain_end(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answer(CASES["plain"].run, tmp_path_factory.mktemp("whole"), 1)
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=3)
 @pytest.mark.covers("P-12", "F-B1")
 @pytest.mark.parametrize("step", range(1, 10))
 def test_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> None:
