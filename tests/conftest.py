@@ -45,11 +45,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
 """Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
 
-LONGEST = ("table", "engines", "distributed", "composition", "testing", "resume", "crash", "rank_failures",
-           "sharded", "examples", "gallery", "together", "compile_fused", "tensor", "mpu", "wandb_logger", "gather",
-           "package", "compile", "loading", "fault_signals", "torch_private", "addon_examples", "mpu_resume",
-           "plan_memory", "mpu_data", "resume_scripts", "readme", "stop_signals", "start_from",
-           "performance")  # fmt: skip
+LONGEST = ("distributed", "table", "crash", "resume", "compile_fused", "package", "testing", "search", "wandb_logger",
+           "notebook", "docs", "mpu", "compile", "composition", "examples", "mpu_resume", "rank_failures", "gallery",
+           "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",
+           "fault_signals", "loader_state", "class_identity", "foreign_names", "resume_scripts", "ledger", "gather",
+           "huggingface", "optimizer_state", "from_arguments", "jsonl_logger", "callbacks_ranks", "launch",
+           "mpu_data", "papers", "trainer_runs", "start_from", "stopped_ranks")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
 
 

@@ -35,8 +35,7 @@ from zae.addons import CompileAddon, GradientAccumulationAddon, MultiGPUAddon, S
 SIZES = list(itertools.product(range(1, 10), ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))))
 
 
-@pytest.mark.sample(count=1)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_every_size_is_the_big_batch(world):
     """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
     singles = []
