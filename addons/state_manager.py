@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_flags, check_folder, check_partial
@@ -26,9 +26,6 @@ from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
 from zae.storage.share import Group
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["StateManagerAddon"]
 
@@ -272,13 +269,10 @@ class StateManagerAddon(AddOnBase):
                 _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
             self._stop_signals.end(signal)
 
-    def eject_lines(self, script: Script) -> None:
+    def eject_lines(self, script: Any) -> None:
         """Write a state that plain torch reads, saved at the end of each epoch."""
         super().eject_lines(script)
-        script.saves = script.path(self.save_path / "last.pt")
-        script.resumes = self._resumption.resume is not False
-        what = "checkpoints within an epoch and of the best epoch, hashes, and the save at a signal"
-        script.leave_out(f"{what}: {script.saves[1:-1]} has the state after the last whole epoch", False)
+        script.save_to(self.save_path / "last.pt", self._resumption.resume is not False)
 
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""

@@ -39,6 +39,7 @@ from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_of, count_targets, explain_failure, read_output
 from zae.preview import describe, explain, preview
+from zae.preview.eject import eject as ejecting
 from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, load_checkpoint, read_weights
@@ -46,7 +47,6 @@ from zae.storage.share import save_weights, try_save
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
-    from zae.preview.eject.script import Script
 
 __all__ = ["Trainer"]
 
@@ -1072,43 +1072,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[Composed]", compose(cls, add_ons))
 
-    def eject(self, run: Mapping[str, Any] | None = None) -> str:
-        """Return this composition as a script of plain PyTorch: your steps, and the loop around them, without zae.
-
-        ``python -m zae eject script.py:make_trainer`` writes one that runs by itself.
-
-        Parameters
-        ----------
-        run : mapping, optional
-            The arguments of ``run``, for instance ``{"n_epoch": 3, "loader": loader, "max_steps": 100}``.
-
-        Returns
-        -------
-        str
-            The script. What it leaves out is named at its top.
-
-        Raises
-        ------
-        ConfigError
-            The source of the class cannot be read.
-        """
-        from zae.preview.eject.eject import eject
-
-        return eject(self, run)
-
-    @seam
-    def eject_lines(self, script: Script) -> None:
-        """Write the part of an add-on into a script of plain PyTorch, after that of ``super()``.
-
-        An add-on that does not override it is named at the top of the script as left out.
-
-        Parameters
-        ----------
-        script : Script
-            The script, with its places; see `zae.preview.eject.script.Script`.
-        """
-
-    explain, plan = explain.explain, preview.plan
+    explain, plan, eject = explain.explain, preview.plan, ejecting.eject
+    eject_lines = ejecting.eject_lines
     count_targets = count_targets
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 

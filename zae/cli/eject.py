@@ -25,13 +25,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     if out is not None and out.exists() and not arguments.force:
         raise ConfigError(f"{out} exists; give another name, or --force to replace it")
     with script.trainer_of(arguments) as (trainer, given):
-        from zae.preview.eject.eject import eject
+        from zae.preview.eject.eject import write_script
 
         path, _, function = arguments.script.rpartition(":")
         function = function if path and function.isidentifier() else "make_trainer"
         file = str(Path(path or arguments.script).expanduser())
         module = next(each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == file)
-        made = eject(trainer, given, function, module)
+        made = write_script(trainer, given, function, module)
     data = {"script": str(made), "left_out": [what for what, _ in made.missing],
             "changes_weights": [what for what, changes in made.missing if changes]}  # fmt: skip
     if out is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import logging
 import math
@@ -25,9 +24,9 @@ from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
-from zae.schedulers.warmup import Factory
+from zae.schedulers.warmup import takes_total_steps
 
-__all__ = ["Optimization", "takes_total_steps"]
+__all__ = ["Optimization"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
@@ -401,21 +400,6 @@ def _objects_in(given: Any) -> dict[str, Any]:
 def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:
     """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
     return factory(optimizer, total_steps=total_steps) if takes_total_steps(factory) else factory(optimizer)
-
-
-def takes_total_steps(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
-    if isinstance(factory, Factory):
-        return factory.needs_total
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # A builtin may not say.
-        return False
-    for place, each in enumerate(parameters):
-        if each.name == "total_steps":
-            # A partial that has set it leaves it behind as keyword-only, with a default.
-            return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
-    return False
 
 
 def _highest(scheduler: Any) -> float:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from zae.common import optim
-from zae.composition.introspect import add_ons_of, is_add_on, is_base, is_trainer, seams_of, set_by
+from zae.composition.introspect import add_ons_of, is_add_on, is_base, is_trainer, seam, seams_of, set_by
 from zae.composition.options import options_of
 from zae.data.loaders import length_of
 from zae.errors import ConfigError
@@ -22,7 +22,7 @@ from zae.preview.eject.loop import Loop
 from zae.preview.eject.script import Script, indent
 from zae.preview.explain import Text
 
-__all__ = ["Ejected", "eject"]
+__all__ = ["Ejected", "eject", "eject_lines", "write_script"]
 
 _KEPT = ("model", "device", "mode", "optimizer", "scheduler")
 _HOOKS = {
@@ -39,7 +39,43 @@ class Ejected(Text):
     missing: list[tuple[str, bool]]
 
 
-def eject(
+def eject(self: Any, run: Mapping[str, Any] | None = None) -> str:
+    """Return this composition as a script of plain PyTorch: your steps, and the loop around them, without zae.
+
+    ``python -m zae eject script.py:make_trainer`` writes one that runs by itself.
+
+    Parameters
+    ----------
+    run : mapping, optional
+        The arguments of ``run``, for instance ``{"n_epoch": 3, "loader": loader, "max_steps": 100}``.
+
+    Returns
+    -------
+    str
+        The script. What it leaves out is named at its top.
+
+    Raises
+    ------
+    ConfigError
+        The source of the class cannot be read.
+    """
+    return write_script(self, run)
+
+
+@seam
+def eject_lines(self: Any, script: Script) -> None:
+    """Write the part of an add-on into a script of plain PyTorch, after that of ``super()``.
+
+    An add-on that does not override it is named at the top of the script as left out.
+
+    Parameters
+    ----------
+    script : Script
+        The script, with its places; see `zae.preview.eject.script.Script`.
+    """
+
+
+def write_script(
     trainer: Any,
     arguments: Mapping[str, Any] | None = None,
     function: str = "",

@@ -8,10 +8,10 @@ from typing import Any
 
 from zae.common import optim
 from zae.data.loaders import length_of
-from zae.loop.optimization import takes_total_steps
 from zae.loop.progress import Every
 from zae.preview.eject.script import Script, indent, quoted
 from zae.schedulers.lengths import is_per_step, is_plateau
+from zae.schedulers.warmup import takes_total_steps
 
 __all__ = ["Loop"]
 

@@ -138,6 +138,20 @@ class Script:
         """
         self.missing.append((what, changes_weights))
 
+    def save_to(self, path: Path, resumes: bool) -> None:
+        """Save the state at the end of each epoch, in a file that plain torch reads.
+
+        Parameters
+        ----------
+        path : Path
+            The file.
+        resumes : bool
+            Whether the script continues from the file where it exists.
+        """
+        self.saves, self.resumes = self.path(path), resumes
+        what = "checkpoints within an epoch and of the best epoch, hashes, and the save at a signal"
+        self.leave_out(f"{what}: {self.saves[1:-1]} has the state after the last whole epoch", False)
+
     @staticmethod
     def path(path: Path) -> str:
         """Return a path as a literal of a script: relative to the present folder where it lies there.
