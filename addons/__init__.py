@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from zae.addons.peft import PEFTAddon
     from zae.addons.pipeline import PipelineAddon
     from zae.addons.prefetch import PrefetchAddon
+    from zae.addons.profiler import ProfilerAddon
     from zae.addons.report import ReportAddon
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+    from zae.addons.throughput import ThroughputAddon
     from zae.addons.torch_metrics import TorchMetricsAddon
     from zae.addons.trackio_logger import TrackioLoggerAddon
     from zae.addons.wandb_logger import WandBLoggerAddon
@@ -57,10 +59,12 @@ __all__ = [
     "PEFTAddon",
     "PipelineAddon",
     "PrefetchAddon",
+    "ProfilerAddon",
     "ReportAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
+    "ThroughputAddon",
     "TorchMetricsAddon",
     "TrackioLoggerAddon",
     "WandBLoggerAddon",
@@ -88,10 +92,12 @@ _HOMES = {
     "PEFTAddon": "peft",
     "PipelineAddon": "pipeline",
     "PrefetchAddon": "prefetch",
+    "ProfilerAddon": "profiler",
     "ReportAddon": "report",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",
+    "ThroughputAddon": "throughput",
     "TorchMetricsAddon": "torch_metrics",
     "TrackioLoggerAddon": "trackio_logger",
     "WandBLoggerAddon": "wandb_logger",

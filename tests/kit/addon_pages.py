@@ -35,9 +35,11 @@ OPTIONS = {
     "JSONLLoggerAddon": 'jsonl_path="runs/log.jsonl"',
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
     "PrefetchAddon": "",
+    "ProfilerAddon": 'profile_dir="runs/profile"',
     "ReportAddon": 'report_path="runs/report.html"',
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
+    "ThroughputAddon": "",
 }
 """The options with which an add-on is shown in one run of one epoch."""
 

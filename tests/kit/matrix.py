@@ -63,6 +63,10 @@ PIECES: dict[str, Piece] = {
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
     "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
+    "ThroughputAddon": Piece(_nothing, lambda _, folder: {}),
+    "ProfilerAddon": Piece(
+        _nothing, lambda _, folder: {"profile_dir": folder / "profile", "profile_schedule": (1, 1, 1, 1)}
+    ),
     "TorchMetricsAddon": Piece(_nothing, lambda _, folder: measured(("train", "valid"))),
     "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }

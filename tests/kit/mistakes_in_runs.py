@@ -11,6 +11,7 @@ from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, wit
 from zae.addons import (
     EarlyStoppingAddon,
     GradientAccumulationAddon,
+    ProfilerAddon,
     StateManagerAddon,
     TorchMetricsAddon,
 )
@@ -391,6 +392,11 @@ def input_of_a_metric_that_no_step_returns():
 @mistake
 def metric_that_is_not_one_of_torchmetrics():
     trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5})
+
+
+@mistake
+def schedule_of_the_profiler_that_is_too_short():
+    trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
 
 
 @mistake

@@ -35,10 +35,12 @@ from zae.addons import (
     PEFTAddon,
     PipelineAddon,
     PrefetchAddon,
+    ProfilerAddon,
     ReportAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
+    ThroughputAddon,
     TorchMetricsAddon,
     TrackioLoggerAddon,
     WandBLoggerAddon,
@@ -209,6 +211,16 @@ TABLE = [
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
     Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
     Entry(
+        ProfilerAddon,
+        lambda folder: {"profile_dir": folder / "neutral", "profile_schedule": (99, 1, 1, 1)},
+        lambda folder: {"profile_dir": folder / "biting", "profile_schedule": (1, 1, 1, 2)},
+        transient=("_profiler", "_profiled", "profile_table"),
+    ),
+    Entry(
+        ThroughputAddon, fixed(count_flops=False), fixed(peak_flops=1e12),
+        transient=("_meter", "step_flops"),
+    ),
+    Entry(
         ReportAddon,
         lambda folder: {"report_path": folder / "neutral.html"},
         lambda folder: {"report_path": folder / "biting.html"},
@@ -287,6 +299,11 @@ def core_of(trainer: Any) -> dict[str, Any]:
     state = trainer.state_dict()
     progress = {k: v for k, v in state["progress"].items() if k != "run_starts"}
     records = {k: v for k, v in state["records"].items() if k not in ("logged", "log_train")}
+    # What ThroughputAddon measures is another time in each run.
+    records["log_history"] = [
+        {key: value for key, value in row.items() if not key.startswith("throughput/")}
+        for row in records["log_history"]
+    ]
     return {
         **{key: state[key] for key in ("model", "optimizer", "scheduler")},
         "progress": progress,

@@ -155,10 +155,20 @@ OWN = {
     "JSONLLoggerAddon": {"jsonl_path": "log.jsonl"},
     "MultiGPUAddon": {},
     "PrefetchAddon": {},
+    "ProfilerAddon": {
+        "profile_dir": "profile",
+        "profile_schedule": (1, 1, 2, 1),
+        "transient": [
+            "_profiler",
+            "_profiled",
+            "profile_table",
+        ],
+    },
     "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
     "TensorParallelAddon": {},
+    "ThroughputAddon": {"transient": ["_meter", "step_flops"]},
     "TorchMetricsAddon": {**measured(("train", "valid")), "transient": ["_torch_metrics"]},
     "TensorBoardLoggerAddon": {"log_dir": "board"},
 }

@@ -1,0 +1,184 @@
+"""Profile some steps of a run by torch.profiler: a trace for each rank, and the most expensive operations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from zae.addon import AddOnBase
+from zae.common.argument_checks import check_count, check_flags, check_folder
+from zae.errors import ConfigError
+from zae.loop.step_output import StepOutput
+from zae.storage.hashed_io import reason
+
+__all__ = ["ProfilerAddon"]
+
+_log = logging.getLogger("zae")
+
+
+class ProfilerAddon(AddOnBase):
+    """Profile some steps of each call of ``run``, and write a trace and a table of the most expensive operations.
+
+    A trace is a file ``rank0-step00000005.pt.trace.json``, for the step that it ends with: for Perfetto
+    (https://ui.perfetto.dev), ``chrome://tracing``, and TensorBoard with the plugin torch-tb-profiler. The table of the
+    same name ends with ``.txt``; the last one is ``trainer.profile_table``, and the log has it at the level INFO. Each
+    rank writes its own files; a file is there as a whole, or not. Where one cannot be written there is a warning, and
+    training continues. Weights are bitwise the same with and without the profiler; after the last of the profiled
+    steps, it is gone.
+
+    Parameters
+    ----------
+    profile_dir : str or Path
+        The folder of the files; it is created.
+    profile_schedule : sequence of int
+        Steps to wait, to warm up, to record, and how often: ``(wait, warmup, active, repeat)``.
+    profile_rows : int
+        The number of operations in the table.
+    profile_shapes : bool
+        Whether the shapes of inputs are recorded, which makes these steps slower.
+    profile_memory : bool
+        Whether allocations are recorded, which makes these steps slower.
+    profile_stack : bool
+        Whether source lines are recorded, which makes these steps slower.
+
+    Raises
+    ------
+    ConfigError
+        An option has an invalid value, or the folder cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from zae.addons import ProfilerAddon
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))] * 8
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer = PlainTask.add_on(ProfilerAddon)(
+    ...         model, "cpu", optimizer=torch.optim.SGD, profile_dir=folder, profile_schedule=(1, 1, 2, 1))
+    ...     _ = trainer.run(1, batches)
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['rank0-step00000004.pt.trace.json', 'rank0-step00000004.txt']
+    """
+
+    layer = "observe"
+    process_attributes = {"_profiler": None}
+
+    def __init__(
+        self,
+        *args: Any,
+        profile_dir: str | Path,
+        profile_schedule: Sequence[int] = (2, 1, 3, 1),
+        profile_rows: int = 10,
+        profile_shapes: bool = False,
+        profile_memory: bool = False,
+        profile_stack: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.profile_dir = check_folder(profile_dir, "profile_dir").absolute()
+        steps: Any = profile_schedule
+        if not isinstance(steps, (tuple, list)) or len(steps) != 4:
+            raise ConfigError(
+                f"profile_schedule={steps!r}; write (wait, warmup, active, repeat), for instance (2, 1, 3, 1)"
+            )
+        leasts = zip(("wait", "warmup", "active", "repeat"), steps, (0, 1, 1, 1))
+        checked = [check_count(f"{name} of profile_schedule", value, least) for name, value, least in leasts]
+        self.profile_schedule: tuple[int, ...] = tuple(checked)
+        self.profile_rows = check_count("profile_rows", profile_rows)
+        flags = check_flags(profile_shapes=profile_shapes, profile_memory=profile_memory, profile_stack=profile_stack)
+        self.profile_shapes, self.profile_memory, self.profile_stack = flags
+        self.profile_table = ""
+        self._profiler: Any = None
+        self._profiled = 0
+
+    def on_run_begin(self) -> None:
+        """Start the profiler."""
+        super().on_run_begin()
+        if self.mode != "train":
+            return
+        wait, warmup, active, repeat = self.profile_schedule
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
+            on_trace_ready=self._write_profile,
+            record_shapes=self.profile_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.profile_stack,
+        )
+        self._profiled = 0
+        try:
+            profiler.start()
+        except RuntimeError as error:  # Another profiler runs in this process.
+            _log.warning("ProfilerAddon does nothing: torch.profiler cannot start (%s)", error)
+            return
+        self._profiler = profiler
+
+    def is_idle(self) -> bool:
+        """Return whether no step of this epoch is profiled."""
+        return self._profiler is None
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Tell the profiler that a step has ended; after the last one that it records, stop it."""
+        super().on_step_end(outputs)
+        if self._profiler is None:
+            return
+        wait, warmup, active, repeat = self.profile_schedule
+        self._profiled += 1
+        self._profiler.step()
+        if self._profiled >= (wait + warmup + active) * repeat:
+            self._stop_profiler()
+
+    def teardown(self) -> None:
+        """Stop the profiler, where the run ends before it has recorded all."""
+        try:
+            self._stop_profiler()
+        finally:
+            super().teardown()
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Note which steps are profiled."""
+        wait, warmup, active, repeat = self.profile_schedule
+        ends = [plan.first_step - 1 + (wait + warmup + active) * (index + 1) for index in range(repeat)]
+        spans = [f"{end - active + 1} to {end}" for end in ends if plan.last_step is None or end <= plan.last_step]
+        note = f"the profiler records steps {', '.join(spans)}"
+        if not spans:
+            needed = wait + warmup + active
+            note = f"the profiler records nothing: profile_schedule={self.profile_schedule} needs {needed} steps"
+        return [*super().plan_lines(plan), note]
+
+    def _stop_profiler(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _write_profile(self, profiler: Any) -> None:
+        """Write the trace and the table of the steps that were recorded."""
+        if not (events := profiler.key_averages()):
+            return
+        key = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        self.profile_table = events.table(sort_by=key, row_limit=self.profile_rows)
+        step = self.progress_checker.step
+        if self.is_main:
+            _log.info("the most expensive operations up to step %d:\n%s", step, self.profile_table)
+        trace = self.profile_dir / f"rank{self.rank}-step{step:08d}.pt.trace.json"
+        table = self.profile_dir / f"rank{self.rank}-step{step:08d}.txt"
+        try:
+            self.profile_dir.mkdir(parents=True, exist_ok=True)
+            for path, write in ((trace, profiler.export_chrome_trace), (table, self._write_table)):
+                partial = path.with_name(f".{path.name}")
+                write(str(partial))
+                os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            said = reason(error) if isinstance(error, OSError) else str(error)
+            _log.warning("the profile %s cannot be written: %s; training continues", trace, said)
+
+    def _write_table(self, path: str) -> None:
+        Path(path).write_text(self.profile_table + "\n", encoding="utf-8")
