@@ -1,7 +1,8 @@
 """What each add-on adds to a step: python benchmarks/addon_costs.py writes addon_costs.json beside this file.
 
-Two trainers, one with the add-on, train in turns in one process, in CPU time; the figure is the ratio of each pair of
-turns. The pages of the add-ons show the median and the quartiles.
+Two trainers, one with the add-on, train in turns in one process, in CPU time: with, without, without, with. The figure
+is the ratio of both sums, so that a machine which becomes slower within a round does not count. The pages of add-ons
+show the median of the rounds and the quartiles, and those of two trainers without add-ons, which are the noise.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kit.options_page import add_ons
 from zae import Trainer
 
 HERE = Path(__file__).resolve().parent
-ROUNDS = 7
+ROUNDS = 9
 STEPS = {"free": 200, "cnn": 8}
 """Optimizer steps of one turn."""
 
@@ -67,17 +68,14 @@ def build(workload: str, cls: Any, options: dict[str, Any]) -> Callable[[], None
 
 
 def measure(workload: str, name: str, cls: Any) -> tuple[list[float], float]:
-    """Return the quartiles of the ratio, and the microseconds of a step without the add-on."""
+    """Return the quartiles of the ratio, and the microseconds of a step without the add-on; None is no add-on."""
     plain = build(workload, Task, {})
-    with_it = build(workload, Task.add_on(cls), options_of(name))
+    with_it = build(workload, Task if cls is None else Task.add_on(cls), {} if cls is None else options_of(name))
     ratios, seconds = [], []
-    for index in range(ROUNDS):
-        if index % 2:
-            before, after = cpu_time(plain), cpu_time(with_it)
-        else:
-            after, before = cpu_time(with_it), cpu_time(plain)
-        ratios.append(after / before)
-        seconds.append(before / STEPS[workload] * 1e6)
+    for _ in range(ROUNDS):
+        first, before, after, last = (cpu_time(turn) for turn in (with_it, plain, plain, with_it))
+        ratios.append((first + last) / (before + after))
+        seconds.append((before + after) / 2 / STEPS[workload] * 1e6)
     return [round(each, 3) for each in quantiles(ratios, n=4)], sorted(seconds)[ROUNDS // 2]
 
 
@@ -92,16 +90,16 @@ def processor() -> str:
 def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": f"{processor()}, one thread, torch {torch.__version__.split('+')[0]}"}
-    found |= {"steps": STEPS, "steps_us": {}, "add_ons": {}}
-    for name, cls in add_ons().items():
+    found |= {"steps": STEPS, "rounds": ROUNDS, "steps_us": {}, "none": {}, "add_ons": {}}
+    for name, cls in {"": None, **add_ons()}.items():
         if name in NOT_MEASURED:
             continue
+        place = found["add_ons"].setdefault(name, {}) if name else found["none"]
         for workload in STEPS:
             with tempfile.TemporaryDirectory() as folder, chdir(folder):
-                ratios, step = measure(workload, name, cls)
-            found["add_ons"].setdefault(name, {})[workload] = ratios
+                place[workload], step = measure(workload, name, cls)
             found["steps_us"].setdefault(workload, round(step))
-            sys.stdout.write(f"{name} {workload} {ratios}\n")
+            sys.stdout.write(f"{name or 'no add-on'} {workload} {place[workload]}\n")
             sys.stdout.flush()
     (HERE / "addon_costs.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -131,6 +131,7 @@ def of(**members):
     return type("Lit", (Plain,), members)
 
 
+@pytest.mark.covers("X-16")
 @pytest.mark.parametrize(("given", "text"), [
     (Adversarial, "manually"),
     (Adversarial(), "manually"),

@@ -259,10 +259,16 @@ def cost(name: str) -> str:
         for low, middle, high in [found["add_ons"][name][key]]
     )
     setting = f"`{OPTIONS[name]}`" if OPTIONS.get(name) else "the default options"
+    bounds = [bound for key in found.get("none", ()) for bound in found["none"][key][::2]]
+    noise = (
+        f" Two runs without add-ons, compared in the same way, gave {min(bounds):.2f} to {max(bounds):.2f}."
+        if bounds
+        else ""
+    )
     return (
         f"The time of a run with the add-on, in multiples of the same run without it. Both take turns in one process "
         f"(`python benchmarks/addon_costs.py`; {found['machine']}; {setting}). A run has {found['steps']['free']} "
-        f"steps of the tiny network, or {found['steps']['cnn']} of the other.\n\n"
+        f"steps of the tiny network, or {found['steps']['cnn']} of the other.{noise}\n\n"
         "| model | step without it | with it, median | half of the rounds |\n|---|---|---|---|\n" + rows
     )
 
