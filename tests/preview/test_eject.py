@@ -175,8 +175,68 @@ FACTORIES = MAKER.replace("    model = Net()\n    optimizer = torch.optim.{optim
     'model, "cpu", optimizer=optimizer,', 'lambda: Net(), "cpu", optimizer=lambda p: torch.optim.{optimizer}, seed=7,'
 )
 
+ODD = '''
+"""A script of another style."""
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zae
+import zae.addons as A
+from zae.addons import EMAAddon as Average
+
+if typing.TYPE_CHECKING:
+    from zae import MetricsDict
+
+ADD_ONS = (Average, A.GradientAccumulationAddon)
+OPTIONS = {"decay": 0.5, "gradient_accumulation_steps": 2, "log_bar": False}
+
+
+@torch.no_grad()
+def weigh(x):
+    """Return weights."""  # Of no use.
+    return x.abs().mean()
+
+
+class Task(zae.Trainer):
+    scale: float = 1.0  # A class attribute.
+
+    @property
+    def half(self):
+        return self.scale / 2
+
+    def train_step(self, batch) -> dict[str, typing.Any]:
+        from zae.errors import ZaeError
+
+        x = batch["x"].to(self.device)
+        if self.mode != "train":
+            raise ValueError("é: not in training")
+        loss = self.half * nn.functional.mse_loss(self.model(x), x) + 0 * weigh(x)
+        return dict(loss=loss)
+
+    def test_step(self, batch):
+        return self.model(batch["x"]).square().mean()
+
+
+def make_trainer(width: int = 4):
+    torch.manual_seed(0)
+    cls = Task.add_on(*ADD_ONS)
+    data = [{"x": torch.randn(width, generator=torch.Generator().manual_seed(i))} for i in range(10)]
+    loader = DataLoader(data, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    trainer = cls(lambda: nn.Linear(width, width), "cpu", optimizer=[torch.optim.Adam], gradient_clip=float("inf"),
+                  **OPTIONS)
+    arguments = dict(n_epoch=None, loader=loader, valid_loader=loader, max_steps=7)
+    return trainer, arguments
+'''
+
 CASES = {
     "plain": script(),
+    "another style": ODD.strip("\n"),
     "without validation": script(run='"n_epoch": 2, "loader": loader', options="seed=4,"),
     "clip": script(options="gradient_clip=0.1, seed=5, on_nonfinite='skip',"),
     "clip, warn": script(options="gradient_clip=0.1, seed=5, on_nonfinite='warn',"),
@@ -285,7 +345,7 @@ def train_both(folder: Path, n_epoch: int | None = None) -> tuple[Any, Any, Any]
     with inside(folder / "plain"):
         plain = load(folder / "plain.py", "plain_script")
         task, run = plain.make_trainer()
-        plain.train(task, run["n_epoch"], run["loader"], run.get("valid_loader"))
+        plain.train(task, run.get("n_epoch"), run["loader"], run.get("valid_loader"))
     return trainer, metrics, task.model
 
 

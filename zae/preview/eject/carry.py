@@ -16,11 +16,15 @@ _METHODS = ("train_step", "test_step", "predict_step")
 
 
 class Carried(NamedTuple):
-    """Source without zae: the imports, the rest in its order, and what of zae it uses: line, name, name in zae."""
+    """Source without zae: the imports, the rest in its order, and what of zae it uses: line, name, name in zae.
+
+    ``passes_dict`` says that a trainer is made with ``**options``, which the source does not show.
+    """
 
     imports: list[str]
     body: str
     left: list[tuple[int, str, str]]
+    passes_dict: bool = False
 
 
 class _Edits:
@@ -125,10 +129,14 @@ def carry(
     for node in ast.walk(tree):
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
             _drop_arguments(node.value.elts[1], edits)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and node not in tree.body and _is_import_of(node, {*modules, "zae"}):
+            edits.replace(node, "pass")
     kept = [node for node in tree.body if not (definitions_only and not _is_definition(node))]
     kept = [node for node in kept if not _is_import_of(node, {*modules, "zae"})]
     kept = [node for node in kept if not (_is_main(node) or getattr(node, "name", None) in dropped)]
-    return _collect(tree, edits, of_zae, kept)
+    passes_dict = any(each.arg is None for call in calls for each in call.keywords)
+    return _collect(tree, edits, of_zae, kept)._replace(passes_dict=passes_dict)
 
 
 def returned_keys(source: str, function: str) -> set[str] | None:
@@ -248,34 +256,54 @@ def _collect(tree: ast.Module, edits: _Edits, of_zae: dict[str, str], kept: Coll
     """Return the statements that stay, with the comments before them, and the names of zae in them."""
     imports, pieces = list[str](), list[str]()
     left: list[tuple[int, str, str]] = []
-    text, at, was_long = edits.source.decode(), 0, False
+    text, at, was_long, was_kept = edits.source.decode(), 0, False, False
     for index, node in enumerate(tree.body):
         begin, end = edits.span(node)
         before = edits.source[at:begin].decode()
         at = end
-        trailing, _, before = before.partition("\n") if pieces else ("", "", before)
-        if trailing.strip() and pieces[-1].endswith("\n"):  # A comment behind the statement before.
+        trailing, _, before = before.partition("\n") if index else ("", "", before)
+        if trailing.strip() and was_kept:  # A comment behind the statement before.
             pieces[-1] = f"{pieces[-1].rstrip()}  {trailing.strip()}\n"
-        if node not in kept:
+        was_kept = False
+        if node not in kept or _is_unused(node, kept, edits, of_zae):
             continue
         if index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # Its docstring.
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            if getattr(node, "module", "") != "__future__":
-                imports.append(edits.text(node))
+            imports.append(edits.text(node))
             continue
         is_long = isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         pieces.append("\n\n" if pieces and (is_long or was_long) else "")
         pieces.append(before.strip("\n") + "\n" if before.strip() else "")
         pieces.append(edits.text(node) + "\n")
-        was_long = is_long
+        was_long, was_kept = is_long, True
     body = "".join(pieces)
     defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    for each in ast.walk(ast.parse(body)):
-        if isinstance(each, ast.Name) and each.id in of_zae and of_zae[each.id] != "Trainer" and each.id not in defined:
+    for each in _names_read(ast.parse(body)):
+        if each.id in of_zae and of_zae[each.id] != "Trainer" and each.id not in defined:
             line = body.splitlines()[each.lineno - 1].strip()
             left.append((_line_in(text, line), each.id, of_zae[each.id]))
     return Carried(imports, body.strip("\n"), sorted(set(left)))
+
+
+def _names_read(tree: ast.AST) -> Iterator[ast.Name]:
+    """Yield the names in a tree, without those of annotations."""
+    for field, value in ast.iter_fields(tree):
+        if field not in ("annotation", "returns"):
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, ast.Name):
+                    yield each
+                elif isinstance(each, ast.AST):
+                    yield from _names_read(each)
+
+
+def _is_unused(node: ast.stmt, kept: Collection[ast.stmt], edits: _Edits, of_zae: dict[str, str]) -> bool:
+    """Return whether a statement names add-ons of zae for calls of ``add_on`` alone, which are gone."""
+    if not isinstance(node, ast.Assign) or not any(each.id in of_zae for each in _names_read(node.value)):
+        return False
+    names = {each.id for each in node.targets if isinstance(each, ast.Name)}
+    others = [ast.parse(edits.text(each)) for each in kept if each is not node]
+    return bool(names) and not any(each.id in names for other in others for each in _names_read(other))
 
 
 def _line_in(source: str, line: str) -> int:

@@ -114,7 +114,7 @@ def write_script(
         functions.append(loop.evaluate())
     name = own[0].__name__
     parts: list[str] = []
-    base = "\n".join(_plain_base(script, name))
+    base = "\n".join(_plain_base(script, name, carried.passes_dict))
     parts += [base, carried.body, *("\n".join(lines) for lines in functions), *script.helpers.values()]
     parts += ["\n".join(_main(function))] if function else []
     origin = f" ({Path(str(script_module.__file__)).name})" if script_module else ""
@@ -183,12 +183,13 @@ def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_
     """Return the user's source, and name what of zae is left in it."""
     options = set(options_of(type(script.trainer))) - {*_KEPT}
     options -= {name for c in own for name in inspect.signature(c.__init__).parameters if "__init__" in vars(c)}
-    imports, bodies, trainers = list[str](), list[str](), {c.__name__ for c in own}
+    imports, bodies, passes_dict, trainers = list[str](), list[str](), False, {c.__name__ for c in own}
     for name, source in modules.items():
         held = vars(sys.modules[name])
         add_ons = {key for key, value in held.items() if is_add_on(value) and value.__module__ == name}
         carried = carry(source, trainers, add_ons, options, OF_ZAE, modules, definitions_only)
         imports += carried.imports
+        passes_dict = passes_dict or carried.passes_dict
         bodies += [carried.body] if carried.body else []
         for line, key, known in carried.left:
             if known in OF_ZAE and key == known:
@@ -199,7 +200,7 @@ def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_
         values = vars(sys.modules[module]).values() if module in sys.modules and module != "torch" else ()
         if any(str(getattr(each, "__module__", "")).startswith("zae.") for each in values):
             script.leave_out(f"{module}, which imports zae")
-    return Carried(imports, "\n\n\n".join(bodies), [])
+    return Carried(imports, "\n\n\n".join(bodies), [], passes_dict)
 
 
 def _keys_of(own: list[Any], step: str) -> set[str] | None:
@@ -218,16 +219,17 @@ def _imports(script: Script, carried: list[str]) -> str:
     def place(line: str) -> tuple[bool, str]:
         return line.startswith("from"), line
 
-    lines = {*script.imports, *carried}
+    future = sorted({line for line in carried if "__future__" in line})
+    lines = {*script.imports, *carried} - {*future}
     standard = sorted((x for x in lines if x.split()[1].partition(".")[0] in sys.stdlib_module_names), key=place)
     others = sorted(lines - {*standard}, key=place)
-    return "\n".join([*standard, *([""] if standard and others else []), *others])
+    return "\n".join([*future, *([""] if future else []), *standard, *([""] if standard and others else []), *others])
 
 
-def _plain_base(script: Script, name: str) -> list[str]:
+def _plain_base(script: Script, name: str, passes_dict: bool) -> list[str]:
     """Return the class that the steps derive from."""
     trainer, seed = script.trainer, script.trainer.seed
-    made = ["if not isinstance(model, torch.nn.Module):"]
+    rest, made = ", **options" * passes_dict, ["if not isinstance(model, torch.nn.Module):"]
     if seed is None:
         made.append("    model = model()")
     else:
@@ -238,7 +240,8 @@ def _plain_base(script: Script, name: str) -> list[str]:
         "class Trainer:",
         f'    """What the steps of {name} use."""',
         "",
-        '    def __init__(self, model, device="auto", mode="train", optimizer=None, scheduler=None):',
+        f'    def __init__(self, model, device="auto", mode="train", optimizer=None, scheduler=None{rest}):',
+        *["        # The other options are written into the loop below."] * passes_dict,
         f'        self.device = torch.device("{trainer.device}")',
         *indent(made, 2),
         "        self.model, self.mode = model, mode",
@@ -251,6 +254,6 @@ def _main(function: str) -> list[str]:
     return [
         'if __name__ == "__main__":',
         f"    task, run = {function}()",
-        '    train(task, run["n_epoch"], run["loader"], run.get("valid_loader"))',
+        '    train(task, run.get("n_epoch"), run["loader"], run.get("valid_loader"))',
         '    torch.save(task.model.state_dict(), "model.pt")',
     ]

@@ -43,7 +43,7 @@ class Loop:
         script = self.script
         first = "first, " if script.resumes else ""
         epochs = f"range({first}n_epoch)"
-        if "n_epoch" in self.arguments and self.arguments["n_epoch"] is None:
+        if self.arguments and self.arguments.get("n_epoch") is None:
             epochs = f"itertools.count({first[:-2]})"
             script.imports.add("import itertools")
         body = [
