@@ -289,6 +289,11 @@ CASES = {
     "two optimizers": script("EMAAddon", "gradient_clip=0.5, decay=0.5,", more=GAN, task="TwoLosses").replace(
         f"torch.optim.{ADAM}", TWO
     ),
+    "two optimizers, one loss": script(
+        "GradientAccumulationAddon", "gradient_clip=0.5, gradient_accumulation_steps=2,", more=GAN, task="TwoLosses"
+    )
+    .replace(f"torch.optim.{ADAM}", TWO)
+    .replace('{"body": loss + hidden.square().mean(), "head": loss}', "loss"),
     "two optimizers, fp16": script(
         "AMPAddon, GradientAccumulationAddon",
         "gradient_clip=0.5, precision='fp16', loss_scale=(2.0**22, 1.0), gradient_accumulation_steps=3,",

@@ -150,6 +150,9 @@ def returned_keys(source: str, function: str) -> set[str] | None:
                 if isinstance(called, ast.Attribute) and called.attr in _METHODS and called.attr != function:
                     found |= returned_keys(source, called.attr) or {""}
                     continue
+                if isinstance(called, ast.Name) and called.id == "dict" and isinstance(each.value, ast.Call):
+                    found |= {key.arg or "" for key in each.value.keywords}
+                    continue
                 keys = each.value.keys if isinstance(each.value, ast.Dict) else [None]
                 if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
                     return None

@@ -108,7 +108,7 @@ def write_script(
     script.step_lines = script.of_each("optimizer.step()")
     _add_parts(script, own, given)
     carried = _carry(script, modules, own, not function)
-    loop = Loop(script, given, _keys_of(own, "train_step"), _keys_of(own, "test_step"))
+    loop = Loop(script, given, _steps_of(own))
     functions = [loop.train()]
     if loop._has_validation:
         functions.append(loop.evaluate())
@@ -201,6 +201,12 @@ def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_
         if any(str(getattr(each, "__module__", "")).startswith("zae.") for each in values):
             script.leave_out(f"{module}, which imports zae")
     return Carried(imports, "\n\n\n".join(bodies), [], passes_dict)
+
+
+def _steps_of(own: list[Any]) -> dict[str, Any]:
+    """Return what the source says of the steps, for the loop."""
+    counts = any("num_targets" in inspect.getsource(each) for each in own)
+    return {"counts": counts, **{step: _keys_of(own, step) for step in ("train_step", "test_step")}}
 
 
 def _keys_of(own: list[Any], step: str) -> set[str] | None:

@@ -181,13 +181,21 @@ def weights_of(average: Any, model: Any) -> Any:
         model.load_state_dict(kept, strict=False)
 
 
-def backward_each(losses: Any, optimizers: Any) -> Any:
-    """Differentiate each loss by the parameters of the optimizer of its name."""
+def losses_in(loss: Any) -> Any:
+    """Return the losses of a step: one, or one for each optimizer."""
+    return list(loss.values()) if isinstance(loss, dict) else [loss]
+
+
+def backward_each(losses: Any, optimizers: Any, scale: Any = lambda loss: loss) -> Any:
+    """Differentiate one loss, or each of several by the parameters of the optimizer of its name."""
+    if not isinstance(losses, dict):
+        scale(losses).backward()
+        return
     last = list(losses)[-1]
     for name, loss in losses.items():
         groups = optimizers[name].param_groups
         inputs = [p for group in groups for p in group["params"] if p.requires_grad]
-        loss.backward(inputs=inputs, retain_graph=name != last)
+        scale(loss).backward(inputs=inputs, retain_graph=name != last)
 
 
 def parameters_of(optimizer: Any, model: Any) -> Any:

@@ -17,13 +17,15 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """The loop of a trainer, written as functions; ``arguments`` are those of its ``run``."""
+    """The loop of a trainer, written as functions; ``arguments`` are those of its ``run``.
 
-    def __init__(
-        self, script: Script, arguments: Mapping[str, Any], keys: set[str] | None, test_keys: set[str] | None
-    ) -> None:
+    ``steps`` has the keys that ``train_step`` and ``test_step`` return, None where their source does not say, and
+    whether they count targets.
+    """
+
+    def __init__(self, script: Script, arguments: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
+        self.keys, self.test_keys, self.counts = steps["train_step"], steps["test_step"], steps["counts"]
         self.script, self.trainer, self.arguments = script, script.trainer, dict(arguments)
-        self.keys, self.test_keys = keys, test_keys
         self.is_several = script.several
         self.valid_every = Every.parse(self.arguments.get("valid_every"), "valid_every", Every(epochs=1))
         self.max_steps = self.arguments.get("max_steps")
@@ -34,7 +36,7 @@ class Loop:
     @property
     def counts_targets(self) -> bool:
         """Whether the losses of a window are weighed by their targets."""
-        return bool(self.script.window) and (self.keys is None or "num_targets" in self.keys)
+        return bool(self.script.window) and self.counts and (self.keys is None or "num_targets" in self.keys)
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -260,10 +262,10 @@ class Loop:
 
     def _backward_of_several(self, loss: str) -> list[str]:
         self.script.define("backward_each")
-        shown = self.script.loss_of.format(loss.replace('out["loss"]', "each"))
-        if shown == "each":
+        shown = self.script.loss_of.format(loss.replace('out["loss"]', "loss"))
+        if shown == "loss":
             return ['backward_each(out["loss"], optimizers)']
-        return [f'backward_each({{name: {shown} for name, each in out["loss"].items()}}, optimizers)']
+        return [f'backward_each(out["loss"], optimizers, lambda loss: {shown})']
 
     def _called(self, step: str, keys: set[str] | None) -> list[str]:
         """Return the call of a step, within the contexts of the add-ons."""
@@ -279,7 +281,7 @@ class Loop:
         if keys is not None and "num_targets" in keys:
             return 'float(out["num_targets"])'
         self.script.define("samples_in")
-        if keys is None:
+        if keys is None and self.counts:
             return 'float(out.get("num_targets", samples_in(batch) or 1))'
         return "samples_in(batch) or 1"
 
@@ -322,11 +324,12 @@ class Loop:
         """Return the step, with what ``on_nonfinite`` does."""
         if self.trainer.nonfinite.policy == "warn":
             return stepped
-        each = '*out["loss"].values()' if self.has_loss_dict else 'out["loss"]'
+        each = '*losses_in(out["loss"])' if self.has_loss_dict else 'out["loss"]'
+        if self.has_loss_dict:
+            self.script.define("losses_in")
         if self.script.window:
-            each = f"*({each} for out, _ in outputs)"
-            if self.has_loss_dict:
-                each = '*(loss for out, _ in outputs for loss in out["loss"].values())'
+            each = '*(loss for out, _ in outputs for loss in losses_in(out["loss"]))' if self.has_loss_dict else (
+                '*(out["loss"] for out, _ in outputs)')  # fmt: skip
         looked_at = [each, *(["norm"] if self.trainer.gradient_clip and not self.script.can_skip else [])]
         finite = f"all(torch.isfinite(each) for each in [{', '.join(looked_at)}])"
         if looked_at == ['out["loss"]']:
