@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 
 NAMES = sorted(add_ons())
 SUBSETS = [few for size in range(len(NAMES) + 1) for few in itertools.combinations(NAMES, size)]
+PARTS = 128  # Of all subsets.
 CONFIGURATIONS = [
     # fp16 that overflows at first, a short last window, schedulers that wait for skipped steps, validation by steps.
     Options(precision="fp16", scale=2.0**19, accumulate=4, decay=0.8, patience=3, clip=0.5, scheduler="batch",
@@ -54,18 +55,19 @@ OFTEN = [few for few in SUBSETS if len(few) <= 1 or len(few) >= len(NAMES) - 1]
 OFTEN += random.Random(0).sample([few for few in SUBSETS if few not in OFTEN], min(8, len(SUBSETS) - len(OFTEN)))
 
 
-@pytest.mark.parametrize("chosen", in_parts(SUBSETS, OFTEN), ids=id_of)
-def test_every_subset_is_the_hand_written_loop(chosen: tuple[str, ...]) -> None:
-    """P-50, P-48: all 2^n subsets; observers among them change no bit."""
-    index = SUBSETS.index(chosen)
-    assert_is_by_hand(chosen, only(CONFIGURATIONS[index % 4], chosen))
+@pytest.mark.parametrize("chosen", OFTEN, ids=id_of)
+def test_a_subset_is_the_hand_written_loop(chosen: tuple[str, ...]) -> None:
+    """P-50, P-48: observers among them change no bit."""
+    assert_is_by_hand(chosen, only(CONFIGURATIONS[SUBSETS.index(chosen) % 4], chosen))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chosen", SUBSETS, ids=id_of)
-def test_every_subset_with_another_configuration(chosen: tuple[str, ...]) -> None:
-    """P-50: the same again, with other options."""
-    assert_is_by_hand(chosen, only(CONFIGURATIONS[(SUBSETS.index(chosen) + 1) % 4], chosen))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_subset_is_the_hand_written_loop(part: int) -> None:
+    """P-50, P-48: all 2^n subsets, each with two configurations. A test for each would take long to collect."""
+    for index, chosen in list(enumerate(SUBSETS))[part::PARTS]:
+        for configuration in (index % 4, (index + 1) % 4):
+            assert_is_by_hand(chosen, only(CONFIGURATIONS[configuration], chosen))
 
 
 @pytest.mark.sample(covering=4)
