@@ -106,7 +106,7 @@ class TorchMetricsAddon(AddOnBase):
 
     @property
     def torch_metrics(self) -> dict[str, dict[str, Any]]:
-        """The metrics of this trainer, by split and name: copies of those that were given."""
+        """The metrics of this trainer, by split and name; they are copies of those that were given."""
         return self._torch_metrics
 
     @property

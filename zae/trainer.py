@@ -182,7 +182,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             ``"loss"``: a scalar tensor (or, for a dict of optimizers, a dict with one for each: it is differentiated
             by that optimizer's parameters only). ``"num_targets"``, optional: the count that the loss is the mean
             over; with it, accumulation and ranks weigh every target alike. Other numbers are recorded, typed ones of
-            `zae.metrics` as well. A loss alone is ``{"loss": loss}``.
+            ``zae.metrics`` as well. A loss alone is ``{"loss": loss}``.
         """
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         Returns
         -------
         mapping
-            Numbers are averaged by sample; those of a type of `zae.metrics` are combined as it says. Of several
+            Numbers are averaged by sample; those of a type of ``zae.metrics`` are combined as it says. Of several
             loaders, ``self.valid_name`` is the one of this batch. Anything else is kept for ``metric_on_epoch_end``
             where that is overridden, and freed when the evaluation ends. A number alone is ``{"loss": number}``.
         """

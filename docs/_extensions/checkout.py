@@ -34,7 +34,8 @@ def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
         if target.is_relative_to(app.srcdir):
             return found[0]
         if target.is_dir() or (target.suffix == ".md" and str(target.relative_to(root)) not in PAGES):
-            return found[1] if "`" in found[1] else f"{found[1]} (`{target.relative_to(root)}`)"
+            path = str(target.relative_to(root))
+            return f"`{path}`" if found[1].strip("`") == path else f"{found[1]} (`{path}`)"
         page = PAGES.get(str(target.relative_to(root)))
         return f"[{found[1]}]({page}{found[3] or ''})" if page else found[0]  # A file is offered as a download.
 

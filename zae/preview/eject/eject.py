@@ -71,7 +71,7 @@ def eject_lines(self: Any, script: Script) -> None:
     Parameters
     ----------
     script : Script
-        The script, with its places; see `zae.preview.eject.script.Script`.
+        The script, with its places; see ``zae.preview.eject.script.Script``.
     """
 
 
