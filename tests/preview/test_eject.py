@@ -464,7 +464,7 @@ def test_records_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureF
 
 LEFT_OUT: dict[str, tuple[str, str]] = {
     "LedgerAddon": (script("LedgerAddon", "ledger_path='a.ledger',"), "left out: LedgerAddon ("),
-    "PrefetchAddon": (script("PrefetchAddon"), ": PrefetchAddon ("),
+    "PrefetchAddon": (script("PrefetchAddon"), "left out: PrefetchAddon"),
     "global_batch_size": (
         script("GradientAccumulationAddon", "global_batch_size=8,"), "weights differ: global_batch_size=8"
     ),
