@@ -16,6 +16,7 @@ from zae.common.optim import as_dict
 from zae.composition.introspect import add_ons_of
 from zae.errors import ConfigError
 from zae.interop.deepspeed import config as settings
+from zae.interop.deepspeed.memory import zero_memory
 from zae.interop.deepspeed.zero import Zero, load_library
 from zae.launch.blocks import check_divisible
 from zae.launch.ddp import broadcast
@@ -102,7 +103,7 @@ class DeepSpeedAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
         if check_count("zero_stage", self.zero_stage, least=0) > 3:
-            raise ConfigError(f"zero_stage={zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
+            raise ConfigError(f"zero_stage={self.zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
         flags = {"deepspeed_bf16": bf16, "deepspeed_compile": deepspeed_compile}
         self.deepspeed_bf16, self.deepspeed_compile = check_flags(**flags)
@@ -127,6 +128,8 @@ class DeepSpeedAddon(DistributedAddon):
                 "DeepSpeed steps one optimizer, and the trainer has several; give one with several groups, or train "
                 "with MultiGPUAddon"
             )
+        if self._section is not None and isinstance(given := self.optimization.optimizer, Optimizer):
+            self._section.check_same(given)
         if self.deepspeed_bf16 and not self.zero_stage:
             raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
         names = {each.__name__ for each in add_ons_of(type(self))}
@@ -175,12 +178,19 @@ class DeepSpeedAddon(DistributedAddon):
             self._fill(plan.world_size)
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Tell that the memory of a rank is not known: the buckets of DeepSpeed take most in small models."""
+        """Tell the stage."""
         lines = super().plan_lines(plan)
-        if plan.world_size == 1:
-            return lines
-        plan.memory = None
-        return [*lines, f"DeepSpeed, ZeRO stage {self.zero_stage}: the memory of a rank is not predicted"]
+        if plan.world_size > 1:
+            self._fill(plan.world_size, plan.batch_size)
+        return lines if plan.world_size == 1 else [*lines, f"DeepSpeed, ZeRO stage {self.zero_stage}"]
+
+    def plan_memory(self, plan: Any) -> None:
+        """Divide what the stage divides, and add the buffers of DeepSpeed."""
+        super().plan_memory(plan)
+        if plan.world_size > 1:
+            tuning = self._config.get("zero_optimization", {})
+            is_cpu = all(each.type == "cpu" for each in self.devices)
+            zero_memory(plan.memory, self.zero_stage, plan.world_size, tuning, self.deepspeed_bf16, is_cpu)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""

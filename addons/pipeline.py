@@ -113,8 +113,8 @@ class PipelineAddon(DistributedAddon):
         "compile() of the modules within the stages",
         "LedgerAddon": "a rank has the gradients of its stages alone, which the ledger cannot compare; leave "
         "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
-        "PEFTAddon": "it compares frozen weights, of which a rank has those of its stages alone; train adapters with "
-        "FSDPAddon",
+        "PEFTAddon": "it compares frozen weights, of which a rank has those of its stages alone; leave PipelineAddon "
+        "out, and train adapters with FSDPAddon",
     }
 
     def __init__(
@@ -223,6 +223,7 @@ class PipelineAddon(DistributedAddon):
             broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
             before = dict(model.named_parameters(remove_duplicate=False))
             parts.keep_own(model, {id(each) for stage in stages for each in chain.names[stage].values()})
+            chain.keep(stages)
             self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
             self._chain = chain
         staged = StagedModel(model)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kit.engines import Counted, Engine, Net, Task, build, data, distance, net, weights
+from kit.loggers import scalars
 from zae import CheckpointMismatch, ConfigError, DistributedError, Trainer
 from zae.addons import (
     CallbackAddon,
@@ -31,13 +32,16 @@ from zae.addons import (
     FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
+    MLflowLoggerAddon,
     MultiGPUAddon,
     PEFTAddon,
     PrefetchAddon,
     ReportAddon,
     StateManagerAddon,
+    TensorBoardLoggerAddon,
 )
 from zae.interop.deepspeed.config import ELEMENTWISE, OptimizerSection
+from zae.interop.deepspeed.zero import load_library
 
 LIMIT = 1e-6
 F32 = torch.float32
@@ -62,12 +66,18 @@ def make(stage: int | None, *add_ons: Any, **options: Any) -> Any:
     return build(None if stage is None else engine(stage), *add_ons, **own)
 
 
+def import_library() -> None:
+    """Import DeepSpeed here, once: the ranks are forks, and each would take 10 s of the processor for it."""
+    load_library(torch.device("cpu"), False)
+
+
 def on_ranks(*stages: int, world: int = 2) -> Any:
     """Run a test function on ranks, in each of these stages."""
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
         def run(stage: int, tmp_path: Path, crews: Any) -> None:
+            import_library()
             crews(world).call(on_rank, test.__module__, test.__name__, stage, tmp_path)
 
         del run.__wrapped__
@@ -333,9 +343,10 @@ def test_weights_alone(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_another_number_of_ranks(stage: int, tmp_path: Path, crews: Any) -> None:
     """Two ranks save, three resume with reshard=True and save, one resumes; without it the remedy is named."""
+    import_library()
     crews(2).call(go_on, stage, tmp_path / "two", None, 2)
     crews(3).call(go_on, stage, tmp_path / "three", tmp_path / "two", 4)
     (found,) = crews(1).call(go_on, None, tmp_path / "one", tmp_path / "three", 6)
@@ -388,16 +399,51 @@ def test_ranks_that_run_starts_leave_whole_weights_in_the_caller(tmp_path: Path)
 
 
 @on_ranks(0, 1, 2)
-def test_ema_early_stopping_and_a_logger(stage: int, tmp_path: Path) -> None:
-    add_ons = (EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon)
+def test_ema_and_early_stopping(stage: int) -> None:
+    add_ons = (EMAAddon, EarlyStoppingAddon)
     options = {"decay": 0.8, "patience": 2, "delta": 0.5, "gradient_clip": 0.05}
-    paths = {"jsonl_path": tmp_path / f"log-{dist.get_rank()}.jsonl"}
-    trainer, single = (make(each, *add_ons, **options, **paths) for each in (stage, None))
+    trainer, single = (make(each, *add_ons, **options) for each in (stage, None))
     here, there = trainer.run(9, data(32), data(13, 2, False)), single.run(9, data(32, 8), data(13, 2, False))
     assert here["stop_reason"] == there["stop_reason"] is not None
     assert distance(trainer, single) < LIMIT
     for name, value in single.average.items():
         assert name.endswith("key.bias") or float((trainer.average[name] - value).abs().max()) < LIMIT
+
+
+def logged(stage: int | None, folder: Path) -> Any:
+    """Train with three loggers, and return the rows that each has written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of what MLflow imports.
+        import mlflow.store.tracking.sqlalchemy_store
+
+    store = f"sqlite:///{folder}.db"
+    paths = {"jsonl_path": folder / "log.jsonl", "log_dir": folder / "events",
+             "web_logger": {"mlflow": {"tracking_uri": store, "experiment_name": "zae"}}}  # fmt: skip
+    trainer = make(stage, JSONLLoggerAddon, TensorBoardLoggerAddon, MLflowLoggerAddon, **paths)
+    trainer.run(2, data(32, 4 if stage is not None else 8), data(9, 2, False))
+    trainer.barrier()
+    lines = [json.loads(each) for each in (folder / "log.jsonl").read_text().splitlines()]
+    client = mlflow.MlflowClient(tracking_uri=store)
+    (run,) = client.search_runs([client.get_experiment_by_name("zae").experiment_id])
+    history = {name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+               for name in run.data.metrics}  # fmt: skip
+    return [each for each in lines if "epoch" in each], scalars(folder / "events"), history
+
+
+@on_ranks(0, 3)
+def test_loggers_have_each_row_once(stage: int, tmp_path: Path) -> None:
+    """JSONL, TensorBoard and MLflow: rank 0 alone writes, and the figures are those of one process."""
+    own = logged(stage, tmp_path / "ranks")
+    rows, points, history = logged(None, tmp_path / f"one-{dist.get_rank()}")
+    assert [each.keys() for each in own[0]] == [each.keys() for each in rows]
+    assert len(rows) == 4
+    for name in ("train/loss", "valid/loss"):
+        losses, expected_losses = ([each[name] for each in some if name in each] for some in (own[0], rows))
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for found, expected in ((own[1], points), (own[2], history)):
+            assert found.keys() == expected.keys()
+            assert len(found[name]) == 2
+            assert [step for step, *_ in found[name]] == [step for step, *_ in expected[name]]
 
 
 @on_ranks(0, 1, 2, 3)
@@ -519,6 +565,14 @@ def test_entries_of_a_configuration_that_are_not_used() -> None:
         ({"optimizer": {"type": "Lamb", "params": {}}}, r"optimizer\.type='Lamb'; available: SGD"),
         ({"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, r"is 'auto', and the trainer has no optimizer"),
         ({"optimizer": "AdamW"}, r"write \{'type': 'AdamW'"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lrr": 0.1}}},
+            r"has 'lrr', which SGD does not .* mean 'lr'",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, r"size is '5e8'; write a number without quotes"),
+        ({"zero_optimization": {"reduce_bucket_size": True}}, r"write a number without quotes, or 'auto'"),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, r"overlap_comm is 'yes'; write true or false, or 'auto'"),
+        ({"zero_optimization": {"stage": 5}}, r"zero_stage=5; the stages are 0, 1, 2 and 3"),
     ):
         refused(match, deepspeed_config=config, **({"optimizer": None} if "optimizer" in config else {}))
     off = {"fp16": {"enabled": False}, "zero_optimization": {"offload_param": {"device": "none"}}}
@@ -541,6 +595,8 @@ def test_two_truths_that_differ() -> None:
         trainer = make(1, DeepSpeedAddon, GradientAccumulationAddon, **options)
         with pytest.raises(ConfigError, match=f"and the trainer {option}; write 'auto' there, or the same in both"):
             trainer.wrap_loader(data(32), True)
+        with pytest.raises(ConfigError, match=f"and the trainer {option}; write 'auto' there, or the same in both"):
+            trainer.plan(1, data(32))
     whole = {"deepspeed_config": {"train_batch_size": 16}, "global_batch_size": 24, **TWO}
     trainer = make(1, DeepSpeedAddon, GradientAccumulationAddon, **whole)
     with pytest.raises(ConfigError, match="batch_size=4 of the loader in 3 batches on 2 ranks"):
@@ -562,6 +618,10 @@ def test_an_optimizer_of_the_configuration() -> None:
     assert type(other.optimizer) is torch.optim.Adam
     same = {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "eps": 1e-5}}
     OptimizerSection(same).check_same(adamw(net().parameters()))
+    other_rate = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    model = net(F32)
+    with pytest.raises(ConfigError, match=r"optimizer lr=0.1, and the optimizer of the trainer has lr=0.001"):
+        make(1, model=model, optimizer=adamw(model.parameters()), deepspeed_config=other_rate)
     for section, match in (
         ({**same, "params": {"lr": 0.1}}, r"optimizer lr=0.1, and the optimizer of the trainer has lr=0.001"),
         ({**same, "type": "SGD"}, r"optimizer type='SGD', and the optimizer of the trainer has type='AdamW'"),

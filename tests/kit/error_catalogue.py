@@ -52,6 +52,7 @@ def text_of(error: Exception) -> str:
     notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
     text = "\n".join([f"{kind}: {message}", *notes])
     text = re.sub(r"/[^ :'\"]*/tmp\w+", "<folder>", text)
+    text = re.sub(r"(mistakes\w*\.py, line )\d+", r"\1...", text)
     return re.sub(r"0x[0-9a-f]+", "0x...", text)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that people make with DeepSpeed, Accelerate and long sequences; all are refused before a rank is started."""
+"""Mistakes with DeepSpeed, Accelerate, sequences and pipelines; all are refused before a rank is started."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
     MultiGPUAddon,
+    PEFTAddon,
+    PipelineAddon,
 )
 
 TWO = {"device": ["cpu", "cpu"]}
@@ -185,3 +187,111 @@ def compiled_attention_over_ranks():
 @mistake
 def no_ranks_left_for_a_sequence():
     trainer_of(Task.add_on(MultiGPUAddon, ContextParallelAddon), **TWO).plan(1, loader())
+
+
+# ------------------------------------------------------------------------------------------------------- pipelines
+
+
+def pipeline(*add_ons, model=None, **options):
+    made = model or torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    return trainer_of(Task.add_on(PipelineAddon, *add_ons), model=made, **{**TWO, **options})
+
+
+class Reads(torch.nn.Sequential):
+    """Look at values to decide."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Keeps(torch.nn.Sequential):
+    """Keep a part of the loss on the model."""
+
+    def forward(self, x):
+        x = self[0](x)
+        self.penalty = x.square().mean()
+        return self[1](x)
+
+
+def layers(kind=torch.nn.Sequential):
+    return kind(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+@mistake
+def misspelt_schedule():
+    pipeline(pipeline_schedule="1FB1")
+
+
+@mistake
+def stage_that_the_model_does_not_have():
+    pipeline(split=["layers.4"]).plan(1, loader())
+
+
+@mistake
+def stages_in_the_wrong_order():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    pipeline(model=model, split=["2", "1", "3"], pipeline_schedule="LoopedBFS").plan(1, loader())
+
+
+@mistake
+def more_stages_than_the_schedule_computes():
+    pipeline(split=4).plan(1, loader())
+
+
+@mistake
+def more_stages_than_layers():
+    pipeline(split=8, pipeline_schedule="Interleaved1F1B").plan(1, loader())
+
+
+@mistake
+def batch_that_the_micro_batches_do_not_divide():
+    pipeline(pipeline_microbatches=3).wrap_loader(loader(), True)
+
+
+@mistake
+def too_few_micro_batches():
+    pipeline(pipeline_microbatches=1).plan(1, loader())
+
+
+@mistake
+def tied_weights_in_two_stages():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    pipeline(model=model, split=["1"]).plan(1, loader())
+
+
+@mistake
+def batch_normalization_in_micro_batches():
+    pipeline(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))).plan(
+        1, loader()
+    )
+
+
+@mistake
+def forward_that_looks_at_values():
+    pipeline(model=layers(Reads), split=["1"]).plan(1, loader())
+
+
+@mistake
+def forward_that_keeps_a_loss_on_the_model():
+    pipeline(model=layers(Keeps), split=["1"]).plan(1, loader())
+
+
+@mistake
+def example_of_another_shape():
+    pipeline(pipeline_example=torch.ones(2, 3)).plan(1, loader())
+
+
+@mistake
+def one_rank_for_the_stages():
+    pipeline(mesh={"replicate": 2, "pipeline": 1}).plan(1, loader())
+
+
+@mistake
+def adapters_in_a_pipeline():
+    pipeline(PEFTAddon)
+
+
+@mistake
+def several_optimizers_in_a_pipeline():
+    pipeline(optimizer=[torch.optim.SGD, torch.optim.SGD])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,12 @@ _TUNING = {
     "": ("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
 }
 """The entries that change how DeepSpeed works, and not what it computes; "auto" leaves its own value."""
+
+_FLAGS = (
+    *("allgather_partitions", "overlap_comm", "reduce_scatter", "contiguous_gradients", "wall_clock_breakdown"),
+    *("stage3_gather_16bit_weights_on_model_save", "zero_allow_untested_optimizer"),
+)
+"""Those of them that are true or false; the others are numbers of elements or steps."""
 
 _TRUTHS = {
     ("zero_optimization", "stage"),
@@ -92,7 +99,13 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _check_entry(section: str, key: str, value: Any) -> None:
     """Refuse an entry that zae neither fills in nor leaves to DeepSpeed."""
     place = f"{section}.{key}" if section else key
-    if key in _TUNING.get(section, ()) or (section, key) in _TRUTHS or place == "optimizer":
+    if key in _TUNING.get(section, ()):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+        if value != AUTO and not (isinstance(value, bool) if key in _FLAGS else is_number):
+            what = "true or false" if key in _FLAGS else "a number without quotes"
+            raise ConfigError(f"deepspeed_config: {place} is {value!r}; write {what}, or 'auto'")
+        return
+    if (section, key) in _TRUTHS or place == "optimizer":
         return
     off = value.get("enabled", False) if isinstance(value, Mapping) else value
     if key in _OFF and off in (False, AUTO):
@@ -182,7 +195,12 @@ class OptimizerSection:
                 f"deepspeed_config: optimizer.params.{names[0]} is 'auto', and the trainer has no optimizer to take it "
                 "from; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), or write a number"
             )
-        self._class()
+        known = inspect.signature(kind := self._class()).parameters
+        if unknown := [name for name in self.params if name not in known]:
+            raise ConfigError(
+                f"deepspeed_config: optimizer.params has {unknown[0]!r}, which {kind.__name__} does not take"
+                f"{did_you_mean(unknown[0], known)}; available: {', '.join([*known][1:])}"
+            )
         return self
 
     def __call__(self, parameters: Any) -> Optimizer:

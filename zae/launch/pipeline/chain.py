@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class Chain:
                 if path not in self._modules or not path:
                     raise ConfigError(
                         f"split: {class_name(self._model)} has no module {path!r}; its modules are "
-                        f"{', '.join(list(filter(None, self._modules))[:_SHOWN])}"
+                        f"{', '.join(list(filter(None, self._modules))[:_SHOWN])}; write one of these paths"
                     )
             if len(split) == count - 1:
                 return [*split]
@@ -289,6 +289,12 @@ class Chain:
                 )
             if not any(isinstance(each, nn.Parameter) for each in held.values()):
                 raise ConfigError(f"stage {stage} of {len(self.names)} has no parameter; split the model elsewhere")
+
+    def keep(self, stages: Collection[int]) -> None:
+        """Let go of the tensors of all other stages, which this rank has dropped."""
+        for stage, held in enumerate(self.names):
+            if stage not in stages:
+                self.names[stage] = {name: each.detach().to("meta") for name, each in held.items()}
 
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
         """Return the parameters of some stages, once each."""

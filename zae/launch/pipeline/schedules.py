@@ -82,7 +82,8 @@ class Schedule:
             return kind(held, n_microbatches=count, loss_fn=loss, scale_grads=False)
         except ValueError as error:
             raise ConfigError(
-                f"pipeline_schedule={self.name} with pipeline_microbatches={count}: {' '.join(str(error).split())}"
+                f"pipeline_schedule={self.name} with pipeline_microbatches={count}: {' '.join(str(error).split())} "
+                "Leave pipeline_microbatches out, or write a multiple of the number of stages"
             ) from error
 
     def _check(self, made: Any) -> Any:
