@@ -3,8 +3,6 @@
 python examples/pipeline.py
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pydoc_data.topics import topics
 
@@ -24,40 +22,37 @@ class Transformer(nn.Sequential):
     """Predict the next character; a stage may begin with each of its parts."""
 
     def __init__(self):
-        layers = (nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(4))
+        layers = (nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=256, batch_first=True) for _ in range(4))
         super().__init__(nn.Embedding(len(CHARACTERS), WIDTH), *layers, nn.Linear(WIDTH, len(CHARACTERS)))
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, tokens):
-        embed, *layers, head = self
-        x = embed(tokens)
-        for layer in layers:
+        x = self[0](tokens)
+        for layer in list(self)[1:-1]:
             x = layer(x, self.mask, is_causal=True)
-        return head(x)
+        return self[-1](x)
 
 
 class Characters(Trainer):
     def train_step(self, batch):
-        (tokens,) = batch
-        logits = self.model(tokens[:, :-1])
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())}
+        logits = self.model(batch[0][:, :-1])
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())}
 
     test_step = train_step
 
 
 def train(n_epoch, stages, schedule, **options):
     """Train until this epoch on two devices, in micro-batches of 12 rows."""
-    numbers = torch.tensor([CHARACTERS.index(each) for each in TEXT])
-    rows = numbers[: len(numbers) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-    loader, test = (DataLoader(TensorDataset(each), 48, shuffle=True) for each in (rows[:-150], rows[-150:]))
+    rows = torch.tensor([CHARACTERS.index(each) for each in TEXT]).split(LENGTH + 1)[:-1]
+    data = TensorDataset(torch.stack(rows[:-150])), TensorDataset(torch.stack(rows[-150:]))
+    loader, test = (DataLoader(each, 48, shuffle=True) for each in data)
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
     trainer = Characters.add_on(PipelineAddon, StateManagerAddon)(
         *(Transformer, devices), optimizer=partial(torch.optim.AdamW, lr=3e-3), gradient_clip=1.0, seed=0,
         split=stages, pipeline_schedule=schedule, pipeline_microbatches=4, save_path="runs/pipeline", **options,
     )  # fmt: skip
     loss = trainer.run(n_epoch, loader, test)["valid_metrics_history"][-1]["valid_loss"]
-    saved = f"saved in {trainer.last_path}"
-    print(f"epoch {n_epoch} in {stages} stages, {schedule}: validation loss {loss:.3f}, {saved}", flush=True)
+    print(f"epoch {n_epoch} in {stages} stages, {schedule}: validation loss {loss:.3f}, saved in {trainer.last_path}")
 
 
 if __name__ == "__main__":

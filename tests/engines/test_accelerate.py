@@ -253,7 +253,7 @@ def test_ranks_that_run_starts_leave_the_result_here(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- in one process
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.exhaustive), "bf16"])
 def test_one_process_is_a_loop_by_hand(precision: str) -> None:
     """Bitwise, with evaluation in the same precision; the model is as it was afterwards."""
     expected = by_hand(accelerate.Accelerator(cpu=True, mixed_precision=precision), net(F32), data(32))

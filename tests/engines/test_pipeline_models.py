@@ -84,7 +84,7 @@ def beside_one_process(name: str) -> tuple[float, Any, Any, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("skips", "decoder") else pytest.mark.exhaustive) for n in MODELS]
+    "name", [pytest.param(n, marks=() if n == "skips" else pytest.mark.exhaustive) for n in MODELS]
 )
 def test_a_model_is_that_of_one_process(name: str, crews: Any) -> None:
     """Weights after four steps with a clip, and the loss of an evaluation whose last batch is short."""
