@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-from collections.abc import Callable
+import resource
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 
-from kit.engines import ENGINES, Task, build, data, weights
+from kit.engines import ENGINES, Task, build, data, net, weights
 from kit.faults import RefusingDisk, installed
-from zae.addons import EMAAddon, StateManagerAddon
+from zae.addons import EMAAddon, HuggingFaceAddon, PEFTAddon, StateManagerAddon
 from zae.errors import CheckpointError, ConfigError, ZaeError
 from zae.storage.checkpoint import list_checkpoints
 from zae.storage.manifest import verify
@@ -139,6 +142,69 @@ def test_a_disk_that_refuses_what_rank_0_writes_alone(tmp_path: Path, crews: Any
     failed = crews(2).call(refuse_whole, tmp_path)
     assert failed[0] == failed[1]
     assert min(failed[0]) > 3
+
+
+@contextlib.contextmanager
+def limited(size: int) -> Iterator[None]:
+    """Let the system refuse what makes a file of rank 0 larger: also that of code which knows nothing of zae's disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def refuse_exports(folder: Path) -> list[str]:
+    """Refuse what an adapter and a model are exported to; return what each rank was told."""
+    torch.manual_seed(3)
+    config = {"r": 8, "target_modules": ["query", "value"], "modules_to_save": ["head"], "init_lora_weights": False}
+    own = build(ENGINES["ddp"], PEFTAddon, model=peft.get_peft_model(net(), peft.LoraConfig(**config)))
+    own.run(1, data(8))
+    parts = build(ENGINES["fsdp"], HuggingFaceAddon)
+    parts.run(1, data(8))
+    write = parts._write_folder
+
+    def write_limited(*args: Any) -> None:
+        with parts.limit():
+            write(*args)
+
+    parts._write_folder = write_limited
+    told = []
+    for name, save in (
+        ("merged.safetensors", own.save_merged), ("adapter", own.save_model),
+        ("parts", parts.save_model),
+    ):  # fmt: skip
+        for size in (0, 1000):
+            # The store of the process group is a file too, to which the ranks of an engine in parts write first.
+            own.limit = parts.limit = partial(limited, size)
+            with contextlib.nullcontext() if save == parts.save_model else limited(size):
+                with pytest.raises(CheckpointError) as caught:
+                    save(folder / name)
+            own.limit = parts.limit = contextlib.nullcontext
+            assert str(folder / name) in str(caught.value)
+            assert str(caught.value).startswith("rank 0: ") == (dist.get_rank() > 0)
+            told.append(str(caught.value))
+            own.barrier()
+            left = [each for each in folder.rglob("*") if each.is_file()]
+            assert all(each.name.endswith((".json", ".md")) for each in left), (name, left)
+            own.barrier()
+        save(folder / name)
+        own.barrier()
+        assert (folder / name).exists()
+        own.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+        own.barrier()
+    return told
+
+
+@pytest.mark.exhaustive
+def test_a_disk_that_refuses_an_export(tmp_path: Path, crews: Any) -> None:
+    """Adapters, merged weights and folders that other libraries write: all ranks raise, and have no half weights."""
+    told = crews(2).call(refuse_exports, tmp_path)
+    assert [f"rank 0: {each}" for each in told[0]] == told[1]
 
 
 def refuse_another_run(folder: Path) -> None:
