@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
     from zae.addons.fsdp import FSDPAddon
+    from zae.addons.gradient_checkpointing import GradientCheckpointingAddon
     from zae.addons.huggingface import HuggingFaceAddon
     from zae.addons.jsonl_logger import JSONLLoggerAddon
     from zae.addons.ledger import LedgerAddon
@@ -49,6 +50,7 @@ __all__ = [
     "EarlyStoppingAddon",
     "FSDPAddon",
     "GradientAccumulationAddon",
+    "GradientCheckpointingAddon",
     "HuggingFaceAddon",
     "JSONLLoggerAddon",
     "LedgerAddon",
@@ -82,6 +84,7 @@ _HOMES = {
     "EarlyStoppingAddon": "early_stopping",
     "FSDPAddon": "fsdp",
     "GradientAccumulationAddon": "accumulation",
+    "GradientCheckpointingAddon": "gradient_checkpointing",
     "HuggingFaceAddon": "huggingface",
     "JSONLLoggerAddon": "jsonl_logger",
     "LedgerAddon": "ledger",

@@ -32,6 +32,7 @@ OPTIONS = {
     "EMAAddon": "decay=0.98",
     "EarlyStoppingAddon": "patience=3",
     "GradientAccumulationAddon": "gradient_accumulation_steps=4",
+    "GradientCheckpointingAddon": "checkpoint_modules=torch.nn.Linear",
     "JSONLLoggerAddon": 'jsonl_path="runs/log.jsonl"',
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
     "PrefetchAddon": "",

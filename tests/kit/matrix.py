@@ -63,6 +63,7 @@ PIECES: dict[str, Piece] = {
     "LedgerAddon": Piece(_nothing, lambda _, folder: {"ledger_path": folder / "ledger.jsonl"}),
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
     "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
+    "GradientCheckpointingAddon": Piece(_nothing, lambda _, folder: {"checkpoint_modules": torch.nn.Linear}),
     "ThroughputAddon": Piece(_nothing, lambda _, folder: {}),
     "ProfilerAddon": Piece(
         _nothing, lambda _, folder: {"profile_dir": folder / "profile", "profile_schedule": (1, 1, 1, 1)}

@@ -11,6 +11,7 @@ from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, wit
 from zae.addons import (
     EarlyStoppingAddon,
     GradientAccumulationAddon,
+    GradientCheckpointingAddon,
     ProfilerAddon,
     StateManagerAddon,
     TorchMetricsAddon,
@@ -392,6 +393,11 @@ def input_of_a_metric_that_no_step_returns():
 @mistake
 def metric_that_is_not_one_of_torchmetrics():
     trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5})
+
+
+@mistake
+def checkpointing_of_a_model_without_blocks():
+    trainer_of(Task.add_on(GradientCheckpointingAddon)).run(1, loader())
 
 
 @mistake

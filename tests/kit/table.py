@@ -26,6 +26,7 @@ from zae.addons import (
     EMAAddon,
     FSDPAddon,
     GradientAccumulationAddon,
+    GradientCheckpointingAddon,
     HuggingFaceAddon,
     JSONLLoggerAddon,
     LedgerAddon,
@@ -190,6 +191,11 @@ TABLE = [
         lambda folder: {"ledger_path": folder / "neutral" / "ledger.jsonl", "ledger_every": 10**6},
         lambda folder: {"ledger_path": folder / "biting" / "ledger.jsonl"},
         transient=("_file", "_stages", "_loaders"),
+    ),
+    # Of a network with BatchNorm and dropout.
+    Entry(
+        GradientCheckpointingAddon, fixed(checkpoint_modules=["*"]),
+        fixed(checkpoint_modules=["*"], checkpoint_keep="matmuls"), transient=("_undo_checkpointing",),
     ),
     # The model's calls, traced but not compiled: that is bitwise the eager step, and takes little time.
     Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),

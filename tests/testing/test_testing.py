@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import zae.addons
 from kit import faulty_addons, faulty_holders
@@ -152,6 +153,7 @@ OWN = {
     "EarlyStoppingAddon": {"patience": 100},
     "GradientAccumulationAddon": {"gradient_accumulation_steps": 2},
     "FSDPAddon": {},
+    "GradientCheckpointingAddon": {"checkpoint_modules": torch.nn.Linear, "transient": ["_undo_checkpointing"]},
     "JSONLLoggerAddon": {"jsonl_path": "log.jsonl"},
     "MultiGPUAddon": {},
     "PrefetchAddon": {},

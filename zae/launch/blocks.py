@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zae.common.optim import has_lazy
 from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
 
 __all__ = [
+    "MATMULS",
+    "Recomputed",
     "check_divisible",
     "check_shapes",
     "check_shardable",
@@ -24,14 +27,26 @@ __all__ = [
     "describe_blocks",
     "divided_dimensions",
     "has_forward",
+    "operation_of",
     "parse_blocks",
     "parse_methods",
     "prepare_block",
+    "recompute",
     "split_by_block",
 ]
 
 _SHOWN = 10
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WITH_STATISTICS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+MATMULS = (
+    "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.convolution.default",
+    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+)  # fmt: skip
+"""The operations that cost most to compute again: matrix products, convolutions and attention."""
 
 
 def class_name(module: nn.Module) -> str:
@@ -47,13 +62,13 @@ def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
     return fits or class_name(module) == wanted
 
 
-def _check_blocks(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _check_blocks(blocks: dict[str, nn.Module], option: str) -> dict[str, nn.Module]:
     """Refuse a list of modules, which is never called, as a block."""
     for name, each in blocks.items():
         if not has_forward(each):
             raise ConfigError(
-                f"fsdp_blocks: {name} is a {type(each).__name__}, which has no forward to gather it for; write "
-                f"fsdp_blocks=['{name}.*'] for the modules in it"
+                f"{option}: {name} is a {type(each).__name__}, which has no forward; write "
+                f"{option}=['{name}.*'] for the modules in it"
             )
     return blocks
 
@@ -131,13 +146,13 @@ def check_divisible(modules: Mapping[str, nn.Module]) -> None:
         raise ConfigError(f"{names} has sparse gradients, which cannot be divided; write sparse=False")
 
 
-def parse_blocks(given: Any) -> Any:
+def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:
     """Return the option that names blocks as a list of names and classes, or as a function."""
     if callable(given) and not isinstance(given, type):
         return given
     found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
     if not all(isinstance(each, (str, type)) for each in found):
-        raise ConfigError(f"fsdp_blocks={given!r}; give classes, names, or a function of both")
+        raise ConfigError(f"{option}={given!r}; give classes, names, or a function of both")
     return found
 
 
@@ -152,11 +167,11 @@ def parse_methods(model: nn.Module, given: Any) -> list[str]:
     return found
 
 
-def choose_blocks(model: nn.Module, wanted: Any) -> dict[str, nn.Module]:
+def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
     """Return the modules that are blocks by name: those of the option, else the repeated ones."""
     named = {name: each for name, each in model.named_modules() if name}
     if callable(wanted):
-        return _check_blocks({name: each for name, each in named.items() if wanted(name, each)})
+        return _check_blocks({name: each for name, each in named.items() if wanted(name, each)}, option)
     if not wanted:
         return repeated_modules(model)
     found: dict[str, nn.Module] = {}
@@ -165,17 +180,84 @@ def choose_blocks(model: nn.Module, wanted: Any) -> dict[str, nn.Module]:
         if not chosen:
             known = sorted({type(each).__name__ for each in named.values()})
             raise ConfigError(
-                f"fsdp_blocks: no module of {class_name(model)} is {one!r}; its classes are "
+                f"{option}: no module of {class_name(model)} is {one!r}; its classes are "
                 f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
             )
         found.update(chosen)
-    return _check_blocks(found)
+    return _check_blocks(found, option)
+
+
+class Recomputed:
+    """A forward whose activations are computed again in the backward.
+
+    Parameters
+    ----------
+    module : Module
+        Its forward is called.
+    keep : sequence of str, or callable
+        Names of operations whose results are kept, or a policy of `torch.utils.checkpoint`.
+    """
+
+    def __init__(self, module: nn.Module, keep: Any = ()) -> None:
+        self.forward = module.forward
+        self.keep = keep if callable(keep) else list(keep)
+        self.norms = [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Of a graph, the compiler decides what is computed again.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        more: dict[str, Any] = {"context_fn": self._contexts} if self.keep or self.norms else {}
+        return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return what encloses the forward, and the forward in the backward."""
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if self.keep:
+            policy = self.keep if callable(self.keep) else [operation_of(name) for name in self.keep]
+            first, again = create_selective_checkpoint_contexts(policy)
+        return first, self._with_own_statistics(again)
+
+    @contextmanager
+    def _with_own_statistics(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Move copies of the running statistics, which the first forward has moved already."""
+        buffers = [(norm, name, each) for norm in self.norms for name, each in norm.named_buffers(recurse=False)]
+        try:
+            for norm, name, each in buffers:
+                setattr(norm, name, each.clone())
+            with inner:
+                yield
+        finally:
+            for norm, name, each in buffers:
+                setattr(norm, name, each)
+
+
+def operation_of(name: str) -> Any:
+    """Return an operation by its name, "aten.mm.default"; AttributeError where torch does not have it."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def recompute(blocks: Mapping[str, nn.Module], keep: Any = ()) -> Callable[[], None]:
+    """Let blocks compute their forward again in the backward; return a function that undoes it."""
+    changed = [each for each in blocks.values() if not isinstance(each.forward, Recomputed)]
+    for block in changed:
+        block.forward = Recomputed(block, keep)
+
+    def undo() -> None:
+        for block in changed:
+            vars(block).pop("forward", None)
+
+    return undo
 
 
 def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> None:
     """Let a block recompute its activations, and compile it, before it is sharded."""
-    if checkpoints and not isinstance(block.forward, partial):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if checkpoints:
+        recompute({"": block})
     if compiles:
         block.compile(backend="inductor" if compiles is True else compiles)
 

@@ -1,0 +1,190 @@
+"""GradientCheckpointingAddon: less is kept for the backward, and the weights are bitwise those without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kit import engines, hand
+from kit.engines import ENGINES
+from kit.ranks import each_rank
+from kit.table import Task
+from zae import AddOnConflict, ConfigError
+from zae.addons import (
+    AMPAddon,
+    CompileAddon,
+    EMAAddon,
+    FSDPAddon,
+    GradientAccumulationAddon,
+    GradientCheckpointingAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    StateManagerAddon,
+)
+from zae.launch.blocks import Recomputed
+
+
+class Block(nn.Module):
+    """A layer with all that computing it again could change: dropout, and statistics of BatchNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.dropout(torch.relu(self.norm(self.layer(x))))
+
+
+def network(blocks: int = 3, width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, 2))
+
+
+def build(*add_ons: Any, model: Any = None, **options: Any) -> Any:
+    made = network() if model is None else model
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    return Task.add_on(*add_ons)(made, "cpu", optimizer=optimizer, log_bar=False, seed=3, **options)
+
+
+def trained(*add_ons: Any, **options: Any) -> Any:
+    trainer = build(*add_ons, **options)
+    trainer.run(2, hand.loader(24), hand.loader(8))
+    return trainer
+
+
+CHECKPOINT = GradientCheckpointingAddon
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint_modules": Block}, {"checkpoint_modules": ["1", "2"]}, {"checkpoint_keep": "matmuls"},
+     {"checkpoint_modules": lambda name, module: isinstance(module, (Block, nn.Dropout))},
+     {"checkpoint_keep": ["aten.addmm.default", torch.ops.aten.mm.default]}],
+    ids=["repeated", "class", "names", "matmuls", "function", "operations"],
+)  # fmt: skip
+def test_weights_and_statistics_are_bitwise_the_same(options: Any) -> None:
+    """With dropout and BatchNorm: the numbers are drawn again, and the statistics move once."""
+    plain, trainer = trained(), trained(CHECKPOINT, **options)
+    assert hand.digest(trainer.model) == hand.digest(plain.model)
+    assert trainer.test_metrics == plain.test_metrics
+    assert trainer.model[1].calls > plain.model[1].calls
+    assert "forward" not in vars(trainer.model[1]), "the forward is restored"
+
+
+@pytest.mark.parametrize(
+    ("others", "options"),
+    [
+        ((AMPAddon,), {"precision": "bf16"}),
+        ((GradientAccumulationAddon, EMAAddon), {"gradient_accumulation_steps": 2, "decay": 0.5}),
+    ],
+    ids=["amp", "windows"],
+)
+def test_it_composes(others: Any, options: Any) -> None:
+    plain, trainer = trained(*others, **options), trained(CHECKPOINT, *others, **options)
+    assert hand.digest(trainer.model) == hand.digest(plain.model)
+
+
+def test_a_compiled_step_is_left_to_the_compiler() -> None:
+    """Bitwise the compiled step without it; a batch that is not compiled is checkpointed."""
+    ends = []
+    for add_ons in ((CompileAddon,), (CHECKPOINT, CompileAddon)):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        model = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
+        trainer = trained(*add_ons, model=model, compile_mode="graph", compile_backend="eager")
+        assert trainer.compile_report["kept"] == "graph"
+        ends.append(hand.digest(model))
+    assert ends[0] == ends[1]
+
+
+def kept_bytes(trainer: Any) -> int:
+    """Return the bytes that autograd keeps of a forward, beside weights."""
+    own = {each.untyped_storage().data_ptr() for each in trainer.model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with trainer.ready(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.train_step((torch.ones(64, 4), torch.zeros(64, dtype=torch.long)))
+    return sum(storage.nbytes() for at, storage in kept.items() if at not in own)
+
+
+def test_less_is_kept_for_the_backward() -> None:
+    """Of eight blocks, the inputs alone; with the results of matrix products, more than that."""
+    sizes = [
+        kept_bytes(build(*add_ons, model=network(8, 32), **options))
+        for add_ons, options in (((), {}), ((CHECKPOINT,), {}))
+    ]
+    assert sizes[1] < sizes[0] / 3
+
+
+def test_a_resume_is_bitwise(tmp_path: Any) -> None:
+    options = {"save_path": tmp_path / "run", "save_every": 1, "resume": "auto"}
+    build(CHECKPOINT, StateManagerAddon, **options).run(2, hand.loader(24), hand.loader(8), max_steps=4)
+    resumed = trained(CHECKPOINT, StateManagerAddon, **options)
+    assert hand.digest(resumed.model) == hand.digest(trained().model)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp", "hsdp", "tensor", "2-D"))]
+)
+def test_engines_train_to_the_same_weights(name: str) -> None:
+    """Beside the same engine without it, with dropout where the engine has it."""
+
+    def compare() -> None:
+        engine, ends = ENGINES[name], []
+        for add_ons in ((), (CHECKPOINT,)):
+            model = engines.net(dropout=0.5 if name in ("ddp", "fsdp", "hsdp") else 0.0)
+            trainer = engines.build(engine, *add_ons, model=model)
+            trainer.run(1, engines.data(24, 4), engines.data(5, 2, False))
+            assert trainer.world_size == engine.world
+            ends.append(engines.weights(trainer))
+        assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
+
+    each_rank(ENGINES[name].world, compare)
+
+
+def test_what_is_checkpointed_is_shown_and_the_outermost_counts() -> None:
+    trainer = build(CHECKPOINT, checkpoint_modules=[Block, nn.Linear], checkpoint_keep="matmuls")
+    assert sorted(trainer.checkpointed()) == ["0", "1", "2", "3", "4"]
+    note = next(note for note in trainer.plan(1, hand.loader()).notes if note.startswith("computed again"))
+    assert note.startswith("computed again in the backward: 3 of Block (1 to 3), 2 of Linear (0 to 4), but for 8 op")
+    with trainer.ready():
+        assert isinstance(trainer.model[1].forward, Recomputed)
+        assert "forward" not in vars(trainer.model[1].layer)
+    trainer.evaluate(hand.loader(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"checkpoint_modules": ["blocks.*"]}, r"checkpoint_modules: no module of Sequential is 'blocks.\*'"),
+        ({"checkpoint_modules": 3}, "checkpoint_modules=3; give classes, names, or a function"),
+        ({"checkpoint_keep": "everything"}, "'everything' is not an operation of torch; write 'matmuls'"),
+        ({"checkpoint_keep": ["aten.mn.default"]}, "'aten.mn.default' is not an operation of torch"),
+        ({"model": nn.Linear(4, 2)}, "no module of Linear is repeated, so none is checkpointed"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build(CHECKPOINT, **options).run(1, hand.loader())
+
+
+def test_it_is_refused_beside_others_that_do_the_same() -> None:
+    with pytest.raises(ConfigError, match="activation_checkpointing=True of FSDPAddon and GradientCheckpointingAddon"):
+        build(CHECKPOINT, FSDPAddon, activation_checkpointing=True)
+    with pytest.raises(AddOnConflict, match="the stages of a pipeline are traced"):
+        Task.add_on(CHECKPOINT, PipelineAddon)
+    model = network()
+    model.is_gradient_checkpointing = True
+    with pytest.raises(ConfigError, match="Sequential checkpoints itself already"):
+        build(CHECKPOINT, model=model).run(1, hand.loader())
+    assert issubclass(Task.add_on(CHECKPOINT, MultiGPUAddon), Task)
