@@ -165,12 +165,11 @@ class StateManagerAddon(AddOnBase):
         self.save_every, self.on_save_error = Every.parse(save_every, "save_every", Every(epochs=1)), on_save_error
         start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
-        flags = check_flags(overwrite=overwrite, save_async=save_async, save_on_signal=save_on_signal)
-        self.overwrite, in_background, self.save_on_signal = flags
+        self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
         retention = Retention.parse(keep_last, keep_best, self.history.direction)
         weights = WeightFiles(folder, model_format, save_weights_every, keep_weights)
-        options: dict[str, Any] = {"in_background": in_background, "on_save_error": on_save_error}
-        options["warns_of_nonfinite"] = self.nonfinite.policy != "raise"
+        options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
+        options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
         self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
 
@@ -294,8 +293,7 @@ class StateManagerAddon(AddOnBase):
                 info["score"] = self._present_score()
             self._write_state(target, older, info)
 
-        if step := progress.step:
-            self._crash.save(step, self.rank, self.world_size, write if self.can_save_alone else None, error)
+        self._crash.save(progress.step, self.rank, self.world_size, write if self.can_save_alone else None, error)
 
     def teardown(self) -> None:
         """Wait for the last save, and give back the folder and the signals."""
@@ -340,8 +338,7 @@ class StateManagerAddon(AddOnBase):
         target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
         self.meet("save_state")
         score = self._present_score()
-        kept = (target.name, score) if path is None else None
-        with checkpointer.add(kept, progress.moment) as replaces:
+        with checkpointer.add((target.name, score) if path is None else None, progress.moment) as replaces:
             self._write_state(target, replaces, {"score": score})
             is_saved = True
         if is_saved:

@@ -22,7 +22,6 @@ from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.optimizer_modes import NOTHING
-from zae.common.walk import leading_dimension
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
@@ -37,7 +36,7 @@ from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
-from zae.loop.step_output import StepOutput, count_of, count_targets, explain_failure, read_output
+from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, weight_in_means
 from zae.preview import describe, explain, preview
 from zae.preview.eject import eject as ejecting
 from zae.preview.rehearsal import Rehearsal
@@ -543,9 +542,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         float or Tensor
             The means of the epoch are divided by the sum of the weights.
         """
-        if num_targets is not None:
-            return count_of(num_targets, type(self), self.mode)
-        return leading_dimension(batch) or 1
+        return cast("float", weight_in_means(batch, num_targets, type(self), self.mode))
 
     @seam
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
@@ -1072,8 +1069,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[Composed]", compose(cls, add_ons))
 
-    explain, plan, eject = explain.explain, preview.plan, ejecting.eject
-    eject_lines = ejecting.eject_lines
+    explain, plan, eject, eject_lines = explain.explain, preview.plan, ejecting.eject, ejecting.eject_lines
     count_targets = count_targets
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 

@@ -111,8 +111,7 @@ class Run:
         is_training = trainer.mode == "train"
         view = trainer.loader_position.view_of(loader, batches) if is_training else batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits)
-        call.user_loader = loader
-        call.is_ready, call.binding = self.is_ready, self.binding
+        call.user_loader, call.is_ready, call.binding = loader, self.is_ready, self.binding
         return call
 
     @contextmanager
@@ -416,9 +415,8 @@ class Run:
         for name, scheduler in trainer.schedulers.items():
             if is_plateau(scheduler):
                 if score is None:
-                    raise MonitorError(
-                        f"scheduler {name} needs monitor={history.monitor!r}; available: {', '.join(metrics)}"
-                    )
+                    known = ", ".join(metrics)
+                    raise MonitorError(f"scheduler {name} needs monitor={history.monitor!r}; available: {known}")
                 scheduler.step(score)
 
     # --------------------------------------------------------------------------------------------------- logging
@@ -435,9 +433,8 @@ class Run:
         if trainer.grad_norm is not None:
             record["grad_norm"] = float(trainer.grad_norm)
             record |= {f"grad_norm/{name}": float(norm) for name, norm in trainer.optimization.grad_norms.items()}
-        for name in ("skipped_steps", "nonfinite_steps"):
-            if getattr(progress, name):
-                record[name] = float(getattr(progress, name))
+        counts = {"skipped_steps": progress.skipped_steps, "nonfinite_steps": progress.nonfinite_steps}
+        record |= {name: float(count) for name, count in counts.items() if count}
         trainer.log(record, progress.step)
 
     # ------------------------------------------------------------------------------------------------- its extent
@@ -447,8 +444,7 @@ class Run:
         progress, limits = self.trainer.progress_checker, self.limits
         starts, call = progress.run_starts, progress.run_calls.index
         if progress.run_calls.is_over:  # It may have ended early.
-            epoch, step = starts[call + 1]
-            return epoch, step
+            return starts[call + 1][0], starts[call + 1][1]
         epoch, step = starts[call] if progress.run_calls.is_behind else (progress.epoch, progress.step)
         last_epoch = NO_LIMIT if limits.n_epoch is None else epoch + limits.n_epoch
         return last_epoch, NO_LIMIT if limits.max_steps is None else step + limits.max_steps

@@ -11,10 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from zae.common.argument_checks import describe_batch, describe_value
+from zae.common.walk import leading_dimension
 from zae.composition.introspect import seam
 from zae.errors import StepError
 
-__all__ = ["StepOutput", "count_of", "count_targets", "explain_failure", "read_output"]
+__all__ = ["StepOutput", "count_targets", "explain_failure", "read_output", "weight_in_means"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -143,8 +144,10 @@ def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
     _check_targets(where, out.get("num_targets"))
 
 
-def count_of(num_targets: Any, owner: type, mode: str) -> Any:
-    """Return a number of targets as a weight; on an accelerator it stays a tensor, which is read with the log."""
+def weight_in_means(batch: Any, num_targets: Any, owner: type, mode: str) -> Any:
+    """Return the weight of a batch: a number of targets, which on an accelerator stays a tensor, or of samples."""
+    if num_targets is None:
+        return leading_dimension(batch) or 1
     if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
         return num_targets.reshape(())
     return float(_check_targets(f"{owner.__name__}.{mode}_step", num_targets))

@@ -63,8 +63,9 @@ class CrashSaver:
         ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest. None
         is that of a rank which has only a part of the state.
         """
-        if write is None:
+        if step and write is None:
             self._decline(error)
+        if not step or write is None:
             return
         target, name, regular = self.folder / f"crash-{step:08d}", type(error).__name__, ""
         try:
