@@ -16,7 +16,7 @@ from kit.hand import digest, loader, network
 from kit.ranks import each_rank
 from kit.table import Task
 from zae import AddOnBase, ConfigError, LoaderError, StepError, Trainer
-from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon
+from zae.addons import FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, ThroughputAddon
 
 
 class Noting(Task):
@@ -353,3 +353,11 @@ def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
     loader = DataLoader(range(8), batch_size=2, collate_fn=lambda each: sum(each))  # type: ignore[arg-type]
     with pytest.raises(StepError, match=r"weighs the samples of a step alike, .* type int .*: 'num_targets'"):
         trainer.run(1, loader)
+
+
+def test_a_window_of_one_batch_beside_an_add_on_that_overrides_batches() -> None:
+    """The add-on is idle then, and the override outside of it still calls its method."""
+    trainer = Task.add_on(GradientAccumulationAddon, ThroughputAddon)(
+        network(), "cpu", optimizer=torch.optim.SGD, log_bar=False, gradient_accumulation_steps=1
+    )
+    assert trainer.run(1, loader())["step"] == len(loader())

@@ -20,14 +20,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is run as a script.
 
+from torchmetrics import MeanMetric
+
 import zae
 import zae.composition.metaclass
 from kit import oracle
 from kit.oracle import Options, Outcome
-from kit.table import Watcher, measured
+from kit.table import Watcher
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "explanation" / "composition.md"
+
+
+class MeanLoss(MeanMetric):
+    """The mean of a loss, or of the sum of one for each optimizer."""
+
+    def update(self, value: Any, weight: Any = None) -> None:
+        super().update(sum(value.values()) if isinstance(value, dict) else value, weight)
 
 
 class Piece(NamedTuple):
@@ -68,7 +77,14 @@ PIECES: dict[str, Piece] = {
     "ProfilerAddon": Piece(
         _nothing, lambda _, folder: {"profile_dir": folder / "profile", "profile_schedule": (1, 1, 1, 1)}
     ),
-    "TorchMetricsAddon": Piece(_nothing, lambda _, folder: measured(("train", "valid"))),
+    "TorchMetricsAddon": Piece(
+        _nothing,
+        lambda _, folder: {
+            "torch_metrics": {"measured": MeanLoss()},
+            "torch_metrics_inputs": {"measured": "loss"},
+            "torch_metrics_splits": ("train", "valid"),
+        },
+    ),
     "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
@@ -196,7 +212,8 @@ def difference(trainer: Any, options: Options) -> str | None:
 
 
 def _named(row: Any, prefix: str) -> dict[str, float]:
-    """A row under the oracle's names."""
+    """A row under the oracle's names, which knows no other metric than the loss."""
+    row = {key: value for key, value in row.items() if "measured" not in key}
     kept = {k: v for k, v in row.items() if k in ("epoch", "step") or k.startswith((prefix, "lr"))}
     if prefix == "train/":
         return {k.removeprefix(prefix): v for k, v in kept.items() if k.startswith(prefix)}
