@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from kit.engines import ENGINES, build, data, distance, weights
+from kit.engines import ENGINES, build, data, distance, net, weights
 from kit.faults import Child, Disk, KillingDisk, RefusingDisk, installed
 from kit.ranks import each_rank
 from zae.__main__ import main
@@ -716,3 +716,20 @@ def test_old_checkpoints_are_removed_with_their_shards(tmp_path: Path, crews: An
     crews(2).call(save_often, tmp_path)
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["step-00000007"]
     assert verify(tmp_path / "step-00000007")["world_size"] == 2
+
+
+def save_tied(folder: Path) -> None:
+    model = net()
+    model.head.weight = model.embed.weight
+    build(ENGINES["fsdp"], StateManagerAddon, model=model, save_path=folder, save_format="sharded").run(1, data(8))
+
+
+def test_tied_weights_in_shards_are_read_by_one_process(tmp_path: Path, crews: Any) -> None:
+    """A file of shards has both names of a parameter."""
+    crews(2).call(save_tied, tmp_path)
+    model = net()
+    model.head.weight = model.embed.weight
+    trainer = build(None, StateManagerAddon, model=model, save_path=tmp_path, resume="auto", reshard=True)
+    trainer.run(1, data(8, 8))
+    assert trainer.progress_checker.step == 1
+    assert model.head.weight is model.embed.weight

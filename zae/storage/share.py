@@ -196,6 +196,10 @@ def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[di
             described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
             if rank == group.rank:
                 chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+    places = dict[int, str]()
+    for name, each in chunks.items():  # A file has one entry for tied tensors, and the plan has both.
+        if each.numel() and places.setdefault(each.data_ptr(), name) != name:
+            chunks[name] = each.clone()
     return chunks, described
 
 
