@@ -729,7 +729,7 @@ def test_tied_weights_in_shards_are_read_by_one_process(tmp_path: Path, crews: A
     crews(2).call(save_tied, tmp_path)
     model = net()
     model.head.weight = model.embed.weight
-    trainer = build(None, StateManagerAddon, model=model, save_path=tmp_path, resume="auto", reshard=True)
+    trainer = build(ENGINES["fsdp"], StateManagerAddon, model=model, save_path=tmp_path, resume="auto", reshard=True)
     trainer.run(1, data(8, 8))
     assert trainer.progress_checker.step == 1
     assert model.head.weight is model.embed.weight
