@@ -468,7 +468,7 @@ def test_what_else_ranks_refuse(engine: Engine) -> None:
 def test_options_and_add_ons_that_are_refused() -> None:
     """When the class or the trainer is made, with the remedy."""
     for options, message in (
-        ({"context_inputs": ["token"]}, r"forward of Net has no parameter 'token'; its parameters are tokens"),
+        ({"context_inputs": ["token"]}, r"forward of Net has no parameter 'token'; name one of its parameters: tokens"),
         ({"context_inputs": {"tokens": "1"}}, r"give the parameters of the model's forward that have a sequence"),
         ({"context_inputs": []}, "give the parameters"),
         ({"context_positions": "places"}, "context_positions: the forward of Net has no parameter 'places'"),

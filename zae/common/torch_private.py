@@ -51,8 +51,10 @@ __all__ = [
     "replica_forward",
     "shut_down_workers",
     "sparse_parts",
+    "traced_assert",
     "unflatten_tree",
     "unsaved_buffers",
+    "version_of",
     "without_ranges",
 ]
 
@@ -96,6 +98,21 @@ def unflatten_tree(leaves: Sequence[Any], spec: Any) -> Any:
     ends = list(itertools.accumulate(size for _, size in parts))
     made = [unflatten_tree(leaves[end - size : end], each) for (each, size), end in zip(parts, ends)]
     return kind(made) if keys is None else dict(zip(keys, made))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; always 0 where torch does not say."""
+    return int(getattr(tensor, "_version", 0))
+
+
+def traced_assert() -> Callable[[Any, str], None]:
+    """Return the function that a traced graph calls for an assert."""
+
+    def check(condition: Any, message: str) -> None:
+        if not condition:
+            raise AssertionError(message)
+
+    return find("torch", "_assert") or check
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def check_names(model: nn.Module, given: Any, option: str) -> None:
     for name in given:
         if name not in parameters:
             raise ConfigError(
-                f"{option}: the forward of {type(model).__name__} has no parameter {name!r}; its parameters are "
-                f"{', '.join(parameters)}"
+                f"{option}: the forward of {type(model).__name__} has no parameter {name!r}; name one of "
+                f"its parameters: {', '.join(parameters)}"
             )
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from zae.common.torch_private import call_hooks
+from zae.common.torch_private import call_hooks, traced_assert, version_of
 from zae.errors import ConfigError
 from zae.launch.pipeline.hints import UNKNOWN, HintedProxy, Hints
 
@@ -113,7 +113,7 @@ class _Tracer(fx.Tracer):
         frame = inspect.currentframe()
         caller = frame and frame.f_back and frame.f_back.f_back  # Of Proxy.__bool__.
         if caller and _is_assert(caller):
-            self.create_proxy("call_function", torch._assert, (obj, f"assert in {caller.f_code.co_name}"), {})
+            self.create_proxy("call_function", traced_assert(), (obj, f"assert in {caller.f_code.co_name}"), {})
             return True
         value = self.hints.of(obj.node)
         return super().to_bool(obj) if value is UNKNOWN else bool(value)
@@ -160,13 +160,13 @@ def _is_assert(frame: FrameType) -> bool:
 @contextmanager
 def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
     """Refuse a forward that changes buffers or attributes of the model: it is called here once, and by no stage."""
-    buffers = {name: (each, each._version, each.detach().clone()) for name, each in model.named_buffers()}
+    buffers = {name: (each, version_of(each), each.detach().clone()) for name, each in model.named_buffers()}
     modules = {name: each for name, each in model.named_modules() if name in opened}
     before = {name: dict(vars(each)) for name, each in modules.items()}
     yield
     changed = []
     for name, (each, version, value) in buffers.items():
-        if each._version != version:
+        if version_of(each) != version:
             each.detach().copy_(value)
             changed.append(name)
     for name, module in modules.items():
