@@ -124,10 +124,8 @@ class DeepSpeedAddon(DistributedAddon):
     def _check_options(self) -> None:
         """Refuse what DeepSpeed cannot train."""
         if len(as_dict(self.optimization.optimizer)) > 1:
-            raise ConfigError(
-                "DeepSpeed steps one optimizer, and the trainer has several; give one with several groups, or train "
-                "with MultiGPUAddon"
-            )
+            raise ConfigError("DeepSpeed steps one optimizer, and the trainer has several; give one with several "
+                              "groups, or train with MultiGPUAddon")  # fmt: skip
         if self._section is not None and isinstance(given := self.optimization.optimizer, Optimizer):
             self._section.check_same(given)
         if self.deepspeed_bf16 and not self.zero_stage:
@@ -208,10 +206,8 @@ class DeepSpeedAddon(DistributedAddon):
             )
         frozen = [name for name, each in named.items() if not each.requires_grad]
         if frozen and self.deepspeed_bf16:
-            raise ConfigError(
-                f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for good; leave "
-                "deepspeed_bf16 out"
-            )
+            raise ConfigError(f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for "
+                              "good; leave deepspeed_bf16 out")  # fmt: skip
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Start the engine once, with the model and its optimizer."""

@@ -144,10 +144,8 @@ class PipelineAddon(DistributedAddon):
     def _check_options(self) -> None:
         """Refuse what a pipeline cannot train."""
         if len(as_dict(self.optimization.optimizer)) > 1:
-            raise ConfigError(
-                "a pipeline differentiates one loss by all parameters, and the trainer has several optimizers; give "
-                "one with several groups, or train with MultiGPUAddon"
-            )
+            raise ConfigError("a pipeline differentiates one loss by all parameters, and the trainer has several "
+                              "optimizers; give one with several groups, or train with MultiGPUAddon")  # fmt: skip
         own = [each for each in type(self).__mro__ if each.__module__.partition(".")[0] != "zae"]
         if names := [each.__name__ for each in own if "backward" in vars(each)]:
             raise ConfigError(

@@ -36,7 +36,7 @@ from zae.loop.optimization import Optimization
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
-from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, weight_in_means
+from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
 from zae.preview import describe, explain, preview
 from zae.preview.eject import eject as ejecting
 from zae.preview.rehearsal import Rehearsal
@@ -523,26 +523,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             A new one for each call: it is entered once for each batch.
         """
         return NOTHING
-
-    @seam
-    def sample_weight(self, batch: Any, num_targets: Any) -> float:
-        """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
-
-        A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
-
-        Parameters
-        ----------
-        batch : object
-            The batch, on the trainer's device.
-        num_targets : int, float, Tensor or None
-            What the step returned under this name.
-
-        Returns
-        -------
-        float or Tensor
-            The means of the epoch are divided by the sum of the weights.
-        """
-        return cast("float", weight_in_means(batch, num_targets, type(self), self.mode))
 
     @seam
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
@@ -1070,7 +1050,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return cast("type[Composed]", compose(cls, add_ons))
 
     explain, plan, eject, eject_lines = explain.explain, preview.plan, ejecting.eject, ejecting.eject_lines
-    count_targets = count_targets
+    count_targets, sample_weight = count_targets, sample_weight
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
     def _repr_html_(self) -> str:

@@ -257,7 +257,7 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
         task.run(1, batches())
 
     with pytest.raises(ConfigError, match="does not support 2 optimizers; write compile_mode='model'"):
-        start(optimizer=[two, two])
+        start(optimizer=[lambda parameters: two([*parameters][:1]), lambda parameters: two([*parameters][1:])])
     with pytest.raises(ConfigError, match=r"hooks of the gradient of 0\.weight"):
         start(hook=True)
     with pytest.raises(ConfigError, match=r"backward\(\) of OwnBackward"):

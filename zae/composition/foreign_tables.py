@@ -157,7 +157,7 @@ OPTIONS = _by_name(
         "seed, and torch.use_deterministic_algorithms(True)": "deterministic full_determinism",
         "torch.backends.cudnn.benchmark = True": "benchmark",
         "torch.autograd.set_detect_anomaly(True), before run": "detect_anomaly anomaly_detection",
-        "torch.profiler.profile(), around run": "profiler",
+        "ProfilerAddon(profile_dir=...)": "profiler",
         # Extensions.
         "add-ons: Task.add_on(...)": "plugins",
         "zae.interop.transformers.from_arguments(args), or one keyword argument for each option": "args training_args",

@@ -15,7 +15,7 @@ from zae.common.walk import leading_dimension
 from zae.composition.introspect import seam
 from zae.errors import StepError
 
-__all__ = ["StepOutput", "count_targets", "explain_failure", "read_output", "weight_in_means"]
+__all__ = ["StepOutput", "count_targets", "explain_failure", "read_output", "sample_weight"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -102,6 +102,31 @@ def count_targets(self: Any, values: Mapping[str, Any], batch: Any) -> Any:
     return values.get("num_targets")
 
 
+@seam
+def sample_weight(self: Any, batch: Any, num_targets: Any) -> float:
+    """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
+
+    A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
+
+    Parameters
+    ----------
+    batch : object
+        The batch, on the trainer's device.
+    num_targets : int, float, Tensor or None
+        What the step returned under this name.
+
+    Returns
+    -------
+    float or Tensor
+        The means of the epoch are divided by the sum of the weights.
+    """
+    if num_targets is None:
+        return leading_dimension(batch) or 1
+    if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
+        return num_targets.reshape(())  # type: ignore[return-value]
+    return float(_check_targets(f"{type(self).__name__}.{self.mode}_step", num_targets))
+
+
 def _name_of(owner: type, mode: str, batch: Any) -> str:
     return f"{owner.__name__}.{mode}_step (batch: {describe_batch(batch)})"
 
@@ -142,15 +167,6 @@ def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
     else:
         _check_loss(where, loss)
     _check_targets(where, out.get("num_targets"))
-
-
-def weight_in_means(batch: Any, num_targets: Any, owner: type, mode: str) -> Any:
-    """Return the weight of a batch: a number of targets, which on an accelerator stays a tensor, or of samples."""
-    if num_targets is None:
-        return leading_dimension(batch) or 1
-    if isinstance(num_targets, Tensor) and not num_targets.is_cpu and num_targets.numel() == 1:
-        return num_targets.reshape(())
-    return float(_check_targets(f"{owner.__name__}.{mode}_step", num_targets))
 
 
 def _check_targets(where: str, count: Any) -> Any:

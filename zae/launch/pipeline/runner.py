@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -385,7 +385,8 @@ class Runner:
                 else:
                     target, values = place.ranks[stage + 1], [each.contiguous() for each in values]
                     if is_new[index]:
-                        text = bytearray(pickle.dumps([(tuple(each.shape), each.dtype) for each in values]))
+                        kinds = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in values]
+                        text = bytearray(json.dumps(kinds).encode())
                         send(torch.tensor([len(text)], device=self._device), target)
                         send(torch.frombuffer(text, dtype=torch.uint8).to(self._device), target)
                     for each in values:
@@ -398,7 +399,8 @@ class Runner:
         dist.recv(size := torch.zeros(1, dtype=torch.int64, device=self._device), src=source, group=self.place.group)
         text = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
         dist.recv(text, src=source, group=self.place.group)
-        return cast("list[Any]", pickle.loads(text.cpu().numpy().tobytes()))
+        kinds = json.loads(text.cpu().numpy().tobytes())
+        return [(tuple(shape), getattr(torch, dtype)) for shape, dtype in kinds]
 
     def _engine(self, job: _Job) -> Any:
         """Return the schedule for inputs of these shapes; torch finds out those between the stages by a trial."""
