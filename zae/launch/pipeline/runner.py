@@ -385,8 +385,8 @@ class Runner:
                 else:
                     target, values = place.ranks[stage + 1], [each.contiguous() for each in values]
                     if is_new[index]:
-                        kinds = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in values]
-                        text = bytearray(json.dumps(kinds).encode())
+                        sent = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in values]
+                        text = bytearray(json.dumps(sent).encode())
                         send(torch.tensor([len(text)], device=self._device), target)
                         send(torch.frombuffer(text, dtype=torch.uint8).to(self._device), target)
                     for each in values:
