@@ -21,10 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from kit import faults, hand
 from kit.faults import answer, build
 from zae import Every
-from zae.addons import (
-    GradientAccumulationAddon,
-    StateManagerAddon,
-)
+from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.storage import filesystem
 from zae.storage.checkpoint import load_checkpoint
 from zae.storage.manifest import verify
@@ -272,6 +269,27 @@ def test_what_cannot_be_described_hides_no_error() -> None:
             build(task).run(1, loader)
         assert caught.value.__context__ is None
         assert caught.value.__notes__ == [note]
+
+
+@pytest.mark.covers("F-D4")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loader_that_fails_within_a_window_is_named_with_the_number_of_its_batch(known: bool, tmp_path: Path) -> None:
+    """F-D4: not the batch before it, whatever add-ons have threads or windows of their own."""
+
+    class Given:
+        def __iter__(self) -> Iterator[Any]:
+            yield from [*hand.loader()][:3]
+            raise KeyError("sample 30")
+
+    class Counted(Given):
+        def __len__(self) -> int:
+            return 6
+
+    options = {"gradient_accumulation_steps": 2, "jsonl_path": tmp_path / "log.jsonl"}
+    loader = Counted() if known else Given()
+    with pytest.raises(KeyError, match="sample 30") as caught:
+        build(faults.Task, GradientAccumulationAddon, JSONLLoggerAddon, **options).run(1, loader)
+    assert caught.value.__notes__ == [f"zae: while batch 4 of epoch 1 was asked for, from {type(loader).__name__}"]
 
 
 class Broken:

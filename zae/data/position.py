@@ -38,6 +38,7 @@ class LoaderPosition:
     def __init__(self, fast: bool = True) -> None:
         self.loader: Any = None
         self.pinned = False  # Whether the batches of the epoch are copied to a GPU without waiting.
+        self.failed_at: int | None = None  # The batch of the epoch for which the loader raised an error.
         self.is_fast = fast
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
@@ -213,6 +214,7 @@ class LoaderPosition:
         self._note_workers(loader, used, resume)
         self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, has_pinned_batches(loader), False, None
+        self.failed_at = None
         unmute_workers()
         once = isinstance(loader, Iterator)  # It cannot start again.
         if resume is None and (once or not used):
@@ -287,6 +289,7 @@ class LoaderPosition:
                 given += 1
                 yield batch
         except Exception:
+            self.failed_at = given + 1
             mute_workers()  # Until the run has handled the error: a worker may have died.
             raise
         finally:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import getattr_static
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,7 @@ def dead_workers(error: Exception) -> str:
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = [getattr_static(each, "_workers", None) for each in owners]
     dead = []
-    for index, worker in enumerate(next((each for each in found if isinstance(each, list)), [])):
+    for index, worker in enumerate(next((each for each in found if _are_processes(each)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
@@ -105,6 +106,10 @@ def dead_workers(error: Exception) -> str:
                 with suppress(Exception):
                     shut_down_workers(iterator)
     return "".join(dead)
+
+
+def _are_processes(workers: Any) -> bool:
+    return isinstance(workers, list) and all(isinstance(each, BaseProcess) for each in workers)
 
 
 def add_to_text(error: Exception, text: str) -> bool:

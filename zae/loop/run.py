@@ -527,12 +527,13 @@ class Run:
     def _note(self, error: Exception, place: str) -> str:
         """Describe the batch, or the loader that was asked for one; return "" outside of steps and loaders."""
         is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
-        if self.batch is not None and not is_of_worker:
+        failed_at = self.trainer.loader_position.failed_at if self.loader_use == "epoch" else None
+        if self.batch is not None and not is_of_worker and failed_at is None:
             return f"{place}; the batch was {argument_checks.describe_batch(self.batch)}"
         if not self.is_loading and not is_of_worker:
             return ""
         progress, workers = self.trainer.progress_checker, getattr(self.current_loader, "num_workers", 0)
-        asked = f"while batch {progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+        asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
         if self.loader_use == "evaluation":
             asked = f"while a batch was asked for in an evaluation after step {progress.step}"
         of_workers = f", num_workers={workers}" if workers else ""
