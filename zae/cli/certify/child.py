@@ -1,0 +1,444 @@
+"""The process of one run: make the trainer of the script as the job says, train, and write down what happened."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zae.addon import AddOnBase
+from zae.cli import script
+from zae.cli.certify.jobs import Job
+from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
+from zae.composition.leave_out import leave_out
+from zae.composition.metaclass import TrainerMeta, compose, load_installed
+from zae.composition.options import options_of
+from zae.data.loaders import copy_with, length_of
+from zae.errors import ConfigError, ZaeError
+from zae.loop.addon_state import GENERATORS
+from zae.loop.step_output import StepOutput
+
+__all__ = ["work"]
+
+_IN = ("start_from", "resume", "init_method")  # Options that name what is read.
+_OUT = ("path", "dir", "file", "folder")  # The ends of the names of those that name what is written.
+_VALID = 4  # Batches of a validation of a shortened run.
+_notes: dict[str, Any] = {}
+
+
+def work(job: Job) -> None:
+    """Do a job, and write the answer."""
+    with contextlib.suppress(AttributeError, PermissionError):
+        os.setsid()
+    folder = Path(job.folder)
+    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _enter(job)
+    try:
+        answer = {"train": _train, "eject": _eject, "plain": _plain, "contract": _contract}[job.kind](job)
+    except ZaeError as error:
+        answer = {"failed": str(error)}
+    except Exception as error:
+        answer = {"failed": script.explain_failure(error)}
+    torch.save(answer, folder / "answer.part")
+    os.replace(folder / "answer.part", folder / "answer")
+
+
+def _enter(job: Job) -> None:
+    """Work in a new folder with links to what is in that of the command; seed, and join the other ranks."""
+    from zae.common.random_state import seed_everything
+
+    here = Path(job.folder, "work")
+    if not here.exists():
+        here.mkdir()
+        for each in Path(job.origin).iterdir():
+            (here / each.name).symlink_to(each)
+    os.chdir(here)
+    if job.world > 1:
+        ranks = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+        os.environ.update({key: str(value) for key, value in ranks.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+        torch.set_num_threads(1)
+    elif "WORLD_SIZE" in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    seed_everything(0)
+
+
+# ----------------------------------------------------------------------------------------- the trainer of the script
+
+
+@contextlib.contextmanager
+def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Yield the script's trainer as the job wants it, the arguments of its run, and the options it was given."""
+    meta: Any = TrainerMeta
+    original = meta.__call__
+    seen: dict[int, Any] = {}
+
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        kwargs, args = {**dict(zip(names, args)), **kwargs}, args[len(names) :]
+        made = _variant(cls, job, has_witness)
+        options = _options(cls, made, kwargs, job)
+        trainer = original(made, *args, **options)
+        seen[id(trainer)] = (cls, {**kwargs, **options})
+        return trainer
+
+    meta.__call__ = make
+    given = argparse.Namespace(script=job.script, given=list(job.given), json=False)
+    try:
+        with script.trainer_of(given) as (trainer, arguments):
+            if arguments is None:
+                raise ConfigError(f"{job.script} returned a trainer without the arguments of its run; write: "
+                                  'return trainer, {"n_epoch": 3, "loader": loader}')  # fmt: skip
+            if trainer.mode == "test":
+                raise ConfigError("the trainer has mode='test': there is no training to certify")
+            _notes["class"], options = seen.get(id(trainer), (type(trainer), {}))
+            yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job), options
+    finally:
+        meta.__call__ = original
+
+
+def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
+    """Return a trainer class without the add-ons that the job leaves out, and with those that it adds."""
+    root, present = recipe_of(cls)
+    gone = [each for each in add_ons_of(cls) if each.layer in job.leave_out or each.__name__ in job.leave_out]
+    added = [load_installed(name) for name in job.add]
+    held = {each.slot: each for each in add_ons_of(cls) if each.slot and each not in gone}
+    has_engine = any(map(is_engine_slot, held))
+    added = [each for each in added if each.slot not in held and not (has_engine and is_engine_slot(each.slot))]
+    witness = [WitnessAddon] if has_witness else []
+    made = compose(root, [*(each for each in present if each not in gone), *added, *witness])
+    return leave_out(made, gone) if any(each in gone for each in add_ons_of(made)) else made
+
+
+def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Return the options of a variant of a class: what it writes lies in the folder of the job."""
+    known, own = options_of(variant), options_of(cls)
+    found = {
+        name: value for name, value in given.items() if name in known or name not in own
+    }  # A wrong one is refused.
+    found |= {name: value for name, value in job.options.items() if name in known}
+    for name, value in found.items():
+        if isinstance(value, (str, Path)) and name.endswith(_OUT) and name not in _IN:
+            where = Path(job.folder, "out")
+            found[name] = type(value)(value.name if isinstance(value, Path) else Path(value).name)
+            if job.kind != "contract":
+                found[name] = type(value)(str(where / found[name]))
+    devices = found.get("device")
+    if job.is_exact:
+        found |= {"device": "cpu", "try_validation": False}  # It takes a batch that is not in float64.
+    elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        found["device"] = devices[0]
+    if "resume" in known:
+        found["resume"] = "auto"
+    if "save_path" in known:
+        found.setdefault("save_path", str(Path(job.folder, "out", "checkpoints")))
+    return {**found, "log_bar": False}
+
+
+def _limit(arguments: dict[str, Any], window: Any, job: Job) -> dict[str, Any]:
+    """Return the arguments of a run of at most so many steps, and note whether its epochs are shorter."""
+    found = {name: value for name, value in arguments.items() if name not in ("max_time", "rehearse")}
+    found["max_steps"] = min(job.steps, found.get("max_steps") or job.steps)
+    if job.batches > 1:
+        found["loader"] = _merged(found["loader"], job.batches)
+    epochs, window = found.get("n_epoch") or 3, window if isinstance(window, int) else 1
+    size = max(1, job.steps // min(epochs, 3)) * window // job.batches or 1
+    given = {"limit_batches", "overfit_batches", "steps_per_epoch"} & {k for k, v in found.items() if v is not None}
+    length = length_of(found["loader"])
+    _notes["is_shortened"] = is_shorter = not given and (length is None or length > size)
+    if is_shorter and job.is_shortened:
+        found["limit_batches"] = (size, _VALID)
+    return found
+
+
+def _merged(loader: Any, count: int) -> Any:
+    """Return a DataLoader whose batches are so many of a loader."""
+    batches = loader.batch_sampler
+    size = batches.batch_size * count
+    merged = torch.utils.data.BatchSampler(batches.sampler, size, batches.drop_last)
+    return copy_with(loader, batch_sampler=merged, batch_size=size)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+class WitnessAddon(AddOnBase):
+    """Note what each step did, for a certificate."""
+
+    layer = "observe"
+    job = Job()
+
+    def on_run_begin(self) -> None:
+        """Note where the run begins."""
+        super().on_run_begin()
+        _notes["began"], _notes["steps"] = time.monotonic(), []
+        _notes["random"] = False
+        with open(Path(self.job.folder, "begun"), "a") as file:
+            file.write(f"{self.progress_checker.step}\n")
+
+    def to_device(self, batch: Any) -> Any:
+        """Return floating-point numbers in float64, where the job wants that."""
+        batch = super().to_device(batch)
+        return _doubled(batch) if self.job.is_exact else batch
+
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Note whether a step draws random numbers."""
+        before = torch.get_rng_state() if self.job.is_exact else None
+        found = super().micro_step(batch, count)
+        _notes["random"] |= before is not None and not torch.equal(before, torch.get_rng_state())
+        return found
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Note the loss, the weights and the random streams after a step."""
+        super().on_step_end(outputs)
+        weights = digest(self.optimization.parameters) if self.world_size == 1 else 0
+        row: dict[str, Any] = {"weights": weights}
+        row |= {"step": self.progress_checker.step, "skipped": self.progress_checker.skipped_steps}
+        row |= {"loss": repr([_numbers(each.loss) for each in outputs]), "random streams": _streams()}
+        _notes["steps"].append(row)
+        if self.job.seconds and time.monotonic() - _notes["began"] > self.job.seconds:
+            self.stop("certify has no more time for this run")
+        if self.job.pause:
+            time.sleep(self.job.pause)
+
+    def on_run_end(self) -> None:
+        """Note all that the run has left."""
+        _notes["seconds"] = time.monotonic() - _notes["began"]
+        state, progress = self.state_dict(), self.progress_checker
+        _notes["random"] |= GENERATORS in state  # An add-on draws for the samples of its rank.
+        layers = {each.__name__: each.layer for each in add_ons_of(type(self))}
+        keep = {name for name, layer in layers.items() if layer not in ("observe", "state", "parallel")}
+        parts = {name: state.get(name) for name in ("model", "optimizer", "scheduler")}
+        parts |= {f"the state of {name}": state[name] for name in keep & state.keys()}
+        parts["training history"] = [dict(row) for row in self.train_history]
+        parts["validation history"] = [dict(row) for row in self.valid_history]
+        parts["progress"] = {name: getattr(progress, name) for name in ("step", "epoch", "batch", "skipped_steps")}
+        parts["random streams"] = _streams()
+        _notes["parts"] = {name: as_plain(value) for name, value in parts.items()}
+        _notes["data_size"] = self.data_size
+        super().on_run_end()
+
+
+def _train(job: Job) -> dict[str, Any]:
+    """Train, and return the notes."""
+    WitnessAddon.job = job
+    with _made(job) as (trainer, arguments, _), _counting_updates():
+        found = _describe(trainer.unwrap(), trainer.device, arguments)
+        if job.is_exact:
+            _make_exact(trainer.unwrap())
+        trainer.run(**arguments)
+        weights = as_plain(dict(trainer.unwrap().state_dict())) if job.world == 1 else {}
+    answer: dict[str, Any] = as_plain(
+        {**found, **{k: v for k, v in _notes.items() if k != "class"}, "weights": weights}
+    )
+    return answer
+
+
+def _describe(model: nn.Module, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the certificate says of the script's trainer."""
+    loader, add_ons = arguments["loader"], add_ons_of(_notes["class"])
+    sampler = getattr(loader, "batch_sampler", None)
+    own = [each.__name__ for each in add_ons if not each.__module__.startswith("zae.")]
+    return {
+        "name": _notes["class"].__name__,
+        "add_ons": {each.__name__: each.layer for each in add_ons},
+        "own": own,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "device": str(device),
+        "can_merge": isinstance(loader, torch.utils.data.DataLoader) and type(sampler) is torch.utils.data.BatchSampler,
+        "varies": _varies(loader),
+        "engine": any(is_engine_slot(each.slot) for each in add_ons),
+    }
+
+
+def _varies(loader: Any) -> bool:
+    """Return whether a dataset gives another sample at each call."""
+    from zae.common.random_state import isolated
+    from zae.testing.watch import difference
+
+    with contextlib.suppress(Exception), isolated():
+        data = loader.dataset
+        return difference(as_plain([data[0]]), as_plain([data[0]])) is not None
+    return False
+
+
+def _make_exact(model: nn.Module) -> None:
+    """Compute in float64, draw no dropout, and normalize by running statistics."""
+    changed = set[str]()
+    for module in model.double().modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            changed.add("BatchNorm frozen")
+    _notes["changed"] = [*changed, *(["dropout off"] if _drop_nothing(model) else [])]
+
+
+def _drop_nothing(model: nn.Module) -> bool:
+    """Set the rate of each dropout to 0; return whether there was one."""
+    found = False
+    for module in model.modules():
+        for name in ("p", "dropout"):  # The second is that of attention and of recurrent layers.
+            rate = getattr(module, name, None)
+            if isinstance(rate, float) and rate and (name != "p" or "dropout" in type(module).__name__.lower()):
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
+@contextlib.contextmanager
+def _counting_updates() -> Iterator[None]:
+    """Note the weights after each step of an optimizer."""
+    found = _notes["updates"] = list[int]()
+
+    def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+        found.append(digest([each for group in optimizer.param_groups for each in group["params"]]))
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --------------------------------------------------------------------------------------------------- the ejected script
+
+
+def _eject(job: Job) -> dict[str, Any]:
+    """Write the script of plain PyTorch; return what it leaves out."""
+    from zae.preview.eject.eject import write_script
+
+    path, _, function = job.script.rpartition(":")
+    with _made(job, has_witness=False) as (trainer, arguments, _):
+        module = next(each for each in [*sys.modules.values()] if getattr(each, "__file__", None) == path)
+        made = write_script(trainer, arguments, function, module)
+    Path(job.plain).write_text(made, encoding="utf-8")
+    return {"missing": [[what, changes] for what, changes in made.missing]}
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """Run the script of plain PyTorch; return its weights."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("ejected", job.plain)
+    assert spec is not None
+    assert spec.loader is not None
+    plain = sys.modules["ejected"] = module_from_spec(spec)
+    sys.argv, sys.path[:0] = [job.plain, *job.given], [str(Path(job.script).parent)]
+    spec.loader.exec_module(plain)
+    task, run = getattr(plain, job.script.rpartition(":")[2])()
+    with _counting_updates():
+        plain.train(task, run.get("n_epoch"), run["loader"], run.get("valid_loader"))
+    answer: dict[str, Any] = as_plain({"weights": dict(task.model.state_dict()), "updates": _notes["updates"]})
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------- the contract of add-ons
+
+
+def _contract(job: Job) -> dict[str, Any]:
+    """Check an add-on of the user by `zae.testing.check_addon`: with the user's task, or where that fails another."""
+    from zae.testing import AddOnFault, PlainTask, check_addon
+
+    with _made(job, has_witness=False) as (trainer, arguments, given):
+        add_ons = add_ons_of(type(trainer))
+        add_on = next(each for each in add_ons if each.__name__ == job.add_on)
+        root = recipe_of(type(trainer))[0]
+        model = copy.deepcopy(trainer.unwrap())
+        _drop_nothing(model)  # The kit takes what is drawn for what the add-on draws.
+        batches = [*islice(arguments["loader"], 6)]
+        names = {each if isinstance(each, str) else each.__name__ for each in add_on.requires}
+        beside = [each for each in add_ons if names & {c.__name__ for c in each.__mro__}]
+        used: dict[str, Any] = {"task": root, "model": lambda: copy.deepcopy(model), "beside": beside,
+                                "batches": lambda: copy.deepcopy(batches)}  # fmt: skip
+        owners = {name: owner for name, (_, owner) in options_of(type(trainer)).items()}
+        core = set(options_of(next(c for c in root.__mro__ if c.__module__ == "zae.trainer")))
+        options = {k: v for k, v in given.items() if k in owners and k not in core}
+        if not _fits(add_on, options, used):
+            used = {"task": PlainTask, "beside": beside}
+        kept = {k: v for k, v in options.items() if k in options_of(used["task"].add_on(add_on, *beside))}
+        try:
+            check_addon(add_on, **used, **kept)
+        except AddOnFault as fault:
+            return {"faults": str(fault), "task": used["task"].__name__}
+    return {"faults": "", "task": used["task"].__name__}
+
+
+def _fits(add_on: Any, options: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
+    """Return whether the kit can train the user's task, which draws nothing."""
+    from zae.testing import Kit
+
+    try:
+        known = options_of(used["task"].add_on(add_on, *used["beside"]))
+        kit = Kit(add_on, {name: value for name, value in options.items() if name in known}, **used)
+        kit.run(kit.make(without_it=True), 1)
+    except Exception:
+        return False
+    after = torch.get_rng_state()
+    return torch.equal(torch.manual_seed(7).get_state(), after)
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def digest(tensors: Sequence[Tensor]) -> int:
+    """Return a checksum of the bytes of some tensors."""
+    found = 0
+    for each in tensors:
+        found = zlib.crc32(memoryview(_bytes(each)), found)
+    return found
+
+
+def _bytes(tensor: Tensor) -> Any:
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _streams() -> str:
+    """Return a hash of every random stream of the process."""
+    from zae.testing.watch import streams
+
+    return hashlib.sha256(repr(sorted(streams().items())).encode()).hexdigest()[:16]
+
+
+def _numbers(loss: Any) -> Any:
+    if isinstance(loss, Mapping):
+        return {str(key): _numbers(value) for key, value in loss.items()}
+    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+
+
+def _doubled(batch: Any) -> Any:
+    """Return a nested batch with its floating-point tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return type(batch)({key: _doubled(value) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_doubled, batch))
+    return type(batch)(map(_doubled, batch)) if isinstance(batch, (list, tuple)) else batch
+
+
+def as_plain(value: Any) -> Any:
+    """Return a nested value of tensors, numbers, text, lists and dicts; anything else as text."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (str, int)) else str(key): as_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(each) for each in value]
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)

@@ -1,0 +1,86 @@
+"""Compare what two runs have left: the first step, and the first part, in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["first_difference", "largest", "update_difference"]
+
+_SEEN = ("loss", "weights", "random streams")  # Of each step.
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], without: Collection[str] = (),
+                     may_add: bool = False) -> str:  # fmt: skip
+    """Return where two runs of the trainer differ, empty where they do not.
+
+    ``without`` names parts that are not compared. With ``may_add``, the history of ``other`` may have more metrics.
+    """
+    from zae.testing.watch import difference
+
+    steps = {row["step"] + row["skipped"]: row for row in one["steps"]}
+    for row in other["steps"]:
+        known = steps.get(row["step"] + row["skipped"])
+        names = [name for name in _SEEN if name not in without and known is not None and known[name] != row[name]]
+        if names:
+            values = f" (loss {known['loss']} and {row['loss']})" if known and "loss" in names else ""
+            return f"{_and(names)} differ first in step {row['step']}{values}"
+    for name, value in one["parts"].items():
+        if name in without or name not in other["parts"]:
+            continue
+        found = other["parts"][name]
+        if may_add and name.endswith("history"):
+            found = [{k: row[k] for k in row if k in old} for old, row in zip(value, found)] + found[len(value) :]
+        where = difference(value, found, name)
+        if where is not None:
+            return f"{where} differs at the end{_by(value, found, where, name)}"
+    return ""
+
+
+def update_difference(zae: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """Return where the ejected script differs from the composition, empty where it does not."""
+    from zae.testing.watch import difference
+
+    where = difference(zae["weights"], plain["weights"], "weights")
+    if where is None:
+        return ""
+    pairs = zip(zae["updates"], plain["updates"])
+    step = next((index for index, (a, b) in enumerate(pairs, start=1) if a != b), None)
+    when = f"; the weights differ first after call {step} of an optimizer" if step else ""
+    when = when or f"; {len(zae['updates'])} calls of an optimizer, and {len(plain['updates'])} in the script"
+    return f"{where} differs at the end{_by(zae['weights'], plain['weights'], where, 'weights')}{when}"
+
+
+def largest(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the largest difference of two dicts of tensors, as a share of the largest entry, and the name."""
+    found = (0.0, "")
+    for name, value in one.items():
+        if name not in other or value.shape != other[name].shape:
+            return float("inf"), name
+        if value.numel():
+            a, b = value.double(), other[name].double()
+            share = float((a - b).abs().max() / max(float(a.abs().max()), 1e-30))
+            found = max(found, (share if share == share else float("inf"), name))
+    return found
+
+
+def _by(one: Any, other: Any, where: str, name: str) -> str:
+    """Return by how much the values at a place differ."""
+    import torch
+
+    keys = where.removeprefix(name).strip("[]").split("][") if where != name else []
+    for key in keys:
+        part = key.strip("'\"")
+        try:
+            one, other = ((each[part] if isinstance(each, Mapping) and part in each else each[int(part)])
+                          for each in (one, other))  # fmt: skip
+        except (KeyError, ValueError, IndexError, TypeError):
+            return ""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
+        return f", by {float((one.double() - other.double()).abs().max()):.3g} at most"
+    shown = isinstance(one, (int, float, str)) and isinstance(other, (int, float, str))
+    return f" ({one}, {other})" if shown else ""
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
