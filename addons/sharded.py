@@ -64,8 +64,6 @@ class ShardingAddon(AddOnPart):
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]
             self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shares[0])]
-        if training:
-            sharding.set_epoch(shares[0], self.progress_checker.epoch)
         return shares[0]
 
     def batches(self, loader: Any) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from zae.common.optimizer_modes import NOTHING
 from zae.composition.calls import run_call
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
-from zae.data.loaders import length_of
+from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
 from zae.loop.bases import Attributes, Processes
 from zae.loop.epoch_log import plain
@@ -691,6 +691,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the loader to iterate over, for instance with a sampler for this rank.
 
+        For training, ``set_epoch`` of the loader, its samplers and its dataset is called where they have it.
+
         Parameters
         ----------
         loader : iterable
@@ -703,7 +705,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         iterable
             Batches.
         """
-        return self.loader_position.pad_loader(loader) if training else loader
+        if not training:
+            return loader
+        set_epoch(loader, self.progress_checker.epoch)
+        return self.loader_position.pad_loader(loader)
 
     @seam
     def batches(self, loader: Any) -> Iterator[Any]:

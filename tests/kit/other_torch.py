@@ -21,7 +21,7 @@ IN_PYTHON = (
     *("collate_tensor_fn", "default_collate_fn_map", "_load_from_state_dict", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_milestones", "_schedulers", "_call_impl"),
     *("_compiled_call_impl", "_found_inf_per_device", "_shutdown_workers", "_build_params_for_reducer"),
-    *("_iterator", "_workers_done_event", "_next_data", "_SingleProcessDataLoaderIter"),
+    *("_iterator", "_worker_info", "_workers_done_event", "_next_data", "_SingleProcessDataLoaderIter"),
     *("_pre_forward", "_post_forward", "_run_ddp_forward", "_delay_all_reduce_all_params"),
 )
 

@@ -47,6 +47,7 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "last_metric_value",
+    "outside_worker",
     "overflow_flags",
     "replica_forward",
     "shut_down_workers",
@@ -391,6 +392,22 @@ def replica_forward(replica: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def shut_down_workers(iterator: Any) -> None:
     """End the workers of a DataLoader iterator; without the name, torch ends them when it frees the iterator."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
+def outside_worker(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that is not to see that it is in the worker of a loader, and divide its data itself."""
+    module: Any = find("torch.utils.data._utils", "worker")
+    info = getattr(module, "_worker_info", None)
+    if info is None:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise RuntimeError("this release of torch does not hide the workers of a loader; write num_workers=1")
+        return function(*args)
+    module._worker_info = None
+    try:
+        return function(*args)
+    finally:
+        module._worker_info = info
 
 
 def last_metric_value(metric: Any) -> Any:

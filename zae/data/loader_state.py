@@ -50,6 +50,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
     facts["sampler"] = _kind(_sampler_of(loader))
     facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
+    for name, sampler in (("sampler", _sampler_of(loader)), ("batch sampler", unwrap_sampler(batch_sampler))):
+        facts[f"order of the {name}"] = getattr(sampler, "signature", None)
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "has_pinned_batches",
     "is_stateful",
     "length_of",
+    "set_epoch",
     "unwrap_sampler",
     "with_entries",
 ]
@@ -145,6 +146,16 @@ def with_entries(loader: _Loader, wrap: Callable[[Any, int], Any]) -> _Loader:
 def is_stateful(loader: Any) -> bool:
     """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have it."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
+        method = getattr(each, "set_epoch", None)
+        if callable(method):
+            method(epoch)
 
 
 class Proxy:

@@ -24,7 +24,7 @@ from zae.common.walk import leading_dimension
 from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 
-__all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "set_epoch", "shard", "shares_of"]
+__all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "shard", "shares_of"]
 
 
 class _Empty(enum.Enum):
@@ -119,16 +119,6 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
                 "data, a smaller batch_size, or drop_last=False"
             )
     return _with_batches(loader, shards, each_is_batch, training, ranks.rank)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have it."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
-        method = getattr(each, "set_epoch", None)
-        if callable(method):
-            method(epoch)
 
 
 # ------------------------------------------------------------------------------------------------- the shares
@@ -350,8 +340,10 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
 
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
-    """Accept a stream with ``is_sharded``; all ranks end together."""
-    if not getattr(dataset, "is_sharded", False):
+    """Accept a stream with ``set_ranks`` or ``is_sharded``; all ranks end together."""
+    if callable(getattr(dataset, "set_ranks", None)):  # It divides itself by what it is told.
+        dataset.set_ranks(ranks.rank, ranks.size)
+    elif not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the dataset of the loader, {type(dataset).__name__}, is an IterableDataset, so each of {ranks.size} "
             "ranks would get every sample. If its __iter__ already yields different samples on each rank, set "

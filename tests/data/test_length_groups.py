@@ -1,0 +1,185 @@
+"""Batches of similar length, and the loaders of a run from its datasets."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_mixture import Source
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from kit import faults, hand
+from kit.faults import KillAddon, everything, forked
+from kit.rank_tasks import Seen, build, dataset, same, weights
+from kit.ranks import on_ranks
+from zae import CheckpointMismatch, ConfigError
+from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.data import LengthGroupedBatchSampler, make_loaders
+
+LENGTHS = np.random.default_rng(0).integers(1, 100, 200).tolist()
+
+
+def wasted(batches: list[list[int]]) -> float:
+    used = sum(LENGTHS[index] for index in itertools.chain(*batches))
+    return 1 - used / sum(len(batch) * max(LENGTHS[index] for index in batch) for batch in batches)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 8}, {"max_tokens": 400}, {"batch_size": 7, "group_size": 70}])
+def test_each_sample_once_with_little_padding(options: Any) -> None:
+    """Less than 15 % of a batch is padding, where random batches have 40 %; another order in each epoch."""
+    sampler = LengthGroupedBatchSampler(LENGTHS, seed=1, **options)
+    first = list(sampler)
+    assert len(first) == len(sampler)
+    assert sorted(itertools.chain(*first)) == list(range(200))
+    order = np.random.default_rng(2).permutation(200).tolist()
+    assert wasted([order[start : start + 8] for start in range(0, 200, 8)]) > 0.4
+    assert wasted(first) < 0.15
+    if "max_tokens" in options:
+        assert all(len(batch) * max(LENGTHS[index] for index in batch) <= 400 for batch in first)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    again = LengthGroupedBatchSampler(LENGTHS, seed=1, **options)
+    assert list(again) == first
+    assert list(LengthGroupedBatchSampler(LENGTHS, seed=2, **options)) != first
+
+
+def test_in_order_the_longest_comes_first() -> None:
+    batches = list(LengthGroupedBatchSampler(LENGTHS, 8, shuffle=False))
+    sizes = [LENGTHS[index] for index in itertools.chain(*batches)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(list(LengthGroupedBatchSampler(LENGTHS, 7, drop_last=True))) == 28
+    assert {len(batch) for batch in LengthGroupedBatchSampler(LENGTHS, 7, drop_last=True)} == {7}
+    assert sorted(itertools.chain(*LengthGroupedBatchSampler([0, 0, 0], max_tokens=1))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "give one of batch_size and max_tokens"),
+        ({"batch_size": 2, "max_tokens": 9}, "give one of batch_size and max_tokens"),
+        ({"max_tokens": 50}, r"sample \d+ has length 99, and a batch max_tokens=50"),
+        ({"batch_size": 0}, "it must be a whole number of at least 1"),
+        ({"max_tokens": 400, "drop_last": True}, "drop_last=True is for batches of batch_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LengthGroupedBatchSampler(LENGTHS, **options)
+    with pytest.raises(ConfigError, match=r"lengths must have a number for each sample, .* shape is \(0,\)"):
+        LengthGroupedBatchSampler([], 2)
+
+
+def grouped(kind: Any = DataLoader, seed: int = 0, **options: Any) -> Any:
+    lengths = LENGTHS[:22]
+    sampler = LengthGroupedBatchSampler(lengths, max_tokens=400, group_size=12, seed=seed)
+    return kind(hand.data(22), batch_sampler=sampler, **options)
+
+
+@pytest.mark.sample(count=2)
+@pytest.mark.covers("F-B2")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("at", [2, 5, 7])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_killed_in_mid_epoch_it_resumes_bitwise(kind: Any, at: int, tmp_path: Path) -> None:
+    """The number of batches differs between epochs."""
+
+    def train(folder: Path, seed: int = 0, **more: Any) -> Any:
+        made = faults.build(
+            faults.Task, StateManagerAddon, KillAddon, save_path=folder, save_every=at, resume="auto", **more
+        )
+        made.run(3, grouped(kind, seed))
+        return everything(made)
+
+    faults.ambient(1)
+    whole = train(tmp_path / "whole")
+    assert forked(lambda: train(tmp_path / "run", kill_at=at)).status == -signal.SIGKILL
+    faults.ambient(2)
+    if kind is DataLoader:
+        with pytest.raises(CheckpointMismatch, match=r"order of the batch sampler was max_tokens 400, .* seed 0 and"):
+            train(tmp_path / "run", seed=1)
+    assert train(tmp_path / "run") == whole
+
+
+@on_ranks(2, 3)
+def test_ranks_take_batches_in_turn(world, tmp_path):
+    """Each sample of an epoch once, and resumed bitwise in mid-epoch."""
+
+    def run(part, resume):
+        sampler = LengthGroupedBatchSampler(LENGTHS[:40], 3)
+        trainer = build(
+            Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_every=2, keep_last=None, resume=resume,
+            save_path=tmp_path / part,
+        )  # fmt: skip
+        trainer.run(2, DataLoader(dataset(40), batch_sampler=sampler))
+        return trainer
+
+    first, again = run("first", False), run("again", str(tmp_path / "first" / "step-00000002"))
+    assert first.world_size == world
+    assert same(weights(first), weights(again))
+    for epoch in (0, 1):
+        assert sorted(itertools.chain(*first.gather(first.seen[epoch]))) == list(map(float, range(40)))
+
+
+# -------------------------------------------------------------------------------------------------------- make_loaders
+
+
+def test_loaders_have_the_options_of_a_data_loader() -> None:
+    """Training is shuffled by a seed, evaluation is in order and whole; a run takes both."""
+    data = TensorDataset(torch.arange(10.0))
+    loader, valid = make_loaders(
+        data, {"a": data, "b": range(5)}, batch_size=4, valid_batch_size=5, seed=3, drop_last=True, num_workers=1,
+        prefetch_factor=3, persistent_workers=True,
+    )  # fmt: skip
+    assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.prefetch_factor) == (4, True, 1, 3)
+    assert (valid["a"].batch_size, valid["a"].drop_last, valid["a"].num_workers) == (5, False, 1)
+    assert valid["b"] == range(5), "a sequence is a list of batches, as everywhere"
+    assert torch.cat([batch[0] for batch in valid["a"]]).tolist() == list(range(10))
+    again, none = make_loaders(data, batch_size=4, seed=3)
+    assert none is None
+    third, _ = make_loaders(data, batch_size=4, seed=3)
+    assert [batch[0].tolist() for batch in again] == [batch[0].tolist() for batch in third]
+    trainer = faults.build(faults.Task)
+    metrics = trainer.run(2, *make_loaders(hand.data(22), hand.data(6), batch_size=4))
+    assert (metrics["step"], len(metrics["valid_metrics_history"])) == (12, 2)
+
+
+def test_the_loaders_are_those_written_by_hand() -> None:
+    """Bitwise the weights of a run with DataLoader(data, batch_size=4, shuffle=True)."""
+    one, other = faults.build(faults.Task), faults.build(faults.Task)
+    faults.ambient(1)
+    one.run(2, DataLoader(hand.data(22), batch_size=4, shuffle=True))
+    faults.ambient(1)
+    other.run(2, *make_loaders(hand.data(22), batch_size=4))
+    assert hand.digest(one.unwrap()) == hand.digest(other.unwrap())
+
+
+def test_a_stream_and_a_loader_pass_through() -> None:
+    ready = hand.loader()
+    loader, valid = make_loaders(Source(hand.data(8)), ready, batch_size=4)
+    assert len([*loader]) == 2
+    assert valid is ready
+    batches = [torch.ones(2)]
+    assert make_loaders(batches, ready) == (batches, ready)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: make_loaders(hand.loader(), batch_size=4), "batch_size would have no effect beside a DataLoader"),
+        (lambda: make_loaders(hand.loader(), num_workers=2, pin_memory=True), "num_workers, pin_memory would have no"),
+        (lambda: make_loaders(hand.loader(), hand.data(), batch_size=4, seed=1), "seed would have no effect beside"),
+        (lambda: make_loaders(hand.data(), hand.loader(), batch_size=4, valid_batch_size=2), "valid_batch_size would"),
+        (lambda: make_loaders(hand.data()), r"batch_size is missing: make_loaders\(train, valid, batch_size=32\)"),
+        (lambda: make_loaders(hand.data(), batch_size=0), "batch_size=0; it must be a whole number"),
+        (lambda: make_loaders(hand.data(), batch_size=2, sampler=[1]), "make that loader with DataLoader"),
+    ],
+)  # fmt: skip
+def test_options_without_an_effect_are_refused(make: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()

@@ -1,0 +1,482 @@
+"""Mixtures of datasets and streams: shares, what an epoch is, and a place that is exact after a kill and over ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from kit import faults, hand
+from kit.faults import KillAddon, everything, forked
+from kit.rank_tasks import Counted, Seen, build, distance, same, weights
+from kit.ranks import on_ranks
+from zae import CheckpointMismatch, ConfigError, LoaderError
+from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.data import Mixture, MixtureStream
+
+
+def mixture(**options: Any) -> Mixture:
+    """30 samples of weight 1, and 12 of weight 2: targets 0 to 29, and 100 to 111."""
+    options.setdefault("weights", {"large": 1, "small": 2})
+    return Mixture({"large": numbers(30), "small": numbers(12, 100)}, **options)
+
+
+def numbers(size: int, first: int = 0) -> TensorDataset:
+    inputs = torch.randn(size, 3, generator=torch.Generator().manual_seed(first))
+    return TensorDataset(inputs, torch.arange(first, first + size, dtype=torch.float32)[:, None])
+
+
+def targets(loader: Any, epoch: int = 0) -> list[list[int]]:
+    loader.batch_sampler.set_epoch(epoch) if hasattr(loader.batch_sampler, "set_epoch") else loader.sampler.set_epoch(
+        epoch
+    )
+    return [batch[1].view(-1).int().tolist() for batch in loader]
+
+
+def mixed(made: Mixture, batch_size: int = 4, **options: Any) -> Any:
+    return DataLoader(made, batch_size, sampler=made.sampler(), **options)
+
+
+# ---------------------------------------------------------------------------------------------------- what an epoch is
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({}, {"large": 6, "small": 12}),
+        ({"stopping_strategy": "all_exhausted"}, {"large": 30, "small": 60}),
+        ({"stopping_strategy": "all_exhausted_without_replacement"}, {"large": 30, "small": 12}),
+        ({"samples_per_epoch": 10}, {"large": 3, "small": 7}),
+        ({"samples_per_epoch": 900}, {"large": 300, "small": 600}),
+        ({"weights": [5, 2]}, {"large": 30, "small": 12}),
+        ({"weights": [0.1, 0.2], "stopping_strategy": "all_exhausted"}, {"large": 30, "small": 60}),
+    ],
+)
+def test_an_epoch_has_each_dataset_by_its_weight(options: Any, counts: dict[str, int]) -> None:
+    """Samples come at most once, at least once or once, as the strategy says; within a pass none comes twice."""
+    made = mixture(**options)
+    assert made.counts == counts
+    seen = Counter(itertools.chain(*targets(mixed(made))))
+    assert seen.total() == sum(counts.values()) == len(made.sampler())
+    for name, size, first in (("large", 30, 0), ("small", 12, 100)):
+        often = [seen[first + index] for index in range(size)]
+        assert sum(often) == counts[name]
+        assert max(often) - min(often) <= 1
+
+
+def test_epochs_differ_and_continue_in_each_dataset() -> None:
+    """Each sample of a large dataset comes once in five epochs of six; another epoch or seed is another order."""
+    made = mixture()
+    epochs = [targets(mixed(made), epoch) for epoch in range(5)]
+    assert sorted(each for each in itertools.chain(*itertools.chain(*epochs)) if each < 100) == list(range(30))
+    assert targets(mixed(made), 1) == epochs[1] != epochs[0]
+    assert targets(mixed(mixture(seed=1)), 0) != epochs[0]
+    state = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    targets(mixed(made))
+    assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) != state, "the loader's own seed"
+    before = torch.get_rng_state()
+    list(made.sampler())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_without_replacement_the_weights_say_what_comes_early() -> None:
+    """A heavy small dataset is used up early, whatever its size: of the first samples its share is by weight."""
+    made = Mixture(
+        [numbers(2000), numbers(1000)], [1, 3], stopping_strategy="all_exhausted_without_replacement", seed=5
+    )
+    order = made.order(0)
+    assert 0.7 < order[:800].mean() < 0.8
+    assert order.sum() == 1000
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_of_one_dataset_each(drop_last: bool) -> None:
+    """The name comes with the batch; smaller last batches are kept or left out for each dataset."""
+    made = mixture(with_names=True, samples_per_epoch=33)
+    sampler = made.batch_sampler(batch_size=4, drop_last=drop_last)
+    batches = list(DataLoader(made, batch_sampler=sampler))
+    assert len(batches) == len(sampler) == (7 if drop_last else 9)
+    for names, (_, rows) in batches:
+        assert len({*names}) == 1
+        assert {bool(row >= 100) for row in rows} == {names[0] == "small"}
+    sizes = Counter(len(names) for names, _ in batches)
+    assert sizes == ({4: 7} if drop_last else {4: 7, 3: 1, 2: 1})
+    assert [names[0] for names, _ in batches] != sorted(names[0] for names, _ in batches)
+
+
+class Rows(Dataset[Any]):
+    """Is asked for many rows at once, as datasets of Hugging Face are."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        self.asked.append(rows)
+        return rows
+
+
+def test_a_dataset_that_takes_many_rows_is_asked_for_them_at_once() -> None:
+    rows = Rows()
+    made = Mixture([rows, range(100, 112)], [1, 1])
+    for _ in DataLoader(made, batch_sampler=made.batch_sampler(4)):
+        pass
+    assert [len(each) for each in rows.asked] == [4, 4, 4]
+    assert len([*DataLoader(made, 4, sampler=made.sampler())]) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: mixture(weights=[1]), r"weights must have one number for each of large, small; it has \[1\]"),
+        (lambda: mixture(weights={"large": 1, "smal": 1}), r"for each of large, small; it has \['large', 'smal'\]"),
+        (lambda: mixture(weights=[1, 0]), r"weights\['small'\]=0; leave a dataset of weight 0 out"),
+        (lambda: mixture(weights=[1, -1]), "must be a number of at least 0"),
+        (lambda: mixture(weights=[1, 1e-3], samples_per_epoch=9), "has none of dataset 'small' with weight 0.001"),
+        (lambda: mixture(stopping_strategy="last"), "must be one of 'first_exhausted', 'all_exhausted', 'all_"),
+        (lambda: mixture(stopping_strategy="all_exhausted", samples_per_epoch=3), "both say what an epoch is"),
+        (lambda: Mixture([], []), "without entries|not list"),
+        (lambda: Mixture([iter([])], [1]), "dataset '0' of the mixture, a list_iterator, has no samples to index"),
+        (lambda: mixture().batch_sampler(7, drop_last=True), "6 samples of dataset 'large', which make no batch of 7"),
+        (lambda: MixtureStream([iter([])], [1]), "a list_iterator, cannot be iterated from its beginning in each"),
+        (lambda: MixtureStream([Sharded(4), [1]], [1, 1]), "the sources 0 of the mixture have is_sharded = True"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}])
+def test_a_loader_without_its_sampler_says_what_to_write(options: Any) -> None:
+    """A shuffled or sequential loader would ignore the weights."""
+    with pytest.raises(TypeError, match=r"sampler=mixture.sampler\(\)"):
+        list(DataLoader(mixture(), 4, **options))
+    with pytest.raises(TypeError, match=r"sampler=mixture.sampler\(\)"):
+        _ = mixture()[3]
+
+
+# ------------------------------------------------------------------------------------------------ resumed after a kill
+
+
+def classes(**options: Any) -> Mixture:
+    return Mixture({"a": hand.data(22), "b": hand.data(10, 5)}, {"a": 1, "b": 1}, **options)
+
+
+class Source(IterableDataset[Any]):
+    """A stream that is shuffled in each epoch; divides itself by worker, and with a state says how far it is."""
+
+    def __init__(self, data: Any, divides: bool = True) -> None:
+        self.data, self.epoch, self.divides = data, 0, divides
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info() if self.divides else None
+        order = np.random.default_rng(self.epoch).permutation(len(self.data))
+        for index in order[worker.id :: worker.num_workers] if worker else order:
+            yield self.data[int(index)]
+
+
+class Placed(Source):
+    """The same with a state."""
+
+    at, begin, read = 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng(self.epoch).permutation(len(self.data))
+        self.at, self.begin = self.begin, 0
+        while self.at < len(order):
+            self.at += 1
+            self.read += 1
+            yield self.data[int(order[self.at - 1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin, self.epoch = state["at"], state["epoch"]
+
+
+class Sharded(Source):
+    is_sharded = True
+
+    def __init__(self, size: int) -> None:
+        super().__init__(range(size))
+
+
+def stream(kind: type = Source, strategy: str = "all_exhausted") -> MixtureStream:
+    sources = {"a": kind(hand.data(16)), "b": kind(hand.data(6, 5))}
+    return MixtureStream(sources, {"a": 2, "b": 1}, stopping_strategy=strategy)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "samples": lambda: mixed(classes()),
+    "batches of one": lambda: (lambda made: DataLoader(made, batch_sampler=made.batch_sampler(4)))(classes()),
+    "workers": lambda: mixed(classes(stopping_strategy="all_exhausted"), num_workers=2),
+    "stateful": lambda: (lambda made: StatefulDataLoader(made, 4, sampler=made.sampler()))(classes()),
+    "stateful, workers": lambda: (
+        lambda made: StatefulDataLoader(made, 4, sampler=made.sampler(), num_workers=2)
+    )(classes(stopping_strategy="all_exhausted_without_replacement")),
+    "stream": lambda: DataLoader(stream(), 4, drop_last=True),
+    "stream with places": lambda: DataLoader(stream(Placed), 4, drop_last=True),
+    "stream, stateful": lambda: StatefulDataLoader(stream(), 4, drop_last=True),
+    "stream, stateful, workers": lambda: StatefulDataLoader(stream(Placed), 4, num_workers=2, drop_last=True),
+    "stream, once each": lambda: StatefulDataLoader(stream(strategy="all_exhausted_without_replacement"), 4),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {}
+
+
+def train(folder: Path, loader: Any, at: int, **more: Any) -> Any:
+    made = faults.build(
+        faults.Task, StateManagerAddon, KillAddon, save_path=folder, save_every=at, resume="auto", **more
+    )
+    made.run(3, loader)
+    return everything(made)
+
+
+@pytest.mark.sample(count=6, covering=("name",))
+@pytest.mark.covers("F-B2", "P-12")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("at", [3, 5, 7, 11])
+@pytest.mark.parametrize("name", list(LOADERS))
+def test_killed_in_mid_epoch_it_resumes_bitwise(
+    name: str, at: int, tmp_path: Path, straight: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed with SIGKILL after a step, a new process ends with the same state, in all its parts."""
+    if name not in straight:
+        faults.ambient(1)
+        straight[name] = train(tmp_path / "whole", LOADERS[name](), at)
+
+    def killed() -> None:
+        faults.ambient(1)
+        train(tmp_path / "run", LOADERS[name](), at, kill_at=at)
+
+    assert forked(killed).status == -signal.SIGKILL
+    faults.ambient(2)
+    assert train(tmp_path / "run", LOADERS[name](), at) == straight[name]
+    assert name == "workers" or "exact" not in caplog.text
+
+
+@pytest.mark.covers("P-24")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: mixed(classes(seed=1)), r"order of the sampler was seed 0, .* and is seed 1"),
+        (lambda: mixed(Mixture([hand.data(22), hand.data(10, 5)], [1, 1])), "a: 10 of weight 1, .* and is .*0: 10 of"),
+        (lambda: DataLoader(classes(), batch_sampler=classes().batch_sampler(4)), "batch sampler was BatchSampler"),
+    ],
+)
+def test_another_mixture_is_refused(make: Callable[[], Any], text: str, tmp_path: Path) -> None:
+    """A resume with another seed, other weights or another kind of batch says what differs."""
+    options = {"save_path": tmp_path, "save_every": 2, "keep_last": None}
+    faults.build(faults.Task, StateManagerAddon, **options).run(1, mixed(classes()))
+    with pytest.raises(CheckpointMismatch, match=text):
+        faults.build(faults.Task, StateManagerAddon, resume=str(tmp_path / "step-00000002"), **options).run(1, make())
+
+
+def test_an_epoch_of_a_trainer_is_that_of_the_sampler() -> None:
+    """One process sets the epoch as several do, so that each epoch has its own order."""
+    made = mixture()
+    trainer = build(Seen)
+    trainer.run(3, mixed(made))
+    assert trainer.seen == {epoch: [*itertools.chain(*targets(mixed(made), epoch))] for epoch in range(3)}
+
+
+# ---------------------------------------------------------------------------------------------------------- over ranks
+
+
+@pytest.mark.covers("P-41")
+@on_ranks(2, 3)
+def test_ranks_share_each_sample_once(world, tmp_path):
+    """Each sample of an epoch once, a step that of one process with all batches, resumed bitwise in mid-epoch."""
+    for by_source in (False, True):
+
+        def loader(batch_size, by_source=by_source):
+            made = mixture(stopping_strategy="all_exhausted")
+            if by_source:
+                return DataLoader(made, batch_sampler=made.batch_sampler(batch_size))
+            return mixed(made, batch_size)
+
+        def run(part, resume, save, loader=loader, by_source=by_source):
+            trainer = build(
+                type("Both", (Seen, Counted), {}), (MultiGPUAddon, StateManagerAddon), seed=1, save_every=save,
+                keep_last=None, resume=resume, save_path=tmp_path / str(by_source) / part,
+            )  # fmt: skip
+            trainer.run(2, loader(3))
+            return trainer
+
+        first = run("first", False, 4)
+        steps = first.progress_checker.step
+        again = run("again", str(tmp_path / str(by_source) / "first" / f"step-{4 + 4 * (steps > 16):08d}"), 100)
+        assert first.world_size == world
+        assert same(weights(first), weights(again))
+        once = mixed(mixture(stopping_strategy="all_exhausted"), 3)
+        for epoch in (0, 1):
+            seen = Counter(itertools.chain(*first.gather(first.seen[epoch])))
+            assert seen == Counter(map(float, itertools.chain(*targets(once, epoch))))
+        if not by_source:
+            alone = build(Counted, seed=1)
+            alone.run(2, loader(3 * world))
+            assert distance(first, alone) < 1e-5
+
+
+@on_ranks(2)
+def test_a_mixture_is_resharded(world, tmp_path):
+    """What one process has begun, two ranks finish: each remaining sample once."""
+    if torch.distributed.get_rank() == 0:
+        single = build(Seen, (StateManagerAddon,), seed=1, save_path=tmp_path / "one", save_every=3)
+        single.run(1, mixed(mixture(), 2), max_steps=3)
+        begun = single.seen[0]
+    torch.distributed.barrier()
+    trainer = build(
+        Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_path=tmp_path / "two", reshard=True,
+        resume=str(tmp_path / "one" / "step-00000003"),
+    )  # fmt: skip
+    trainer.run(1, mixed(mixture(), 2))
+    rest = list(itertools.chain(*trainer.gather(trainer.seen[0])))
+    if torch.distributed.get_rank() == 0:
+        assert sorted(begun + rest) == sorted(map(float, itertools.chain(*targets(mixed(mixture())))))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@on_ranks(2, 3)
+def test_ranks_share_a_stream(world, workers, tmp_path):
+    """Each rank yields its part without being told so, with workers as well; resumed bitwise in mid-epoch."""
+
+    def loader():
+        sources = {"a": Source(numbers(24)), "b": Source(numbers(36, 100))}
+        made = MixtureStream(sources, [2, 3], stopping_strategy="all_exhausted_without_replacement")
+        return StatefulDataLoader(made, 2, num_workers=workers)
+
+    def run(part, resume):
+        trainer = build(
+            Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_every=3, keep_last=None, resume=resume,
+            save_path=tmp_path / part,
+        )  # fmt: skip
+        trainer.run(2, loader())
+        return trainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # StatefulDataLoader calls what torch 2.13 deprecates.
+        first = run("first", False)
+        again = run("again", str(tmp_path / "first" / "step-00000003"))
+    assert first.world_size == world
+    assert same(weights(first), weights(again))
+    everybody = sorted(map(float, [*range(24), *range(100, 136)]))
+    for epoch in (0, 1):
+        assert sorted(itertools.chain(*first.gather(first.seen[epoch]))) == everybody
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def names(made: MixtureStream, count: int | None = None) -> list[Any]:
+    return list(itertools.islice(made, count))
+
+
+@pytest.mark.parametrize("kind", [Source, Placed])
+def test_what_a_stream_does_when_a_source_ends(kind: type) -> None:
+    """It ends, begins the source again in another order until all have ended, or continues with the others."""
+
+    def made(strategy: str) -> MixtureStream:
+        sources = {"a": kind(range(10)), "b": kind(range(100, 140))}
+        return MixtureStream(sources, [1, 1], stopping_strategy=strategy, seed=3)
+
+    first, every, once = map(
+        names, map(made, ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"))
+    )
+    assert every[: len(first)] == first
+    assert Counter(first).most_common(1)[0][1] == 1
+    assert sorted(each for each in first if each < 100) == list(range(10))
+    assert sorted(each for each in every if each >= 100) == list(range(100, 140))
+    assert sorted(once) == [*range(10), *range(100, 140)]
+    small = [each for each in every if each < 100]
+    assert small[:10] != small[10:20]
+    assert sorted(small[:10]) == sorted(small[10:20]) == list(range(10))
+    with pytest.raises(LoaderError, match="source 'a' of the mixture yields no samples"):
+        names(MixtureStream({"a": [], "b": [1]}, [1, 1], stopping_strategy="all_exhausted"))
+
+
+@pytest.mark.parametrize("kind", [Source, Placed, lambda data: data])
+def test_a_stream_continues_from_each_of_its_places(kind: Any) -> None:
+    """Also the source with a state, which is not read again; a state of the end yields nothing, and then an epoch."""
+
+    def made() -> MixtureStream:
+        sources = {"a": kind(range(5)), "b": kind(range(100, 108))}
+        return MixtureStream(sources, [1, 1], stopping_strategy="all_exhausted")
+
+    whole = names(made())
+    for count in range(len(whole) + 1):
+        first = made()
+        begun = iter(first)
+        list(itertools.islice(begun, count))
+        if count == len(whole):
+            assert next(begun, None) is None
+        again = made()
+        again.load_state_dict(first.state_dict())
+        assert again.state_dict() == first.state_dict()
+        again.set_epoch(1)
+        assert names(copy.deepcopy(again)) == names(again) == whole[count:] if count else True
+        if kind is Placed and count:
+            assert sum(each.read for each in again.sources.values()) == len(whole) - count
+        if count:
+            other = made()
+            other.set_epoch(1)
+            assert names(again) == names(other) != whole
+    with pytest.raises(ValueError, match=r"it is that of a mixture with seed 0, a of weight 1, .* this one has seed 1"):
+        MixtureStream([range(5), range(100, 108)], [1, 1], seed=1).load_state_dict(
+            {"place": {**state_of(), "signature": "seed 0, a of weight 1"}}
+        )
+
+
+def state_of() -> dict[str, Any]:
+    made = MixtureStream([range(5), range(100, 108)], [1, 1])
+    next(iter(made))
+    return made.state_dict()["place"]
+
+
+def test_workers_share_a_stream_and_persist() -> None:
+    """A source does not divide itself in a worker; workers that persist see the next epoch."""
+    made = MixtureStream([Source(range(20)), Source(range(100, 120))], [1, 1],
+                         stopping_strategy="all_exhausted_without_replacement")  # fmt: skip
+    loader = DataLoader(made, 2, num_workers=2, persistent_workers=True)
+    orders = []
+    for epoch in (0, 1):
+        made.set_epoch(epoch)
+        orders.append([*itertools.chain(*(batch.tolist() for batch in loader))])
+        assert sorted(orders[-1]) == [*range(20), *range(100, 120)]
+    assert orders[0] != orders[1]
+    own = MixtureStream([Sharded(20)], [1])
+    assert sorted(itertools.chain(*(batch.tolist() for batch in DataLoader(own, 2, num_workers=2)))) == [*range(20)]
+
+
+def test_a_stream_of_another_number_of_workers_is_refused() -> None:
+    made = MixtureStream([range(20)], [1])
+    next(iter(made))
+    state = made.state_dict()
+    made.set_ranks(0, 2)
+    made.load_state_dict(state)
+    with pytest.raises(LoaderError, match="process 0 of 1, and this is 0 of 2"):
+        next(iter(made))

@@ -1,0 +1,233 @@
+"""Batches of samples of similar length, and the loaders of a run from its datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from zae.common.argument_checks import check_count, check_flags
+from zae.data.loaders import length_of
+from zae.errors import ConfigError
+
+__all__ = ["LengthGroupedBatchSampler", "make_loaders"]
+
+
+class LengthGroupedBatchSampler(Sampler[list[int]]):
+    """Batches of samples of similar length, so that little of a batch is padding.
+
+    The samples of an epoch are shuffled, sorted by length within groups of ``group_size`` samples, cut into batches,
+    and the batches are shuffled. The order is a function of ``seed`` and epoch, without a state: a run that is resumed
+    continues with the next batch, and several ranks take whole batches in turn, each sample once.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        The length of each sample of the dataset.
+    batch_size : int, optional
+        Samples of a batch.
+    max_tokens : int, optional
+        In place of ``batch_size``: the most that the samples of a batch times the longest of them may be. The number of
+        batches then differs between epochs.
+    group_size : int, optional
+        Samples that are sorted together; by default 50 batches.
+    drop_last : bool
+        Whether the batch of ``batch_size`` that is smaller than the others is left out.
+    shuffle : bool
+        Whether the order is random; without it all samples are sorted, the longest first, which shows early whether
+        the memory suffices.
+    seed : int
+        Seeds the order.
+
+    Raises
+    ------
+    ConfigError
+        If a sample is longer than ``max_tokens``, or both or none of ``batch_size`` and ``max_tokens`` are given.
+
+    Examples
+    --------
+    >>> from zae.data import LengthGroupedBatchSampler
+    >>> sampler = LengthGroupedBatchSampler([5, 1, 9, 2, 8, 1], batch_size=2)
+    >>> sorted(sorted(batch) for batch in sampler)
+    [[0, 3], [1, 5], [2, 4]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int | None = None,
+        *,
+        max_tokens: int | None = None,
+        group_size: int | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if (batch_size is None) == (max_tokens is None):
+            raise ConfigError("give one of batch_size and max_tokens: samples of a batch, or tokens of one")
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 0:
+            raise ConfigError(f"lengths must have a number for each sample, none negative; its shape is "
+                              f"{self.lengths.shape}")  # fmt: skip
+        self.batch_size = check_count("batch_size", batch_size, optional=True)
+        self.max_tokens = check_count("max_tokens", max_tokens, optional=True)
+        longest = int(self.lengths.argmax())
+        if self.max_tokens is not None and self.lengths[longest] > self.max_tokens:
+            raise ConfigError(
+                f"sample {longest} has length {self.lengths[longest]}, and a batch max_tokens={self.max_tokens}; write "
+                "a larger max_tokens, or leave the sample out"
+            )
+        self.drop_last, self.shuffle = check_flags(drop_last=drop_last, shuffle=shuffle)
+        if self.drop_last and self.max_tokens is not None:
+            raise ConfigError("drop_last=True is for batches of batch_size; those of max_tokens differ in size anyway")
+        self.seed, self.epoch = check_count("seed", seed, least=0), 0
+        group = check_count("group_size", group_size, optional=True)
+        typical = self.batch_size or max(1, self.max_tokens // max(1, int(self.lengths.mean())))
+        self.group_size = group or 50 * typical
+        self._made: tuple[int, list[list[int]]] = (-1, [])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iteration yields; a trainer calls it, a loop of your own has to."""
+        self.epoch = epoch
+
+    @property
+    def signature(self) -> str:
+        """What decides the order; a checkpoint contains it."""
+        size = f"max_tokens {self.max_tokens}" if self.batch_size is None else f"batch_size {self.batch_size}"
+        return f"{size}, groups of {self.group_size}, seed {self.seed if self.shuffle else None}"
+
+    def _batches(self) -> list[list[int]]:
+        """Return the batches of this epoch; those of the last one are kept, since a length is asked for as well."""
+        if self._made[0] != self.epoch:
+            draw = np.random.default_rng([self.seed, self.epoch])
+            order = draw.permutation(len(self.lengths)) if self.shuffle else np.arange(len(self.lengths))
+            size = self.group_size if self.shuffle else len(order)
+            groups = [order[start : start + size] for start in range(0, len(order), size)]
+            order = np.concatenate([each[np.argsort(-self.lengths[each], kind="stable")] for each in groups])
+            batches = self._cut(order.tolist())
+            if self.shuffle:
+                batches = [batches[index] for index in draw.permutation(len(batches))]
+            self._made = (self.epoch, batches)
+        return self._made[1]
+
+    def _cut(self, order: list[int]) -> list[list[int]]:
+        """Cut an order into batches."""
+        if self.batch_size is not None:
+            end = len(order) - (len(order) % self.batch_size if self.drop_last else 0)
+            return [order[start : min(start + self.batch_size, end)] for start in range(0, end, self.batch_size)]
+        batches: list[list[int]] = []
+        longest = 0
+        for index in order:
+            longest = max(longest, int(self.lengths[index]))
+            if batches and (len(batches[-1]) + 1) * longest <= self.max_tokens:
+                batches[-1].append(index)
+            else:
+                batches.append([index])
+                longest = int(self.lengths[index])
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(batch) for batch in self._batches())
+
+
+def make_loaders(
+    train: Any,
+    valid: Any = None,
+    *,
+    batch_size: int | None = None,
+    valid_batch_size: int | None = None,
+    seed: int | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return the loaders of a run from its datasets: ``trainer.run(5, *make_loaders(train, valid, batch_size=32))``.
+
+    Training data is shuffled, unless it is a stream; validation data is not, and its last batch is not left out.
+
+    Parameters
+    ----------
+    train : Dataset
+        What is trained on. A DataLoader, or another loader, is returned as it is.
+    valid : Dataset, or dict of them, optional
+        What is evaluated; a loader is returned as it is.
+    batch_size : int
+        Samples of a batch of each rank; needed unless all are loaders.
+    valid_batch_size : int, optional
+        Samples of a batch of an evaluation; by default ``batch_size``.
+    seed : int, optional
+        Seeds the order of the training data by itself; without it the order is drawn from torch's random state, which
+        ``Trainer(seed=...)`` seeds.
+    **options : object
+        Further arguments of ``torch.utils.data.DataLoader`` by its names, for both: ``num_workers``, ``pin_memory``,
+        ``drop_last``, ``prefetch_factor``, ``collate_fn``, ``persistent_workers`` ...
+
+    Returns
+    -------
+    (loader, valid_loader)
+        The second is None, one loader or a dict of them, as ``valid`` is.
+
+    Raises
+    ------
+    ConfigError
+        If an option has no effect, since what it is for is a loader already.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> from zae.data import make_loaders
+    >>> data = TensorDataset(torch.arange(10.0))
+    >>> train, valid = make_loaders(data, {"a": data}, batch_size=4, valid_batch_size=8, drop_last=True)
+    >>> len(train), len(valid["a"])
+    (2, 2)
+    """
+    several = list(valid.values()) if isinstance(valid, Mapping) else [each for each in (valid,) if each is not None]
+    _check_options({"batch_size": batch_size, "seed": seed, **options}, train, several, valid_batch_size)
+    own = {"batch_size": batch_size, **options}
+    is_random = options.keys() & {"shuffle", "sampler", "batch_sampler"} or isinstance(train, IterableDataset)
+    generator = {} if seed is None else {"generator": torch.Generator().manual_seed(check_count("seed", seed, least=0))}
+    loader = _loader_of(train, {**generator, **({} if is_random else {"shuffle": True}), **own})
+    ordered = {name: value for name, value in own.items() if name not in ("shuffle", "generator", "drop_last")}
+    ordered["batch_size"] = valid_batch_size or batch_size
+    if isinstance(valid, Mapping):
+        return loader, {name: _loader_of(each, ordered) for name, each in valid.items()}
+    return loader, None if valid is None else _loader_of(valid, ordered)
+
+
+def _is_dataset(value: Any) -> bool:
+    """Return whether a loader is to be made of it: torch's datasets, and what has samples as they do, but a list."""
+    if isinstance(value, torch.utils.data.Dataset):
+        return True
+    is_indexed = hasattr(value, "__getitem__") and length_of(value) is not None
+    return is_indexed and not isinstance(value, (DataLoader, Sequence, Mapping))
+
+
+def _loader_of(data: Any, options: Mapping[str, Any]) -> Any:
+    return DataLoader(data, **options) if _is_dataset(data) else data
+
+
+def _check_options(options: Mapping[str, Any], train: Any, several: list[Any], valid_batch_size: Any) -> None:
+    """Refuse options without an effect, and datasets without a batch size."""
+    given = {name for name, value in options.items() if value is not None}
+    made = [each for each in (train, *several) if _is_dataset(each)]
+    idle = given if not made else given & {"seed", "shuffle", "drop_last"} if not _is_dataset(train) else set()
+    if valid_batch_size is not None and not any(map(_is_dataset, several)):
+        idle = idle | {"valid_batch_size"}
+    if idle:
+        kind = type(train).__name__ if not _is_dataset(train) else "None" if not several else type(several[0]).__name__
+        raise ConfigError(
+            f"{', '.join(sorted(idle))} would have no effect beside a {kind}, which is no dataset of which a loader is "
+            "made; give the dataset, or leave the options out and set them where you make the loader"
+        )
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise ConfigError(f"{name} belongs to one dataset; make that loader with DataLoader(..., {name}=...)")
+    if made and options["batch_size"] is None:
+        raise ConfigError("batch_size is missing: make_loaders(train, valid, batch_size=32)")
+    check_count("batch_size", options["batch_size"], optional=True)
+    check_count("valid_batch_size", valid_batch_size, optional=True)
