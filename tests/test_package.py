@@ -238,7 +238,7 @@ def test_extras_hold_only_what_is_used():
     setup.read(ROOT / "setup.cfg")
     extras = {name: packages.split() for name, packages in setup["options.extras_require"].items()}
     own = set(extras) - {"all", "examples", "bench", "test", "fits", "vision", "dev", "docs"}
-    recipes = ROOT / "docs" / "features" / "scale.md"  # submitit, which is used as it is.
+    recipes = ROOT / "docs" / "engines" / "launching.md"  # submitit, which is used as it is.
     texts = "".join(path.read_text() for path in (*ADDONS, *ADAPTERS, recipes))
     for extra in own:
         packages = [re.match(r"\w+", line)[0] for line in extras[extra]]

@@ -1,9 +1,15 @@
-"""docs/features/scale.md: its script runs, on as many ranks as it says, and prints what stands beside it."""
+"""docs/features/scale.md and the pages of the engines run, on as many ranks as they say, and print what they show.
+
+They are accelerate.md, context_parallel.md, data_parallel.md, deepspeed.md, fsdp.md, launching.md, pipeline.md and
+tensor_parallel.md.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 from kit.rank_tasks import forks
 from kit.scripts import Script
@@ -11,20 +17,31 @@ from zae import addons
 from zae.cli.diff import compare, read_ledger
 from zae.storage.checkpoint import load_checkpoint, newest_valid
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "features" / "scale.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "features" / "scale.md"
+ENGINES = sorted((DOCS / "engines").glob("*.md"))
 
 
-def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
-    """P-46: both runs end with two ranks, whose ledgers agree; the memory is that of the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    text = re.sub(r"^<!-- not run: .*? -->\n```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    printed = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+def read_blocks(path, language):
+    """Return the blocks of a page in a language, without those of which the page says that they are not run."""
+    text = re.sub(r"^<!-- not run: .*? -->\n```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def run_blocks(blocks):
+    """Run blocks as one script, and return what it has printed."""
     Path("page.py").write_text("\n".join(blocks))
     with forks():
         status, shown, said = Script(Path("page.py").absolute()).end(60)
     assert (status, said) == (0, "")
-    assert shown == printed
+    return shown
+
+
+def test_the_scripts_of_the_pages_run_on_two_ranks(tmp_path):
+    """P-46: all pages, one after the other; two runs end with two ranks, whose ledgers agree."""
+    pages = (PAGE, *ENGINES)
+    shown = run_blocks(block for path in pages for block in read_blocks(path, "python"))
+    assert shown == "".join(text for path in pages for text in read_blocks(path, "text"))
     for folder in ("run", "compressed"):
         manifest = newest_valid(Path(folder), load_checkpoint)[1][0]
         assert (manifest["world_size"], manifest["step"]) == (2, 8)
@@ -34,8 +51,18 @@ def test_the_script_of_the_page_runs_on_two_ranks(tmp_path):
         assert first[1]["stages"]["forward"]["loss"] != second[1]["stages"]["forward"]["loss"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.stem)
+def test_the_script_of_an_engine_needs_no_other_page(path):
+    """Each continues the first block of scale.md, and nothing else."""
+    first = read_blocks(PAGE, "python")[0].partition('if __name__ == "__main__":')[0]
+    assert run_blocks([first, *read_blocks(path, "python")]) == "".join(read_blocks(path, "text"))
+
+
 def test_every_engine_is_on_the_page():
     """P-46: an add-on that trains on several ranks has its line in the table, and no other name has."""
     engines = {name for name in addons.__all__ if "parallel" in getattr(getattr(addons, name), "layer", "")}
     table = PAGE.read_text(encoding="utf-8").split("## Which engine")[1].split("##")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == engines
+    linked = dict(re.findall(r"^\| \[`(\w+)`\]\(\.\./engines/(\w+)\.md\) \|", table, re.MULTILINE))
+    assert linked.keys() == engines
+    assert {path.stem for path in ENGINES} == {*linked.values(), "launching"}

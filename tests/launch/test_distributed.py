@@ -480,7 +480,7 @@ NODES = """
 
 @pytest.mark.exhaustive
 def test_two_agents_of_torchrun_with_shards(tmp_path):
-    """Two nodes as scale.md starts them, here on one host: killed and restarted, they end as if never killed."""
+    """Two nodes as launching.md starts them, here on one host: killed and restarted, they end as if never killed."""
     Path("nodes.py").write_text(textwrap.dedent(NODES.format(tests=str(TESTS))))
     for name in ("dies", "whole"):
         with socket.socket() as free:

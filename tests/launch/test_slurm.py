@@ -19,7 +19,7 @@ from zae import DistributedError
 from zae.addons import MultiGPUAddon
 from zae.launch.launcher import launcher_variables
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "features" / "scale.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}  # fmt: skip
 
@@ -92,11 +92,12 @@ SUBMIT = """
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["one", "two"])
 def test_a_preempted_job_of_submitit(kind):
-    """The recipe of scale.md: a job that was preempted is started again, and ends bitwise as one that was not."""
-    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    """The recipe of launching.md: a job that was preempted is started again, and ends bitwise as one that was not."""
+    texts = [(DOCS / name).read_text(encoding="utf-8") for name in ("features/scale.md", "engines/launching.md")]
+    first, *blocks = re.findall(r"```python\n(.*?)```", "".join(texts), re.DOTALL)
     [recipe] = [block for block in blocks if "import submitit" in block]
     slow = "        time.sleep(0.4)\n        inputs, targets = batch\n"
-    base = blocks[0].partition('if __name__ == "__main__":')[0].replace("        inputs, targets = batch\n", slow)
+    base = first.partition('if __name__ == "__main__":')[0].replace("        inputs, targets = batch\n", slow)
     Path("recipe.py").write_text(f"import time\n{base}\n{recipe.partition('if __name__')[0]}")
     Path("submit.py").write_text(textwrap.dedent(SUBMIT))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
