@@ -46,6 +46,7 @@ ROWS, BATCH, STEPS = 84, 12, 14
 def trainer(path: Path, engine: str = "fsdp", **options: Any) -> Any:
     given = {"save_format": "sharded", "gradient_clip": 0.05, "decay": 0.9, "keep_last": 1, **options}
     given.setdefault("scheduler", scheduler)
+    given.setdefault("model", net(blocks=1))  # Each tensor of a rank's first step takes torch milliseconds.
     return build(ENGINES[engine], StateManagerAddon, EMAAddon, save_path=path, **given)
 
 
@@ -158,7 +159,7 @@ def save_whole(path: Path) -> None:
         state = RankStates.read_state(made, in_parts=False)
     tensors = [*tensors_in((state["model"], state["optimizer"]))]
     large = [each for each in tensors if each.dim() == 2]
-    assert len(large) > 20
+    assert len(large) > 12
     assert not any(isinstance(each, DTensor) for each in tensors)
     assert {each.is_meta for each in large} == {dist.get_rank() > 0}
     assert not any(each.is_meta for each in tensors_in(made.state_dict()))
@@ -177,16 +178,21 @@ def peak() -> int:
 
 
 WIDE, NARROW = {"engine": "2-D"}, {"engine": "tensor", "mesh": {"tensor": 2}}
-STAGED = {"engine": "pipeline", "mesh": {"pipeline": 2}}
+STAGED = {"engine": "pipeline", "mesh": {"pipeline": 2}, "split": ["norm"]}
 STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+    "2-1": [(2, 4, NARROW), (1, STEPS, WIDE | {"mesh": {}})],
     "4-2-1": [(4, 2, WIDE), (2, 4, NARROW), (1, STEPS, WIDE | {"mesh": {}})],
     "4-2-1-2-4": [(4, 2, WIDE), (2, 3, NARROW), (1, 11, WIDE | {"mesh": {}}), (2, 12, NARROW), (4, STEPS, WIDE)],
-    "stages": [(2, 2, STAGED), (4, 4, STAGED | {"split": 4, "mesh": {"pipeline": 4}}), (1, STEPS, {"engine": "ddp"})],
+    "stages": [
+        (2, 2, STAGED),
+        (4, 4, STAGED | {"split": ["blocks.0", "norm", "head"], "mesh": {"pipeline": 4}}),
+        (1, STEPS, {"engine": "ddp"}),
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["4-2-1", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("4-2-1-2-4", "stages"))]
+    "name", ["2-1", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in STAGES if each != "2-1")]
 )
 def test_parts_of_layers_are_resumed_by_any_number(saved: Any, name: str, tmp_path: Path, crews: Any) -> None:
     """Layers in parts, and these in shards, and one process: each goes on from what the one before has saved."""
@@ -233,13 +239,20 @@ def test_whole_checkpoints_and_shards_load_into_each_other(tmp_path: Path, crews
     assert max(map(max, distances)) < LIMIT
 
 
+def refused(path: Path, start: Path) -> str:
+    """Return why a state cannot be resumed: caught in the ranks, which stay for the tests that follow."""
+    with pytest.raises(CheckpointMismatch) as caught:
+        train(2, path, start, 5, reshard=False)
+    return str(caught.value)
+
+
 def test_another_number_of_shares_is_what_needs_reshard(tmp_path: Path, crews: Any) -> None:
     """Ranks that divide layers get the same batches: their number may change, and the error names both."""
     crews(2).call(partial(train, 2, tmp_path / "tensor", None, 4, engine="tensor", mesh={"tensor": 2}))
     path = tmp_path / "tensor" / "step-00000004"
     assert train(1, tmp_path / "one", path, 5, engine="tensor", mesh={}, reshard=False)[2] == 5
-    with pytest.raises(AssertionError, match=r"by 2 processes with 1 shares of the data; this run has 2 with 2.*resha"):
-        crews(2).call(partial(train, 2, tmp_path / "two", path, 5, reshard=False))
+    for said in crews(2).call(refused, tmp_path / "two", path):
+        assert re.search(r"by 2 processes with 1 shares of the data; this run has 2 with 2.*resha", said)
 
 
 def test_another_number_of_ranks_is_refused_without_reshard(saved: Any, tmp_path: Path) -> None:
@@ -658,26 +671,32 @@ def hang() -> None:
     time.sleep(3)
 
 
-def test_a_rank_that_ends_while_it_saves(saved: Any, tmp_path: Path, crews: Any) -> None:
+WAYS: dict[str, tuple[Any, int, dict[str, Any], str, int]] = {
+    "killed in a thread": (kill(signal.SIGKILL), 1, {"save_async": True}, "rank 1 of 2: ended with -9", 4),
+    "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
+    "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
+    "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["killed in a thread", "hangs", *(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("killed", "asked"))],
+)
+def test_a_rank_that_ends_while_it_saves(saved: Any, way: str, tmp_path: Path, crews: Any) -> None:
     """Killed, hanging, or asked to end: no rank waits for ever, nothing is half there, "auto" goes on to the end."""
-    ways = {
-        "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
-        "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
-        "killed in a thread": (kill(signal.SIGKILL), 1, {"save_async": True}, "rank 1 of 2: ended with -9", 4),
-        "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
-    }
-    for name, (act, rank, options, match, step) in ways.items():
-        path = tmp_path / name
-        with pytest.raises(AssertionError, match=f"(?s){match}"):
-            each_rank(2, partial(save_with, path, act, rank, **options))
-        newest = newest_valid(path)
-        assert newest is not None
-        assert newest[0].name == f"step-{step:08d}", name
-        assert not newest[2]
-    for own, _, steps in crews(2).call(partial(train, 2, tmp_path / "killed", resume="auto")):
-        assert steps == STEPS
-        assert bitwise(own, saved[1][0][0])
-    assert not [each for each in (tmp_path / "killed").iterdir() if each.name.startswith(".staging")]
+    act, rank, options, match, step = WAYS[way]
+    with pytest.raises(AssertionError, match=f"(?s){match}"):
+        each_rank(2, partial(save_with, tmp_path, act, rank, **options))
+    newest = newest_valid(tmp_path)
+    assert newest is not None
+    assert newest[0].name == f"step-{step:08d}"
+    assert not newest[2]
+    if step == 4:  # Else it was saved in a second call of run, which `train` does not make.
+        for own, _, steps in crews(2).call(partial(train, 2, tmp_path, resume="auto")):
+            assert steps == STEPS
+            assert bitwise(own, saved[1][0][0])
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".staging")]
 
 
 # ------------------------------------------------------------------------------------- commands, and what is refused
