@@ -87,10 +87,7 @@ CASES: dict[int, list[Case]] = {  # By the number of ranks.
     1: [(None, (), {}, {}), (None, (EMAAddon,), {"optimizer": "momentum"}, {})],
     2: [
         ("ddp", (), {}, {}),
-        ("fsdp", (), {}, {}),
         ("fsdp", (GradientAccumulationAddon,), {**WINDOW, "mp_policy": MIXED}, {}),
-        ("tensor", (), {"tensor_plan": PLAN}, {}),
-        ("pipeline", (), {"split": ["blocks.2"]}, {}),
     ],
     4: [("2-D", (), {"tensor_plan": PLAN}, {})],
 }
@@ -100,6 +97,9 @@ MORE: dict[int, list[Case]] = {
         (None, (), {}, {"vocabulary": 8000}),  # Nearly all is one parameter.
     ],
     2: [
+        ("fsdp", (), {}, {}),
+        ("tensor", (), {"tensor_plan": PLAN}, {}),
+        ("pipeline", (), {"split": ["blocks.2"]}, {}),
         ("ddp", (GradientAccumulationAddon,), {**WINDOW, "optimizer": "momentum"}, {}),
         ("fsdp", (), {"optimizer": "sgd"}, {}),
         ("fsdp", (), {"reshard_after_forward": False}, {}),

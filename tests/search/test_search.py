@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kit.hand import digest
+from kit.rank_tasks import forks
 from kit.searches import SPACE, Line, batches, make_again, make_or_fail, make_saved, make_trainer, run
 from zae import ConfigError
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
@@ -281,7 +282,8 @@ def test_scores_that_are_nan_fail(tmp_path):
 
 def test_processes_share_a_search(tmp_path, caplog):
     """Two at a time: all trials are there once; one that fails, and one whose process is killed, are reported."""
-    found = search(make_or_fail, SPACE, 6, run=run, folder=tmp_path, seed=0, n_jobs=2, catch=Exception)
+    with forks():  # The test that follows starts them as a user does.
+        found = search(make_or_fail, SPACE, 6, run=run, folder=tmp_path, seed=0, n_jobs=2, catch=Exception)
     assert [each.number for each in found.trials] == [*range(6)]
     states = {each.number: each.state for each in found.trials}
     assert states == {0: "complete", 1: "fail", 2: "complete", 3: "fail", 4: "complete", 5: "complete"}
