@@ -37,6 +37,8 @@ from zae.addons import (
 )
 from zae.schedulers import CosineAnnealingScheduler
 
+ADAMW = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
 
 @pytest.mark.covers("E1")
 @pytest.mark.parametrize(
@@ -237,11 +239,19 @@ def test_none_is_fine_where_it_can_be_meant():
 
 
 @pytest.mark.covers("E11")
+def test_an_optimizer_at_the_place_of_the_device():
+    """The device is the second argument; with ``device=`` beside it, that name is what stands twice."""
+    with pytest.raises(OptionError, match=r"got 'device' twice: .* it is an optimizer \(AdamW\), so name that"):
+        Task(torch.nn.Linear(1, 1), ADAMW, device="cpu")
+
+
+@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"mode": "trian"}, "mode='trian'; it must be 'train' or 'test'; did you mean 'train'"),
         ({"mode": None}, "mode=None; it must be 'train' or 'test'"),
+        ({"mode": ADAMW}, r"mode is an optimizer \(AdamW\); the third argument is the mode, so name it: optimizer="),
         ({"gradient_clip": -1}, "gradient_clip=-1; it must be a number of at least 0"),
         ({"gradient_clip": float("nan")}, "gradient_clip=nan"),
         ({"gradient_clip": "1"}, "gradient_clip='1'"),

@@ -75,6 +75,11 @@ def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> li
 def check_mode(mode: Any) -> str:
     """Refuse a mode other than "train" and "test"."""
     if mode not in ("train", "test"):
+        if hasattr(mode, "param_groups"):
+            found = type(mode).__name__
+            raise ConfigError(
+                f"mode is an optimizer ({found}); the third argument is the mode, so name it: optimizer=..."
+            )
         hint = did_you_mean(str(mode), ("train", "test"))
         raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{hint}")
     return str(mode)

@@ -144,7 +144,10 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
         if name not in named:
             raise OptionError(f"unknown argument {name!r} for {cls.__name__}{_cure(cls, name, named)}")
         if name in given:
-            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; keep one")
+            value, cure = args[given.index(name)], "keep one"
+            if hasattr(value, "param_groups"):
+                cure = f"by position it is an optimizer ({type(value).__name__}), so name that: optimizer=..."
+            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; {cure}")
     required = {name: owner for name, (parameter, owner) in named.items() if parameter.default is parameter.empty}
     missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in given}
     if missing:

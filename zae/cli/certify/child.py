@@ -91,6 +91,8 @@ def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, A
 
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
         names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(name in kwargs for name, _ in zip(names, args)):
+            return original(cls, *args, **kwargs)  # which refuses an argument that is given twice
         kwargs, args = {**dict(zip(names, args)), **kwargs}, args[len(names) :]
         made = _variant(cls, job, has_witness)
         options = _options(cls, made, kwargs, job)
