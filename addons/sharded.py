@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -85,7 +85,7 @@ class ShardingAddon(AddOnPart):
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
         if self._leaves_out and self.pads:
             return self._padded(list(found))
-        return _Given(found, self) if self._leaves_out else found
+        return _Given(found, self._note_absent) if self._leaves_out else found
 
     def _padded(self, window: list[Any]) -> list[Any]:
         """Give a rank without samples the batch of rank 0, which always has some; it will weigh nothing."""
@@ -140,6 +140,10 @@ class ShardingAddon(AddOnPart):
             raise
         self._absent += self._is_padded
         return outputs[:-1] if self._is_padded else outputs
+
+    def _note_absent(self) -> None:
+        """Note that a batch of the window leaves this rank without samples."""
+        self._absent += 1
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Count no targets in a padded batch."""
@@ -292,8 +296,8 @@ class ShardingAddon(AddOnPart):
 class _Given(Sequence[Any]):
     """The batches of a window in which some rank has no samples."""
 
-    def __init__(self, batches: Sequence[Any], trainer: ShardingAddon) -> None:
-        self._batches, self._trainer = batches, trainer
+    def __init__(self, batches: Sequence[Any], note_absent: Callable[[], None]) -> None:
+        self._batches, self._note_absent = batches, note_absent
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -304,6 +308,6 @@ class _Given(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             if sharding.is_empty(batch):
-                self._trainer._absent += 1
+                self._note_absent()
             else:
                 yield batch

@@ -436,7 +436,7 @@ def test_a_full_or_broken_disk(
         is_full = code == errno.ENOSPC
         for part in (" bytes are needed and ", " are free there", "Free some space, or give another path"):
             assert (part in text) == is_full, "no more space helps against a broken disk"
-        assert is_full or "; Give another path" in text
+        assert is_full or "; give another path" in text
         assert (caught.value.errno, caught.value.__cause__) == (code, None)
         watch()
         assert is_of(parent / checkpoint_name(1), 1)

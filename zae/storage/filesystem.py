@@ -271,7 +271,7 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
         cure = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"
     else:
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        cure = "Give another path" + ", or change its permissions" * is_refused
+        cure = "give another path" + ", or change its permissions" * is_refused
     made = CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
     made.errno = error.errno or errno.EIO
     return made
