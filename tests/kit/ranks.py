@@ -38,13 +38,21 @@ import torch.distributed as dist
 from kit.faults import Child, Outcome, ambient
 
 TIMEOUT = 20.0
-"""Seconds for one call of the process group. All ranks must have ended after twice as long."""
+"""Seconds for one call of the process group. All ranks must have ended after twice as long, on a machine at rest."""
+
+MOST_PATIENCE = 6.0
+"""How many times as long the ranks may take on a machine that others use as well."""
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends, however that ends."""
 
 GRACE = 1.0
 """Seconds for the other ranks to end after one has failed."""
+
+
+def patience() -> float:
+    """Return how many times as long ranks may take as on a machine at rest: the load of a processor, at least 1."""
+    return min(max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))), MOST_PATIENCE)
 
 
 def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Any]:
@@ -65,12 +73,13 @@ def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., 
 def each_rank(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Call a function on every rank of a new process group, and return what each one returned."""
     importlib.import_module("torch._dynamo")  # The first optimizer of a process imports it, which takes seconds.
+    seconds = 2 * timeout * patience()
     with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
         ranks = [
-            Child(_be_rank, rank, world, Path(folder), timeout, functools.partial(function, *args))
+            Child(_be_rank, rank, world, Path(folder), timeout, seconds, functools.partial(function, *args))
             for rank in range(world)
         ]
-        failed = _wait(ranks, outcomes := {}, 2 * timeout + 1, Path(folder))
+        failed = _wait(ranks, outcomes := {}, seconds + 1, Path(folder))
     assert not failed, "\n".join(failed)
     return [outcomes[rank].result for rank in range(world)]
 
@@ -100,8 +109,10 @@ def _stack(folder: Path, rank: int) -> str:
     return stack
 
 
-def _be_rank(rank: int, world: int, folder: Path, timeout: float, function: Callable[[], Any]) -> Any:
-    """Join the group, and call the function."""
+def _be_rank(
+    rank: int, world: int, folder: Path, timeout: float, seconds: float | None, function: Callable[[], Any]
+) -> Any:
+    """Join the group, and call the function, which may take so long."""
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({key: str(value) for key, value in env.items()}, GLOO_SOCKET_IFNAME="lo")
     ambient(rank)
@@ -110,17 +121,17 @@ def _be_rank(rank: int, world: int, folder: Path, timeout: float, function: Call
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=waiting
     )
     assert dist.get_world_size() == world
-    result = _call(folder, timeout, function)
+    result = function() if seconds is None else _call(folder, seconds, function)
     assert dist.get_world_size() == world
     dist.barrier()  # Who ends first would break the others' last exchange.
     dist.destroy_process_group()
     return result
 
 
-def _call(folder: Path, timeout: float, function: Callable[[], Any]) -> Any:
+def _call(folder: Path, seconds: float, function: Callable[[], Any]) -> Any:
     """Call a function with warnings as errors, and write where it is when the time is over."""
     with warnings.catch_warnings(), open(folder / f"stack-{dist.get_rank()}", "w") as stack:
-        faulthandler.dump_traceback_later(2 * timeout, file=stack)
+        faulthandler.dump_traceback_later(seconds, file=stack)
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.simplefilter("error", category)
         warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")  # Of a loader.
@@ -139,12 +150,13 @@ class Crew:
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
         importlib.import_module("torch._dynamo")
         self.timeout, self._ranks, self._pipes = timeout, [], []
+        timeout *= patience()
         self._folder = tempfile.TemporaryDirectory(prefix="zae-ranks-")
         self._path = Path(self._folder.name)
         for rank in range(world):
             pipe, other = Pipe()
-            serve = functools.partial(_serve, other, self._path, timeout)
-            self._ranks.append(Child(_be_rank, rank, world, self._path, timeout, serve))
+            serve = functools.partial(_serve, other, self._path)
+            self._ranks.append(Child(_be_rank, rank, world, self._path, timeout, None, serve))
             self._pipes.append(pipe)
             other.close()
 
@@ -154,10 +166,11 @@ class Crew:
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function of a module, which is pickled by its name, on every rank; return what each one returned."""
+        seconds = 2 * self.timeout * patience()
         for pipe in self._pipes:
-            pipe.send(functools.partial(function, *args))
+            pipe.send((seconds, functools.partial(function, *args)))
         pending, failed, results = dict(zip(self._pipes, range(len(self._pipes)))), [], [None] * len(self._pipes)
-        deadline = time.monotonic() + 2 * self.timeout + 1
+        deadline = time.monotonic() + seconds + 1
         while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = pending.pop(pipe)
@@ -183,14 +196,14 @@ class Crew:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, folder: Path, timeout: float) -> None:
+def _serve(pipe: Connection, folder: Path) -> None:
     """Be a rank of a crew, until it is killed, or the tests are."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
-        function = pipe.recv()
+        seconds, function = pipe.recv()
         world, error, result = dist.get_world_size(), "", None
         try:
-            result = _call(folder, timeout, function)
+            result = _call(folder, seconds, function)
             assert dist.get_world_size() == world
         except BaseException:
             error = traceback.format_exc()

@@ -51,3 +51,11 @@ def test_a_rank_that_fails_fails_the_test(how, reported):
 def test_ranks_that_all_hang_tell_where():
     with pytest.raises(AssertionError, match=r"rank 0 of 2 did not end:\n(.|\n)*in <lambda>\n(.|\n)*rank 1 of 2"):
         each_rank(2, lambda: time.sleep(60), timeout=0.5)
+
+
+def test_ranks_may_take_longer_on_a_machine_that_is_loaded(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * len(os.sched_getaffinity(0)), 0.0, 0.0))
+    assert each_rank(2, lambda: time.sleep(1.5), timeout=0.2) == [None, None]  # 2 * 0.2 + 1 s are over before.
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
+    with pytest.raises(AssertionError, match="did not end"):
+        each_rank(2, lambda: time.sleep(60), timeout=0.2)
