@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
 )
 from torch import nn
 
@@ -234,6 +238,41 @@ def test_accelerate_launch_starts_two_processes() -> None:
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
     assert_same_files("made", "given")
+
+
+FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+machine_rank: 0
+num_processes: 2
+main_process_port: 0
+mixed_precision: {precision}
+gradient_accumulation_steps: {steps}
+use_cpu: false
+"""
+
+
+@pytest.mark.exhaustive
+def test_accelerate_launch_with_a_file() -> None:
+    """Its processes and its precision are used; what the trainer does itself is refused with what to write."""
+    write_script()
+    for name, precision, steps in (("plain", "no", 1), ("bf16", "bf16", 1), ("windows", "no", 4)):
+        Path(f"{name}.yaml").write_text(FILE.format(precision=precision, steps=steps))
+        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{name}.yaml", "train.py", name]
+        for kind in ("made",) if name != "windows" else ("made", "given"):
+            done = subprocess.run([*line, "stays", kind], capture_output=True, text=True, timeout=300, check=False)
+            if name == "windows":
+                assert done.returncode == 1
+                assert (
+                    "write Task.add_on(AccelerateAddon, GradientAccumulationAddon), gradient_accumulation_ste"
+                    in done.stderr
+                )
+            else:
+                assert done.returncode == 0, done.stderr
+                assert "world 2 MULTI_CPU" in done.stdout
+    plain, half = (torch.load(f"{name}.pt", weights_only=True) for name in ("plain", "bf16"))
+    assert 0 < max(float((value - half[name]).abs().max()) for name, value in plain.items()) < 0.1
 
 
 @pytest.mark.exhaustive
@@ -506,6 +545,16 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"Task.add_on\(AccelerateAddon, CompileAddon\)", **args(dynamo_backend="inductor"))
     refused("divide it by their number", **args(split_batches=True))
     refused("each rank reads its own share", **args(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)))
+    refused("has dispatch_batches=True.*each rank reads its own share", **args(dispatch_batches=True))
+    refused("'even_batches', which zae does itself.*leave it out", **args(even_batches=True))
+    for option, match in (
+        ({"rng_types": ["torch"]}, "another rng_types, .* from seed="),
+        ({"device_placement": False}, "another device_placement, .* the device of the trainer"),
+        ({"dataloader_config": DataLoaderConfiguration(data_seed=3)}, "another data_seed, .* write seed="),
+        ({"dataloader_config": DataLoaderConfiguration(non_blocking=True)}, "another non_blocking, .* PrefetchAddon"),
+    ):
+        refused(match, **args(**option))
+        refused(match, accelerator=accelerate.Accelerator(cpu=True, **option), device="cpu")
     refused("timeout=... and backend=...", **args(kwargs_handlers=[InitProcessGroupKwargs()]))
     refused("train with DeepSpeedAddon", **args(deepspeed_plugin=object()))
     refused("train with FSDPAddon", **args(fsdp_plugin=object()))
@@ -530,6 +579,22 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
     refused(window.replace("4", "3"), accelerator=own)
+
+
+def test_arguments_that_change_nothing_here_are_taken(tmp_path: Path) -> None:
+    """What they ask for is what a trainer does; the others of this list are those that the script reads itself."""
+    single = make(None)
+    single.run(1, data(8))
+    loaders = DataLoaderConfiguration(even_batches=False, use_seedable_sampler=True, use_stateful_dataloader=False)
+    for options in (
+        {"dataloader_config": loaders},
+        {"step_scheduler_with_optimizer": False, "split_batches": False, "gradient_accumulation_steps": 1},
+        {"project_dir": str(tmp_path), "project_config": ProjectConfiguration(automatic_checkpoint_naming=True)},
+        {"kwargs_handlers": [GradScalerKwargs(), ProfileKwargs(), AutocastKwargs()], "dynamo_backend": "no"},
+    ):
+        trainer = make(ACCELERATE, accelerator_args=options)
+        trainer.run(1, data(8))
+        assert bitwise(trainer, single)
 
 
 @pytest.mark.exhaustive

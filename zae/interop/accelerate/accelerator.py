@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,6 +46,18 @@ _SWITCHES = {
 }
 """What `accelerate launch`, and an Accelerator with a plugin, set in the environment; on a CPU nothing else tells."""
 
+_UNUSED = {
+    "device_placement": (True, "the model and the batches go to the device of the trainer"),
+    "rng_types": (None, "each rank has random streams of its own, from seed=... of the trainer"),
+    "data_seed": (None, "write seed=... of the trainer, from which the order of the data follows"),
+    "non_blocking": (False, "write Task.add_on(AccelerateAddon, PrefetchAddon), which copies batches ahead of a step"),
+}
+"""Arguments, also of DataLoaderConfiguration, that have no effect here: the default, and a reason to leave them out."""
+
+_LOADER_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed",
+                   "non_blocking", "use_stateful_dataloader")  # fmt: skip
+"""The fields of DataLoaderConfiguration, which were arguments of an Accelerator before 1.0."""
+
 _MARK = "_is_accelerate_prepared"
 
 _KINDS = (
@@ -82,6 +94,7 @@ class Settings(NamedTuple):
     splits: bool = False
     dispatches: bool = False
     kind: str = "NO"
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def of_arguments(cls, given: Mapping[str, Any]) -> Settings:
@@ -94,7 +107,8 @@ class Settings(NamedTuple):
         )
         plugins = tuple(name for name in _PLUGINS if given.get(name) is not None)
         precision = str(given.get("mixed_precision") or "no")
-        return cls(steps, precision, plugins, _name(dynamo) != "NO", bool(splits), bool(dispatches))
+        unused = _unused(lambda name, default: given.get(name, getattr(loaders, name, default)))
+        return cls(steps, precision, plugins, _name(dynamo) != "NO", bool(splits), bool(dispatches), unused=unused)
 
     @classmethod
     def of(cls, accelerator: Any) -> Settings:
@@ -112,6 +126,7 @@ class Settings(NamedTuple):
             bool(accelerator.split_batches),
             bool(accelerator.dispatch_batches),
             kind,
+            _unused(lambda name, default: _setting(accelerator, name, default)),
         )
 
     def check(self, names: Iterable[str]) -> None:
@@ -146,9 +161,23 @@ class Settings(NamedTuple):
                 name, why = "dispatch_batches", "each rank reads its own share"
             raise ConfigError(f"the Accelerator has {name}=True, and zae gives the ranks their batches; leave it out: "
                               f"{why}")  # fmt: skip
+        for name in self.unused:
+            raise ConfigError(f"the Accelerator has another {name}, which has no effect on a trainer; leave it out: "
+                              f"{_UNUSED[name][1]}")  # fmt: skip
         if self.kind not in _KINDS:
             raise ConfigError(f"the Accelerator has the distributed type {self.kind}; AccelerateAddon trains with "
                               f"{', '.join(_KINDS)}")  # fmt: skip
+
+
+def _unused(setting: Callable[[str, Any], Any]) -> tuple[str, ...]:
+    """Return the names of the settings that were changed, and have no effect."""
+    return tuple(name for name, (default, _) in _UNUSED.items() if setting(name, default) != default)
+
+
+def _setting(accelerator: Any, name: str, default: Any) -> Any:
+    """Return a setting of an Accelerator, of which ["generator"] is its own default of rng_types."""
+    found = getattr(accelerator.dataloader_config, name, getattr(accelerator, name, default))
+    return default if name == "rng_types" and found == ["generator"] else found
 
 
 def _name(value: Any) -> str:
@@ -163,6 +192,10 @@ def check_arguments(given: Any, names: Iterable[str]) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
     found, known = dict(given), list(inspect.signature(load_library().Accelerator).parameters)
+    if moved := [name for name in found if name in _LOADER_OPTIONS and name not in known]:
+        Settings.of_arguments(found).check(names)
+        raise ConfigError(f"accelerator_args has {moved[0]!r}, which zae does itself, and Accelerator takes in "
+                          "dataloader_config alone; leave it out")  # fmt: skip
     if unknown := [name for name in found if name not in known]:
         raise ConfigError(
             f"accelerator_args has {unknown[0]!r}, which Accelerator does not take{did_you_mean(unknown[0], known)}"
