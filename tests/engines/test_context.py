@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "recurrence": (Recurrent, rf"{MIXES}.*rnn \(GRU\)", {}),
     "sum": (Summed, MIXES, {}),
     "softmax by hand": (ByHand, rf"{MIXES} 0 on. Only scaled_dot_product_attention", {}),
-    "another name": (ByName, f"{MIXES}.*called by this name", {}),
+    "another name": (ByName, f"{MIXES}.*called as an attribute of its module and not imported from it", {}),
     "attention with weights": (Weighted, rf"{MIXES}.*attention \(MultiheadAttention\)", {}),
     "pooling": (Pooled, "output 0 of Pooled is not the same", {}),
     "BatchNorm": (Normed, r"writes into norm.running_mean, norm.running_var what", {}),

@@ -133,9 +133,10 @@ class Check:
         more = f" Its layers that may: {', '.join(mixing[:_SHOWN])}." if mixing else ""
         names = list(inspect.signature(owner.model.forward).parameters)
         return (
-            "Only scaled_dot_product_attention of torch.nn.functional, called by this name, may bring positions "
-            f"together: not convolutions, sums, means or norms over them, nor attention of other functions.{more} Give "
-            "the model the positions of its inputs instead of counting them in it: name the parameter that takes them, "
+            "Only torch.nn.functional.scaled_dot_product_attention, called as an attribute of its module and not "
+            "imported from it, may bring positions together: not convolutions, sums, means or norms over them, nor "
+            f"attention of other functions.{more} Give the model the positions of its inputs instead of counting them "
+            "in it: name the parameter that takes them, "
             f"context_positions='position_ids', or, as with all inputs that have a sequence, write context_inputs="
             f"{{{names[0] if names else 'tokens'!r}: 1, 'position_ids': 1}}. Or train without ContextParallelAddon"
         )
