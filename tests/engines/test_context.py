@@ -587,5 +587,5 @@ def test_a_rank_keeps_about_half_of_the_activations(engine: Engine) -> None:
             for each in (made(context_inputs=["tokens", "targets"]), None)]  # fmt: skip
     for trainer in both:
         trainer.run(1, tokens(1024))  # Two steps: the check is in the first.
-    assert 0.45 < both[0].held / both[1].held < 0.62, both[0].held / both[1].held
+    assert abs(both[0].held / both[1].held - 0.60) < 0.01, (both[0].held, both[1].held)  # As context_parallel.md says.
     assert distance(*both, without="none") < 1e-6
