@@ -15,11 +15,12 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
-EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
+EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
 _BELOW = frozenset({"common", "composition", "data", "display", "loop", "storage"})
 RULES: dict[str, frozenset[str] | None] = {
     "errors": frozenset(),
     "metrics": frozenset(),
+    "optimizers": frozenset(),
     "schedulers": frozenset(),
     "common": frozenset(),
     "display": frozenset(),

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "tests" / "golden" / "api"
 MODULES = (
-    *("zae", "zae.addons", "zae.data", "zae.metrics", "zae.schedulers", "zae.search", "zae.testing"),
+    *("zae", "zae.addons", "zae.data", "zae.metrics", "zae.optimizers", "zae.schedulers", "zae.search", "zae.testing"),
     *("zae.interop.lightning", "zae.interop.transformers"),
 )
 """What users import from; other modules are internal."""
