@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zae.addons.prefetch import PrefetchAddon
     from zae.addons.profiler import ProfilerAddon
     from zae.addons.report import ReportAddon
+    from zae.addons.spike_guard import SpikeGuardAddon
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
@@ -63,6 +64,7 @@ __all__ = [
     "PrefetchAddon",
     "ProfilerAddon",
     "ReportAddon",
+    "SpikeGuardAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
@@ -97,6 +99,7 @@ _HOMES = {
     "PrefetchAddon": "prefetch",
     "ProfilerAddon": "profiler",
     "ReportAddon": "report",
+    "SpikeGuardAddon": "spike_guard",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",

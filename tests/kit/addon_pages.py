@@ -38,6 +38,7 @@ OPTIONS = {
     "PrefetchAddon": "",
     "ProfilerAddon": 'profile_dir="runs/profile"',
     "ReportAddon": 'report_path="runs/report.html"',
+    "SpikeGuardAddon": "spike_threshold=10.0",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
     "ThroughputAddon": "",

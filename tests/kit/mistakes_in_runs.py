@@ -13,6 +13,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     ProfilerAddon,
+    SpikeGuardAddon,
     StateManagerAddon,
     TorchMetricsAddon,
 )
@@ -403,6 +404,16 @@ def checkpointing_of_a_model_without_blocks():
 @mistake
 def schedule_of_the_profiler_that_is_too_short():
     trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
+
+
+@mistake
+def rollback_without_checkpoints():
+    trainer_of(Task.add_on(SpikeGuardAddon), on_spike="rollback")
+
+
+@mistake
+def threshold_of_an_unknown_value():
+    trainer_of(Task.add_on(SpikeGuardAddon), spike_threshold={"norm": 8.0})
 
 
 @mistake

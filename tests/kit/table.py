@@ -38,6 +38,7 @@ from zae.addons import (
     PrefetchAddon,
     ProfilerAddon,
     ReportAddon,
+    SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
@@ -171,6 +172,10 @@ TABLE = [
     Entry(
         EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0},
         stateful=True,
+    ),
+    Entry(
+        SpikeGuardAddon, fixed(spike_threshold=1e9), fixed(spike_warmup=3, spike_window=8, spike_threshold=1e6),
+        stateful=True, transient=("_found",),
     ),
     Entry(
         CallbackAddon, fixed(callbacks=[Watcher]), fixed(callbacks=[Watcher]), stateful=True,

@@ -168,6 +168,11 @@ OWN = {
     },
     "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
+    "SpikeGuardAddon": {
+        "spike_threshold": 1e9,
+        "transient": ["_found"],
+        "allow": ["transfer"],
+    },  # It decides at each step.
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
     "TensorParallelAddon": {},
     "ThroughputAddon": {"transient": ["_meter", "step_flops"]},

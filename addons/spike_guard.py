@@ -1,0 +1,266 @@
+"""Skip steps whose loss or gradient norm is far above the recent ones, or return to a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zae.addon import AddOnBase
+from zae.common.argument_checks import check_count, check_number
+from zae.composition.introspect import slots_of
+from zae.errors import ConfigError, did_you_mean
+from zae.loop.progress import SIGNALED, TIME_IS_UP
+from zae.loop.step_output import StepOutput
+from zae.saving.rank_states import load_from_file
+
+__all__ = ["SpikeGuardAddon"]
+
+_log = logging.getLogger("zae")
+_ACTIONS, _WATCHED = ("skip", "rollback"), ("loss", "grad_norm")
+_SIGMA = 1.4826  # The standard deviation of a normal distribution, in median absolute deviations.
+_LEAST = 0.01  # Of the median: the smallest deviation that is taken for one.
+
+
+class SpikeGuardAddon(AddOnBase):
+    """Skip a step whose loss or gradient norm is far above the recent ones, or return to a checkpoint.
+
+    Before the optimizer steps, the loss of the step (the mean over its batches and ranks) and the norm of its gradients
+    before clipping are compared with those of the last steps that were taken. The score is ``(value - median) / (1.4826
+    * MAD)``, where MAD is the median absolute deviation, and the denominator is at least 1 % of the median. All ranks
+    decide alike.
+
+    With ``on_spike="skip"`` the optimizer does not step: the step counts as skipped. With ``"rollback"`` the state of
+    the newest checkpoint is loaded as well: weights, optimizers, schedulers, averages, history and random streams.
+    Training continues with the next batch, and is bitwise that of a run that never saw the batches since the
+    checkpoint. The counters of steps and batches continue; those steps count as skipped. A run that is killed and
+    resumed repeats the decision. A checkpoint that was saved for a signal or ``max_time`` is not returned to, so that
+    interrupted and uninterrupted runs are the same; it must not replace the one before it, as it would with
+    ``keep_last=1``.
+
+    Each spike is in ``spikes``, in the log (``spike/loss``, ``spike/grad_norm``, ``spike/score``), and a warning.
+
+    Parameters
+    ----------
+    on_spike : {"skip", "rollback"}
+        What is done. "rollback" needs StateManagerAddon.
+    spike_threshold : float, or dict of str to float
+        The score above which a value is a spike; ``{"loss": 8.0}`` watches the loss alone, ``{"loss": 8.0, "grad_norm":
+        20.0}`` both.
+    spike_window : int
+        How many of the last values are compared with.
+    spike_warmup : int
+        How many values there must be before one can be a spike.
+    max_spikes : int
+        The run is stopped after so many spikes one after the other: the level has changed, or the weights are lost.
+
+    Attributes
+    ----------
+    spikes : list of dict
+        ``step``, ``batch`` (the last one of the step), ``loss``, ``grad_norm``, ``score``, ``of`` (which of both), and
+        ``rolled_back_to``, the step of the checkpoint, or None.
+
+    Raises
+    ------
+    ConfigError
+        An option has an invalid value.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.addons import SpikeGuardAddon
+    >>> from zae.testing import PlainTask
+    >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 8
+    >>> batches[6] = (torch.ones(4, 2), torch.full((4, 1), 1e4))
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> trainer = PlainTask.add_on(SpikeGuardAddon)(model, "cpu", optimizer=optimizer, spike_warmup=4)
+    >>> metrics = trainer.run(1, batches)
+    >>> trainer.progress_checker.skipped_steps, trainer.spikes[0]["step"]
+    (1, 7)
+    """
+
+    layer = "control"
+    checkpointer: Any  # Of StateManagerAddon.
+    save_path: Any
+    state_attributes = ("spikes", "_losses", "_norms", "_in_a_row", "_anchor")
+
+    def __init__(
+        self,
+        *args: Any,
+        on_spike: str = "skip",
+        spike_threshold: float | Mapping[str, float] = 10.0,
+        spike_window: int = 128,
+        spike_warmup: int = 32,
+        max_spikes: int = 10,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if on_spike not in _ACTIONS:
+            raise ConfigError(
+                f"on_spike={on_spike!r}; it must be 'skip' or 'rollback'{did_you_mean(str(on_spike), _ACTIONS)}"
+            )
+        if on_spike == "rollback" and "state" not in slots_of(type(self)):
+            raise ConfigError("on_spike='rollback' returns to a checkpoint, and nothing saves one; add "
+                              "StateManagerAddon, or write on_spike='skip'")  # fmt: skip
+        self.on_spike, self.spike_threshold = on_spike, _check_thresholds(spike_threshold)
+        self.spike_window = check_count("spike_window", spike_window, least=4)
+        self.spike_warmup = check_count("spike_warmup", spike_warmup, least=3)
+        if self.spike_warmup > self.spike_window:
+            raise ConfigError(f"spike_warmup={spike_warmup} is more than spike_window={spike_window}: no value would "
+                              "be compared; write a smaller one")  # fmt: skip
+        self.max_spikes = check_count("max_spikes", max_spikes)
+        self.spikes: list[dict[str, Any]] = []
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._in_a_row = 0
+        self._anchor: int | None = None  # The step of the checkpoint to return to.
+        self._found: dict[str, Any] | None = None  # The spike of the present step.
+
+    def is_idle(self) -> bool:
+        """Return whether nothing is trained."""
+        return self.mode != "train"
+
+    # -------------------------------------------------------------------------------------------------- the decision
+
+    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+        """Leave the step out if its loss or its gradient norm is a spike."""
+        may_step = super().may_step(outputs)
+        loss, norm = self._mean_loss(outputs), float(self._norm_before_clip())
+        scores = {"loss": _score(loss, self._losses, self.spike_warmup),
+                  "grad_norm": _score(norm, self._norms, self.spike_warmup)}  # fmt: skip
+        if not math.isfinite(
+            norm
+        ):  # An overflow in float16, which the loss scale answers, or a loss that is not finite.
+            scores["grad_norm"] = 0.0
+        over = [name for name, limit in self.spike_threshold.items() if scores[name] > limit]
+        if over:
+            of = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
+            self._found = {"loss": loss, "grad_norm": norm, "score": scores[of], "of": of}
+            return False
+        if may_step and math.isfinite(norm) and math.isfinite(loss):
+            self._losses = [*self._losses, loss][-self.spike_window :]
+            self._norms = [*self._norms, norm][-self.spike_window :]
+            self._in_a_row = 0
+        return may_step
+
+    def _mean_loss(self, outputs: Sequence[StepOutput]) -> float:
+        """Return the mean loss of a step over its batches and ranks; of several losses, their sum."""
+        total = 0.0
+        for output in outputs:
+            losses = output.loss.values() if isinstance(output.loss, Mapping) else (output.loss,)
+            total += sum(float(each.detach()) for each in losses)
+        if self.world_size == 1:
+            return total / len(outputs)
+        both = self.reduce(torch.tensor([total, len(outputs)], dtype=torch.float64, device=self.device))
+        return float(both[0] / both[1])
+
+    def _norm_before_clip(self) -> Any:
+        """Return the norm of the gradients before they were clipped."""
+        found = self.optimization.grad_norm
+        return self.gradient_norm(self.optimization.parameters) if found is None else found
+
+    # ------------------------------------------------------------------------------------------------ what follows
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Return to the checkpoint, and note the spike."""
+        super().on_step_end(outputs)
+        found, self._found = self._found, None
+        if found is None:
+            return
+        progress, count, spikes = self.progress_checker, self._in_a_row + 1, self.spikes
+        back = self._roll_back() if self.on_spike == "rollback" else None
+        found = {"step": progress.step, "batch": progress.batch, **found, "rolled_back_to": back}
+        self.spikes, self._in_a_row = [*spikes, found], count
+        values = {f"spike/{name}": found[name] for name in (*_WATCHED, "score")}
+        self.log(values if back is None else {**values, "spike/rolled_back_to": back}, progress.step)
+        if self.is_main:
+            done = "The step was skipped" if back is None else f"Training continues from the state of step {back}"
+            _log.warning("step %d: the %s of %g is a spike, with a score of %.3g (threshold %g). %s; %d so far",
+                         progress.step, "gradient norm" if found["of"] == "grad_norm" else "loss", found[found["of"]],
+                         found["score"], self.spike_threshold[found["of"]], done, len(self.spikes))  # fmt: skip
+        if count >= self.max_spikes:
+            self.stop(f"{count} spikes one after the other (max_spikes={self.max_spikes})")
+
+    def _roll_back(self) -> int | None:
+        """Load the checkpoint, but neither the counters nor the position in the data; return its step."""
+        path = self._checkpoint()
+        if path is None:
+            if self.is_main:
+                _log.warning("there is no checkpoint to return to: the step is skipped; save_every saves one earlier")
+            return None
+        progress, position = self.progress_checker, dict(vars(self.loader_position))
+        _, model, state = self.checkpointer.read(path, (), self.held_parts())
+        load_from_file(self, {"model": model or self.model_state(), **state}, True)
+        self.loader_position.restore_random()
+        vars(self.loader_position).update(position)
+        saved, self.progress_checker = self.progress_checker, progress
+        progress.skipped_steps = saved.skipped_steps + progress.step - saved.step
+        if (saved.epoch, bool(saved.epoch_batch)) != (progress.epoch, True):
+            self.log_train.begin_epoch()
+        self._anchor = saved.step
+        return saved.step
+
+    def _checkpoint(self) -> Path | None:
+        """Return the checkpoint to return to, None where there is none; all ranks call it."""
+        self.checkpointer.settle()
+        found: str | None = None
+        if self.is_main and self._anchor is not None:
+            path = self.checkpointer.path_at(self._anchor)
+            saved = self.checkpointer.list_saved(self.save_path)
+            found = str(path) if path in saved else str(max(saved)) if saved else None
+            if found is not None and path not in saved:
+                _log.warning("%s is gone; %s is returned to instead", path.name, Path(found).name)
+        found = self.gather(found)[0]
+        return None if found is None else Path(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Note that a run which resumes from this state returns to it, unless an interruption has saved it."""
+        state = super().state_dict()
+        if "SpikeGuardAddon" in state:
+            state["SpikeGuardAddon"] = {**state["SpikeGuardAddon"], "anchor": self._next_anchor()}
+        return state
+
+    def on_save(self, path: Path) -> None:
+        """Note the checkpoint to return to."""
+        super().on_save(path)
+        if path == self.checkpointer.path_at(self.progress_checker.step):
+            self._anchor = self._next_anchor()
+
+    def _next_anchor(self) -> int | None:
+        is_interrupted = self.progress_checker.stop_reason in (SIGNALED, TIME_IS_UP)
+        return self._anchor if is_interrupted or self.on_spike == "skip" else self.progress_checker.step
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Note what may be left out."""
+        limits = ", ".join(f"{name} {limit:g}" for name, limit in self.spike_threshold.items())
+        done = "skipped" if self.on_spike == "skip" else "answered by a return to the newest checkpoint"
+        return [*super().plan_lines(plan), f"spikes (scores above {limits}) are {done}"]
+
+
+def _check_thresholds(given: Any) -> dict[str, float]:
+    """Return the thresholds by what is watched."""
+    found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(_WATCHED, given)
+    for name in found:
+        if name not in _WATCHED:
+            raise ConfigError(f"spike_threshold has {name!r}; it may have 'loss' and 'grad_norm'"
+                              f"{did_you_mean(str(name), _WATCHED)}")  # fmt: skip
+    if not found:
+        raise ConfigError("spike_threshold={} watches nothing; write {'loss': 10.0}, or leave the add-on out")
+    return {name: check_number("spike_threshold", value, 0.1) for name, value in found.items()}
+
+
+def _score(value: float, known: list[float], least: int) -> float:
+    """Return by how many deviations a value is above the known ones; 0 for the first values."""
+    if not math.isfinite(value):
+        return math.inf
+    if len(known) < least:
+        return 0.0
+    median = statistics.median(known)
+    deviation = _SIGMA * statistics.median(abs(each - median) for each in known)
+    return (value - median) / max(deviation, _LEAST * abs(median), 1e-30)
