@@ -1,36 +1,45 @@
 """What each add-on adds to a step: python benchmarks/addon_costs.py writes addon_costs.json beside this file.
 
-Two trainers, one with the add-on, train in turns in one process, in CPU time: with, without, without, with. The figure
-is the ratio of both sums, so that a machine which becomes slower within a round does not count. The pages of add-ons
-show the median of the rounds and the quartiles, and those of two trainers without add-ons, which are the noise.
+Two trainers, one with the add-on, take short turns in one process, in CPU time: with, without, without, with. A round
+is the ratio of both sums, so that a machine which becomes slower within a round does not count, and a pair of trainers
+has the median of its rounds. Where the parameters lie in memory makes two equal trainers differ, so each pair is built
+anew. The figure is the median of the pairs, with its 95 % interval. A control, two trainers without add-ons, is
+measured in the same way: a figure within its interval is noise. On a busy machine the figures stay, and it only takes
+longer. ``python benchmarks/addon_costs.py EMAAddon ...`` measures these alone, and the control.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import cpu_time, loss_of, make
+from harness import loss_of, make
 
 from kit.addon_pages import NOT_MEASURED, OPTIONS
 from kit.options_page import add_ons
 from zae import Trainer
 
 HERE = Path(__file__).resolve().parent
-ROUNDS = 9
-STEPS = {"free": 200, "cnn": 8}
-"""Optimizer steps of one turn."""
+FILE = HERE / "addon_costs.json"
+PAIRS, ROUNDS = 15, 7
+"""Pairs of fresh trainers, and rounds of each."""
+BOUNDS = 3, 11
+"""Between these of 15 sorted pairs the median lies in 96 of 100 cases, whatever the distribution."""
+STEPS = {"free": 100, "cnn": 3}
+"""Optimizer steps of one turn: some 20 ms, so that a round is over before the machine's speed changes."""
 
 
 class Task(Trainer):
@@ -67,16 +76,38 @@ def build(workload: str, cls: Any, options: dict[str, Any]) -> Callable[[], None
     return turn
 
 
-def measure(workload: str, name: str, cls: Any) -> tuple[list[float], float]:
-    """Return the quartiles of the ratio, and the microseconds of a step without the add-on; None is no add-on."""
+def pair(workload: str, name: str, cls: Any) -> tuple[float, float]:
+    """Return the ratio of a fresh pair of trainers, and the microseconds of a step without the add-on."""
     plain = build(workload, Task, {})
-    with_it = build(workload, Task if cls is None else Task.add_on(cls), {} if cls is None else options_of(name))
+    with_it = build(workload, Task.add_on(cls) if name else Task, options_of(name) if name else {})
     ratios, seconds = [], []
+    gc.collect()
+    gc.freeze()  # Collections within a turn look at what the turn made, and not at all of torch.
     for _ in range(ROUNDS):
         first, before, after, last = (cpu_time(turn) for turn in (with_it, plain, plain, with_it))
         ratios.append((first + last) / (before + after))
         seconds.append((before + after) / 2 / STEPS[workload] * 1e6)
-    return [round(each, 3) for each in quantiles(ratios, n=4)], sorted(seconds)[ROUNDS // 2]
+    gc.unfreeze()
+    return median(ratios), median(seconds)
+
+
+def cpu_time(turn: Callable[[], None]) -> float:
+    """Return the seconds of CPU time that a turn takes, those of its threads included."""
+    start = time.process_time()
+    turn()
+    return time.process_time() - start
+
+
+def measure(workload: str, name: str, cls: Any) -> tuple[list[float], float]:
+    """Return the median of the pairs between the bounds of its 95 % interval, and the microseconds of a plain step."""
+    ratios, seconds = [], []
+    for _ in range(PAIRS):
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            ratio, step = pair(workload, name, cls)
+        ratios.append(ratio)
+        seconds.append(step)
+    ratios.sort()
+    return [round(each, 3) for each in (ratios[BOUNDS[0]], median(ratios), ratios[BOUNDS[1]])], median(seconds)
 
 
 def processor() -> str:
@@ -89,19 +120,26 @@ def processor() -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    chosen = sys.argv[1:] or [name for name in add_ons() if name not in NOT_MEASURED]
     found: dict[str, Any] = {"machine": f"{processor()}, one thread, torch {torch.__version__.split('+')[0]}"}
-    found |= {"steps": STEPS, "rounds": ROUNDS, "steps_us": {}, "none": {}, "add_ons": {}}
-    for name, cls in {"": None, **add_ons()}.items():
-        if name in NOT_MEASURED:
-            continue
-        place = found["add_ons"].setdefault(name, {}) if name else found["none"]
+    found |= {
+        "steps": STEPS,
+        "pairs": PAIRS,
+        "rounds": ROUNDS,
+        "spread": "its 95 % interval",
+        "steps_us": {},
+        "control": {},
+        "add_ons": {},
+    }
+    for name in ("", *chosen):
+        place = found["add_ons"].setdefault(name, {}) if name else found["control"]
         for workload in STEPS:
-            with tempfile.TemporaryDirectory() as folder, chdir(folder):
-                place[workload], step = measure(workload, name, cls)
+            place[workload], step = measure(workload, name, add_ons()[name] if name else None)
             found["steps_us"].setdefault(workload, round(step))
-            sys.stdout.write(f"{name or 'no add-on'} {workload} {place[workload]}\n")
+            sys.stdout.write(f"{name or 'control'} {workload} {place[workload]}\n")
             sys.stdout.flush()
-    (HERE / "addon_costs.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not sys.argv[1:]:
+        FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import shutil
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -226,7 +226,8 @@ def combining(name: str, cls: Any) -> Iterator[str]:
             yield f"- It acts {word} of {names}, where both are there."
     refused = conflicts()[name]
     for other, why in refused.items():
-        yield f"- Not with [{other}]({other}.md): {why}."
+        why = re.sub(rf"^({name} and {other}|{other} and {name}) do not go together: ", "", why)
+        yield f"- Not with [{other}]({other}.md): {options_page.markdown(why)}."
     if not refused:
         yield "- No add-on of zae excludes it."
 
@@ -261,17 +262,18 @@ def cost(name: str) -> str:
         for low, middle, high in [found["add_ons"][name][key]]
     )
     setting = f"`{OPTIONS[name]}`" if OPTIONS.get(name) else "the default options"
-    bounds = [bound for key in found.get("none", ()) for bound in found["none"][key][::2]]
+    control = [bound for bounds in found.get("control", {}).values() for bound in bounds]
     noise = (
-        f" Two runs without add-ons, compared in the same way, gave {min(bounds):.2f} to {max(bounds):.2f}."
-        if bounds
+        f" A control, two runs without add-ons, gave {min(control):.2f} to {max(control):.2f}: a figure in this range "
+        "is noise."
+        if control
         else ""
     )
     return (
-        f"The time of a run with the add-on, in multiples of the same run without it. Both take turns in one process "
-        f"(`python benchmarks/addon_costs.py`; {found['machine']}; {setting}). A run has {found['steps']['free']} "
-        f"steps of the tiny network, or {found['steps']['cnn']} of the other.{noise}\n\n"
-        "| model | step without it | with it, median | half of the rounds |\n|---|---|---|---|\n" + rows
+        f"The CPU time of a run with the add-on, in multiples of the same run without it. Both take turns in one "
+        f"process (`python benchmarks/addon_costs.py`; {found['machine']}; {setting}). A run has "
+        f"{found['steps']['free']} steps of the tiny network, or {found['steps']['cnn']} of the other.{noise}\n\n"
+        f"| model | step without it | with it, median | {found['spread']} |\n|---|---|---|---|\n{rows}"
     )
 
 
@@ -307,7 +309,10 @@ def pages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir()
-    for file, text in pages().items():
+    texts = pages()  # All of them, before the first is replaced.
+    for old in FOLDER.glob("*.md"):
+        if old.name not in texts:
+            old.unlink()
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in texts.items():
         (FOLDER / file).write_text(text, encoding="utf-8")

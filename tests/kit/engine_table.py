@@ -91,7 +91,7 @@ COMMON = {
     "ledger": Cell("by rank", (LedgerAddon,), {"ledger_path": "ledger-{rank}.jsonl"}),
     "compile": Cell("refused", (CompileAddon,), is_refused=True),
 }
-NOT_NEEDED = Cell("not needed: written whole")
+NOT_NEEDED = Cell("not needed")
 BY_BLOCK = Cell("by block, `compile_blocks`", own={"compile_blocks": "eager"}, options={"gradient_clip": 0.05})
 WHOLE_MODEL = {
     "sharded state": NOT_NEEDED,

@@ -219,7 +219,7 @@ def of_devices() -> dict[str, list[torch.Tensor]]:
 def _kinds_in_use() -> list[str]:
     """List the kinds of accelerator that this process uses, without initializing one."""
     found = accelerator()
-    kinds = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
+    kinds: dict[str, None] = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
     return [kind for kind in kinds if _devices(kind, begun=True)]
 
 

@@ -141,7 +141,7 @@ def has_same_bits(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(has_same_bits, a, b))
     if isinstance(a, np.ndarray):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-    return bool(a == b) or (a != a and b != b)
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

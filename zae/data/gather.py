@@ -67,13 +67,14 @@ def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if not _has_tensors(_innermost(dataset)):
         return map(partial(_fetch, loader), entries)  # In a generator, a StopIteration would be an error.
-    kind = type(batches.sampler) if type(batches) is BatchSampler else None
-    if kind is SequentialSampler and batches.sampler.data_source is dataset:
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else None
+    kind = type(sampler)
+    if kind is SequentialSampler and sampler.data_source is dataset:
         return _gather_batches(loader, _sequential_rows(batches))
-    if kind is RandomSampler and batches.sampler.data_source is dataset and _is_permutation(batches.sampler):
+    if kind is RandomSampler and sampler.data_source is dataset and _is_permutation(sampler):
         return _gather_batches(loader, _random_rows(batches))
     # Where it has weights for rows that do not exist, the dataset raises the error.
-    if kind is WeightedRandomSampler and len(batches.sampler.weights) <= len(dataset):
+    if kind is WeightedRandomSampler and len(sampler.weights) <= len(dataset):
         return _gather_batches(loader, _weighted_rows(batches))
     return _gather_batches(loader, _sampled_rows(entries, len(dataset)))
 

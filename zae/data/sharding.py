@@ -55,13 +55,16 @@ class Shares(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+        ...
 
     @property
     def leaves_out(self) -> bool:
         """Whether the last step has too few samples (or batches) for every rank."""
+        ...
 
     def share(self, step: int) -> tuple[int, int]:
         """Return the number of samples of this rank, and of all ranks, in a step."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -28,18 +28,23 @@ class Source(Protocol):
 
     def position(self) -> Position:
         """Return how far the run is."""
+        ...
 
     def current(self) -> Mapping[str, float]:
         """Return the means of the open epoch."""
+        ...
 
     def last_row(self) -> tuple[Mapping[str, Any], str]:
         """Return the row of the last epoch, and its mark."""
+        ...
 
     def ending(self) -> list[str]:
         """Return what there is to say at the end."""
+        ...
 
     def metrics(self) -> Any:
         """Return the metrics so far, as ``Trainer.run`` returns them."""
+        ...
 
 
 class Display:

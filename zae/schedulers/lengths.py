@@ -15,7 +15,7 @@ __all__ = ["is_per_step", "is_plateau", "milestones_of", "own_length", "parts_of
 def planned_length(scheduler: object) -> int | None:
     """Return the number of ``step()`` calls after which a scheduler must not be stepped, or None.
 
-    ``OneCycleLR`` raises after ``total_steps`` calls. :class:`CosineAnnealingScheduler`, :class:`SchedulerChain`
+    ``OneCycleLR`` raises after ``total_steps`` calls. ``CosineAnnealingScheduler``, ``SchedulerChain``
     and those of `cosine`, `linear` and `wsd` do not, but should not be trained further at their last rate. Among
     torch's combinations, ``ChainedScheduler`` ends with the first of its parts, and ``SequentialLR`` with its last
     part, or with a ``OneCycleLR`` that ends before its milestone.

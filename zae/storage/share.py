@@ -182,7 +182,7 @@ def plan_share(
 
 def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the parts of tensors that this rank writes, by name and offsets, and a description of all of them."""
-    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
