@@ -524,6 +524,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return NOTHING
 
+    sample_weight, count_targets = sample_weight, count_targets  # Seams that `read_output` calls, in step_output.py.
+
     @seam
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss of one micro-batch of a window: by ``num_targets`` where it is given, else by ``1 / count``.
@@ -1055,7 +1057,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return cast("type[Composed]", compose(cls, add_ons))
 
     explain, plan, eject, eject_lines = explain.explain, preview.plan, ejecting.eject, ejecting.eject_lines
-    count_targets, sample_weight = count_targets, sample_weight
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
     def _repr_html_(self) -> str:

@@ -124,7 +124,7 @@ class Optimization:
         self.clipped_parameters, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
 
     def release(self) -> None:
-        """Stop to follow the groups of the optimizers."""
+        """Stop following the groups of the optimizers."""
         optim.untrack_parameters(self.optimizers)
 
     def check_unreplaced(self) -> None:

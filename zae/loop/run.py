@@ -428,9 +428,7 @@ class Run:
         if means is None:
             trainer.nonfinite.sync_counts(progress, trainer)
         since = means_of(merge_sums(trainer.gather_data(trainer.log_train.take_sums())))  # Reset in any case.
-        record = {
-            f"train/{key}": value for key, value in (means or since).items()
-        } | trainer.optimization.learning_rates()
+        record = {f"train/{k}": v for k, v in (means or since).items()} | trainer.optimization.learning_rates()
         if trainer.grad_norm is not None:
             record["grad_norm"] = float(trainer.grad_norm)
             record |= {f"grad_norm/{name}": float(norm) for name, norm in trainer.optimization.grad_norms.items()}
