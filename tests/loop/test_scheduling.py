@@ -385,3 +385,25 @@ def test_ranks_plan_their_own_steps(tmp_path: Any) -> None:
 
 
 OnRanks = Task.add_on(MultiGPUAddon)
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["object", "factory"])
+def test_a_scheduler_of_an_optimizer_that_does_not_train_is_refused(is_made: bool) -> None:
+    """Beside a factory of the optimizer too, whose rate it would not change."""
+    other = SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+    scheduler = of_torch.StepLR(other, 2)
+    trainer = Untouched(
+        torch.nn.Linear(3, 1), "cpu", optimizer=SGD, scheduler=(lambda _: scheduler) if is_made else scheduler
+    )
+    said = r"scheduler 0 \(StepLR\) was made for another optimizer .*scheduler=lambda optimizer: StepLR\(optimizer"
+    with pytest.raises(ConfigError, match=said):
+        trainer.run(1, batches())
+
+
+def test_a_scheduler_of_the_optimizer_that_a_factory_returns_is_taken() -> None:
+    """It may be there before the trainer."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = Task(model, "cpu", optimizer=lambda _: optimizer, scheduler=of_torch.ExponentialLR(optimizer, 0.5))
+    trainer.run(2, batches())
+    assert optimizer.param_groups[0]["lr"] == 0.025

@@ -26,7 +26,15 @@ from zae.schedulers.lengths import (
     steps_taken,
 )
 
-__all__ = ["REMEDY", "ScriptSettings", "Span", "check_disjoint", "check_optimizers", "check_schedules"]
+__all__ = [
+    "REMEDY",
+    "ScriptSettings",
+    "Span",
+    "check_disjoint",
+    "check_optimizers",
+    "check_scheduler_owners",
+    "check_schedules",
+]
 
 _ARGUMENT = {"optimizer": "parameters", "scheduler": "optimizer"}  # What a factory of each is called with.
 _PUBLIC = {"optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
@@ -57,6 +65,21 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
             raise ConfigError(
                 f"{label('scheduler', scheduler, name)} ({type(each).__name__}) was made for another optimizer than "
                 f"the one given; make it from the same object: {type(each).__name__}(optimizer, ...)"
+            )
+
+
+def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse a scheduler whose optimizer does not train: it would change no learning rate."""
+    held = {id(parameter) for each in optimizers.values() for parameter in parameters_of(each)}
+    for name, scheduler in schedulers.items():
+        other, kind = getattr(scheduler, "optimizer", None), type(scheduler).__name__
+        if not held or not isinstance(other, Optimizer) or any(other is each for each in optimizers.values()):
+            continue
+        if held.isdisjoint(map(id, parameters_of(other))):
+            raise ConfigError(
+                f"scheduler {name} ({kind}) was made for another optimizer than those that train, whose learning rate "
+                f"it would not change; give a function that makes it: scheduler=lambda optimizer: {kind}(optimizer, "
+                "...)"
             )
 
 

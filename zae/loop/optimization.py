@@ -19,7 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
 from zae.common.model_weights import fit_name, named_parameters
-from zae.common.optimizer_checks import REMEDY, ScriptSettings, Span, check_disjoint, check_schedules
+from zae.common.optimizer_checks import (
+    REMEDY,
+    ScriptSettings,
+    Span,
+    check_disjoint,
+    check_scheduler_owners,
+    check_schedules,
+)
 from zae.common.optimizer_state import check_rates, match_order, parameter_order
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
@@ -101,6 +108,7 @@ class Optimization:
             wrap_optimizers(self.optimizers)
         self.scheduler = build_scheduler()
         self.index_by_name()
+        check_scheduler_owners(self.schedulers, self.optimizers)
         self.note_settings()
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
