@@ -286,6 +286,12 @@ CASES = {
         options="scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),",
         run=RUN.replace('": valid_loader', '": {"a": valid_loader, "b": loader}'),
     ),
+    "a sampler with epochs": script().replace(
+        "loader = DataLoader(Noisy(22), batch_size=4, shuffle=True)",
+        "sampler = torch.utils.data.DistributedSampler(Noisy(22), 1, 0)\n"
+        "    loader = DataLoader(Noisy(22), batch_size=4, sampler=sampler)",
+        1,
+    ),
     "two optimizers": script("EMAAddon", "gradient_clip=0.5, decay=0.5,", more=GAN, task="TwoLosses").replace(
         f"torch.optim.{ADAM}", TWO
     ),

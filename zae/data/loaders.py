@@ -25,6 +25,7 @@ __all__ = [
     "has_pinned_batches",
     "is_stateful",
     "length_of",
+    "parts_with_epoch",
     "set_epoch",
     "unwrap_sampler",
     "with_entries",
@@ -148,14 +149,20 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def parts_with_epoch(loader: Any) -> dict[str, Any]:
+    """Return what has ``set_epoch`` of a loader, its samplers and its dataset, by the names after ``loader``."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = {"": loader, ".sampler": getattr(loader, "sampler", None), ".batch_sampler": batches}
+    found |= {".batch_sampler.sampler": getattr(batches, "sampler", None), ".dataset": getattr(loader, "dataset", None)}
+    once = {id(each): name for name, each in reversed(found.items())}
+    return {name: each for name, each in found.items()
+            if once[id(each)] == name and callable(getattr(each, "set_epoch", None))}  # fmt: skip
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have it."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    for each in {id(e): e for e in (*found, getattr(loader, "dataset", None))}.values():
-        method = getattr(each, "set_epoch", None)
-        if callable(method):
-            method(epoch)
+    for each in parts_with_epoch(loader).values():
+        each.set_epoch(epoch)
 
 
 class Proxy:

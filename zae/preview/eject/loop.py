@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zae.common import optim
-from zae.data.loaders import length_of
+from zae.data.loaders import length_of, parts_with_epoch
 from zae.loop.progress import Every
 from zae.preview.eject.script import Script, indent, quoted
 from zae.schedulers.lengths import is_per_step, is_plateau
@@ -199,6 +199,7 @@ class Loop:
         script, ends = self.script, self._has_done and self._breaks_in_epoch
         script.define("Means")
         lines = ["if not model.training:", "    model.train()", "means = Means()"]
+        lines += [f"loader{part}.set_epoch(epoch)" for part in parts_with_epoch(self.arguments.get("loader"))]
         lines += script.places.get("epoch_begin", [])
         lines += self._batches()
         if ends:
