@@ -193,7 +193,8 @@ SCRIPT = """
                         timeout=60.0, **options)
         trainer.run(2, data(37), data(9, 2, False))
         assert trainer.accelerator.num_processes == trainer.world_size
-        trainer.accelerator.print("world", trainer.world_size, trainer.accelerator.distributed_type.name)
+        trainer.accelerator.print("world", trainer.world_size, trainer.accelerator.distributed_type.name,
+                                  trainer.accelerator.mixed_precision)
         if trainer.is_main:
             torch.save(dict(trainer.unwrap().state_dict()), name + ".pt")
 """
@@ -247,32 +248,21 @@ num_machines: 1
 machine_rank: 0
 num_processes: 2
 main_process_port: 0
-mixed_precision: {precision}
-gradient_accumulation_steps: {steps}
+mixed_precision: '{precision}'
 use_cpu: false
 """
 
 
 @pytest.mark.exhaustive
 def test_accelerate_launch_with_a_file() -> None:
-    """Its processes and its precision are used; what the trainer does itself is refused with what to write."""
+    """Its processes and its precision are used."""
     write_script()
-    for name, precision, steps in (("plain", "no", 1), ("bf16", "bf16", 1), ("windows", "no", 4)):
-        Path(f"{name}.yaml").write_text(FILE.format(precision=precision, steps=steps))
+    for name, precision in (("plain", "no"), ("bf16", "bf16")):
+        Path(f"{name}.yaml").write_text(FILE.format(precision=precision))
         line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"{name}.yaml", "train.py", name]
-        for kind in ("made",) if name != "windows" else ("made", "given"):
-            done = subprocess.run([*line, "stays", kind], capture_output=True, text=True, timeout=300, check=False)
-            if name == "windows":
-                assert done.returncode == 1
-                assert (
-                    "write Task.add_on(AccelerateAddon, GradientAccumulationAddon), gradient_accumulation_ste"
-                    in done.stderr
-                )
-            else:
-                assert done.returncode == 0, done.stderr
-                assert "world 2 MULTI_CPU" in done.stdout
-    plain, half = (torch.load(f"{name}.pt", weights_only=True) for name in ("plain", "bf16"))
-    assert 0 < max(float((value - half[name]).abs().max()) for name, value in plain.items()) < 0.1
+        done = subprocess.run([*line, "stays", "made"], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"world 2 MULTI_CPU {precision}\n" in done.stdout
 
 
 @pytest.mark.exhaustive
