@@ -13,6 +13,7 @@ import pytest
 
 import zae
 import zae.addons
+import zae.interop.fairseq2
 from kit.mistakes import ADD_ONS, Task, trainer_of
 from zae.composition import foreign_names, foreign_tables
 from zae.composition.options import own_options
@@ -196,6 +197,7 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
     known = set(dir(zae.Trainer)) | set(own_options(zae.Trainer)) | set(zae.__all__) | {"Task", "steps", "epochs"}
     known |= {n for a in ADD_ONS for c in a.__mro__ for n in (a.__name__, *own_options(c), *vars(c))}
     known |= {
+        *zae.interop.fairseq2.__all__,
         *inspect.signature(zae.Trainer.run).parameters,
         *vars(trainer_of()),
         "super",

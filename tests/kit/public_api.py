@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "tests" / "golden" / "api"
 MODULES = (
     *("zae", "zae.addons", "zae.data", "zae.metrics", "zae.optimizers", "zae.schedulers", "zae.search", "zae.testing"),
-    *("zae.interop.lightning", "zae.interop.transformers"),
+    *("zae.interop.fairseq2", "zae.interop.lightning", "zae.interop.transformers"),
 )
 """What users import from; other modules are internal."""
 

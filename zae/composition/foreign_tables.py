@@ -21,8 +21,9 @@ OPTIONS = _by_name(
         "model, which may be a function that returns one": "model_init",
         "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn "
         "label_smoothing_factor label_names",
-        "train_step(batch), which returns {'loss': ..., 'num_targets': ...}": "unit average_tokens_across_devices",
-        "test_step(batch)": "valid_units preprocess_logits_for_metrics prediction_loss_only",
+        "train_step(batch), which returns {'loss': ..., 'num_targets': ...}": "average_tokens_across_devices",
+        "task_of(unit)(unit, ...) of zae.interop.fairseq2": "unit valid_units",
+        "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
         "model.to(dtype), before the trainer is made": "dtype",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), before the trainer is made": "sync_batchnorm",

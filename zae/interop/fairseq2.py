@@ -1,0 +1,338 @@
+"""Train a unit of fairseq2, or one that is written like it: `task_of` makes the trainer class for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from zae.addon import AddOnBase, replaces
+from zae.errors import CheckpointMismatch, ConfigError, StepError, TaskError, kind_of
+from zae.interop.torchmetrics import numbers_of
+from zae.loop.epoch_log import to_host
+from zae.trainer import Trainer
+
+__all__ = ["ReaderLoader", "TrainUnitAddon", "task_of"]
+
+_DEPTH = 2  # A unit may hold its model in an object of its own, such as a criterion.
+
+
+def task_of(unit: Any) -> type[Trainer]:
+    """Return the trainer class that trains a unit, unchanged.
+
+    A unit has ``unit(batch) -> (loss, num_targets)`` with the sum of the losses of all targets (with ``num_targets``
+    None, their mean), ``unit.model``, and, if it likes, ``unit.set_step_nr(step_nr)`` and ``unit.metric_bag``. It needs
+    no base class.
+
+    Parameters
+    ----------
+    unit : object
+        The unit. It is checked, and not kept: the trainer takes it in place of a model.
+
+    Returns
+    -------
+    type
+        A trainer class, for ``.add_on(...)``. Its constructor takes the unit, the options of `zae.Trainer`, and
+        ``valid_units=``.
+
+    Raises
+    ------
+    TaskError
+        The object is not a unit, or no attribute of it holds its model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.interop.fairseq2 import task_of
+    >>> class Unit:
+    ...     def __init__(self, model):
+    ...         self.model = model
+    ...     def __call__(self, batch):
+    ...         return self.model(batch).square().sum(), len(batch)
+    >>> unit = Unit(torch.nn.Linear(2, 1))
+    >>> optimizer = torch.optim.SGD(unit.model.parameters(), lr=0.1)
+    >>> trainer = task_of(unit)(unit, "cpu", optimizer=optimizer, log_bar=False)
+    >>> trainer.run(1, [torch.ones(4, 2)] * 3)["step"]
+    3
+    """
+    _check_unit("unit", unit)
+    return Trainer.add_on(TrainUnitAddon)
+
+
+class TrainUnitAddon(AddOnBase):
+    """Call a unit in each step; `task_of` makes the class.
+
+    The unit calls what the engine has put around the model: DistributedDataParallel is not bypassed. Gradients are
+    those of the sum of all losses of a step, over its micro-batches and ranks, divided by the number of its targets.
+    Metrics of ``metric_bag`` are recorded at the end of each epoch, computed over all ranks, and reset.
+
+    Parameters
+    ----------
+    train_unit : object
+        The unit; what is given in place of the model.
+    valid_units : object or dict of str to object, optional
+        What evaluates a batch: a unit that returns ``(loss, num_targets)``, or None where it only updates its
+        ``metric_bag``. A dict has the unit of each loader of ``run(..., valid_loader={...})`` by the same name. By
+        default, the unit that is trained.
+
+    Raises
+    ------
+    ConfigError
+        ``valid_units`` does not hold units of this model.
+    """
+
+    layer = "model"
+    rank_state_attributes = ("metric_bag_state",)
+
+    def __init__(self, *args: Any, train_unit: Any = None, valid_units: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if train_unit is None:
+            raise ConfigError(f"the model is {kind_of(self.unwrap())}; give the unit in its place: task_of(unit)(unit)")
+        self.train_unit = train_unit
+        self.valid_units = {"": train_unit} if valid_units is None else _by_name(valid_units)
+        self._units = {id(each): each for each in (train_unit, *self.valid_units.values())}
+        for name, each in self.valid_units.items():
+            if each.model is not train_unit.model:
+                raise ConfigError(f"the model of valid_units[{name!r}] is not unit.model; make both units of one model")
+        self._model_places = [place for each in self._units.values() for place in _places_of(each, train_unit.model)]
+
+    @classmethod
+    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the model out of a unit that is given in its place."""
+        given = super().expand_options(options)
+        if given.get("model") is not None and not isinstance(given["model"], nn.Module):
+            _check_unit("unit", given["model"])
+            given["train_unit"] = given["model"]
+            given["model"] = given["train_unit"].model
+        return given
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def on_step_begin(self, batch: Any) -> None:
+        """Tell the unit the number of the step, from 1."""
+        super().on_step_begin(batch)
+        _set_step(self.train_unit, self.progress_checker.step + 1)
+
+    @replaces
+    def train_step(self, batch: Any) -> Mapping[str, Any]:
+        """Return the mean loss and the number of targets."""
+        return self._parse(self.train_unit, self._call(self.train_unit, batch), "")
+
+    @replaces
+    def test_step(self, batch: Any) -> Mapping[str, Any]:
+        """Call the unit of the loader that is evaluated."""
+        unit = self._valid_unit
+        out = self._call(unit, batch)
+        return {} if out is None else self._parse(unit, out, "valid_units: ")
+
+    def _call(self, unit: Any, batch: Any) -> Any:
+        """Call a unit while the attributes that hold the model hold what an engine has put around it."""
+        whole = self.unwrap()
+        try:
+            for owner, name in self._model_places:
+                _put(owner, name, self.model)
+            return unit(batch)
+        finally:
+            for owner, name in self._model_places:
+                _put(owner, name, whole)
+
+    def _parse(self, unit: Any, out: Any, where: str) -> Mapping[str, Any]:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise StepError(f"{where}{type(unit).__name__} returned {kind_of(out)}; return (loss, num_targets)")
+        loss, count = out
+        return {"loss": loss} if count is None else {"loss": loss / max(count, 1), "num_targets": count}
+
+    @property
+    def _valid_unit(self) -> Any:
+        name = self.current_run.valid_name
+        if len(self.valid_units) == 1:
+            return next(iter(self.valid_units.values()))
+        if name not in self.valid_units:
+            shown = "{" + ", ".join(f"{each!r}: loader" for each in self.valid_units) + "}"
+            raise ConfigError(f"valid_units has no unit for the loader {name!r}; write valid_loader={shown}")
+        return self.valid_units[name]
+
+    # ------------------------------------------------------------------------------------------------------- metrics
+
+    @contextmanager
+    def epoch_context(self) -> Iterator[None]:
+        """Reset the metrics of the training unit, unless the epoch is continued."""
+        if not self.progress_checker.epoch_batch:
+            _reset(self.train_unit)
+        with super().epoch_context():
+            yield
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Reset the metrics of the unit that evaluates; those that the training unit counts in its epoch stay."""
+        unit, training = self._valid_unit, self.metric_bag_state
+        _set_step(unit, self.progress_checker.step)
+        _reset(unit)
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self.metric_bag_state = training
+
+    def metric_on_epoch_end(self) -> Mapping[str, float]:
+        """Add the metrics of the unit, computed over all ranks."""
+        unit = self.train_unit if self.mode == "train" else self._valid_unit
+        found = dict(super().metric_on_epoch_end())
+        metrics = _metrics_of(unit)
+        states = self.gather_data(to_host({name: each.state_dict() for name, each in metrics.items()}))
+        for name, metric in metrics.items():
+            found |= numbers_of(name, _combined(metric, [each[name] for each in states]).compute())
+        return found
+
+    @property
+    def metric_bag_state(self) -> dict[str, Any]:
+        """What the metrics of the training unit have counted in the open epoch."""
+        return {name: copy.deepcopy(each.state_dict()) for name, each in _metrics_of(self.train_unit).items()}
+
+    @metric_bag_state.setter
+    def metric_bag_state(self, states: Mapping[str, Any]) -> None:
+        metrics = _metrics_of(self.train_unit)
+        if states.keys() != metrics.keys():
+            raise CheckpointMismatch(
+                f"the state has the metrics {', '.join(states) or 'none'} of the unit, and here they are "
+                f"{', '.join(metrics) or 'none'}; build the unit as it was"
+            )
+        for name, each in metrics.items():
+            each.load_state_dict(states[name])
+
+
+class ReaderLoader:
+    """The batches of a data reader of fairseq2, one at a time, as a loader.
+
+    ``next(reader)`` returns the list of the batches of a step. Give `GradientAccumulationAddon` their number as
+    ``gradient_accumulation_steps``, so that a step of zae has the same batches. At the end of an epoch the reader is
+    reset. A resume restores the reader's state, and passes over the batches of its list that were used.
+
+    Parameters
+    ----------
+    reader : object
+        An iterator of lists of batches with ``reset()``, ``state_dict()`` and ``load_state_dict(state)``.
+    is_sharded : bool
+        Whether the reader yields the batches of its rank only, as those of fairseq2 do.
+
+    Examples
+    --------
+    >>> from zae.interop.fairseq2 import ReaderLoader
+    >>> class Reader:
+    ...     place = 0
+    ...     def __next__(self):
+    ...         if self.place == 2:
+    ...             raise StopIteration
+    ...         self.place += 1
+    ...         return [10 * self.place, 10 * self.place + 1]
+    ...     def reset(self):
+    ...         self.place = 0
+    ...     def state_dict(self):
+    ...         return {"place": self.place}
+    ...     def load_state_dict(self, state):
+    ...         self.place = state["place"]
+    >>> list(ReaderLoader(Reader()))
+    [10, 11, 20, 21]
+    """
+
+    def __init__(self, reader: Any, is_sharded: bool = True) -> None:
+        absent = [name for name in ("__next__", "reset", "state_dict", "load_state_dict") if not hasattr(reader, name)]
+        if absent:
+            raise ConfigError(f"the reader is {kind_of(reader)} and has no {', '.join(absent)}; give a DataReader")
+        self.reader, self.is_sharded = reader, is_sharded
+        self._begin, self._used, self._is_loaded = reader.state_dict(), 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_loaded and self._used:  # The last epoch was left before its end.
+            self.reader.reset()
+            self._used = 0
+        skipped, self._is_loaded = self._used, False
+        while True:
+            self._begin = self.reader.state_dict()
+            try:
+                batches = next(self.reader)
+            except StopIteration:
+                break
+            for self._used, batch in enumerate(batches, start=1):
+                if self._used > skipped:
+                    yield batch
+            self._used = skipped = 0
+        self.reader.reset()
+        self._begin, self._used = self.reader.state_dict(), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state before the present list of batches, and how many of them were used."""
+        return {"reader": self._begin, "used": self._used}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; the next iteration continues there."""
+        self.reader.load_state_dict(state["reader"])
+        self._begin, self._used, self._is_loaded = state["reader"], int(state["used"]), True
+
+
+def _check_unit(name: str, unit: Any) -> None:
+    """Refuse what is not a unit, or one whose model cannot be replaced by what an engine puts around it."""
+    if (
+        not callable(unit)
+        or isinstance(unit, (type, nn.Module))
+        or not isinstance(getattr(unit, "model", 0), nn.Module)
+    ):
+        raise TaskError(
+            f"{name} is {kind_of(unit)}; give an object with __call__(batch) -> (loss, num_targets) and an attribute, "
+            "or a property, model"
+        )
+    if not _places_of(unit, unit.model):
+        raise TaskError(
+            f"no attribute of {type(unit).__name__} holds its model, so that it would call the model without "
+            "DistributedDataParallel or another engine; write self._model = model in its __init__"
+        )
+
+
+def _places_of(owner: Any, model: nn.Module, depth: int = _DEPTH) -> list[tuple[Any, str]]:
+    """Return the attributes that hold a model, of an object and of objects in it."""
+    found = []
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if value is model:
+            found.append((owner, name))
+        elif depth > 1 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+            found += _places_of(value, model, depth - 1)
+    return found
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    vars(owner)[name] = value
+
+
+def _by_name(units: Any) -> dict[str, Any]:
+    found = dict(units) if isinstance(units, Mapping) else {"": units}
+    for name, unit in found.items():
+        _check_unit(f"valid_units[{name!r}]" if name else "valid_units", unit)
+    return found
+
+
+def _set_step(unit: Any, step: int) -> None:
+    set_step_nr: Callable[[int], None] | None = getattr(unit, "set_step_nr", None)
+    if set_step_nr is not None:
+        set_step_nr(step)
+
+
+def _metrics_of(unit: Any) -> dict[str, Any]:
+    """Return the metrics of a unit by name; those of torcheval have ``state_dict`` and ``merge_state``."""
+    bag = getattr(unit, "metric_bag", {})
+    return dict(getattr(bag, "metrics", bag) or {})
+
+
+def _reset(unit: Any) -> None:
+    for each in _metrics_of(unit).values():
+        each.reset()
+
+
+def _combined(metric: Any, states: list[Any]) -> Any:
+    """Return a metric that has counted what all ranks have."""
+    parts = [copy.deepcopy(metric) for _ in states]
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    return parts[0].merge_state(parts[1:]) if parts[1:] else parts[0]
