@@ -169,23 +169,25 @@ def resume(found: Certificate) -> Iterator[Finding]:
     else:
         process = shop.start(same_but(job, pause=0.0))
     answer = shop.answer(job, process)
-    began = _lines(job.folder)[1:]
+    yield _judge_resume(found, _lines(job.folder)[1:], killed, answer)
+
+
+def _judge_resume(found: Certificate, began: list[str], killed: int, answer: dict[str, Any]) -> Finding:
+    """Return what was found of a run that was killed so often, and resumed from these steps."""
     where = ", ".join(began) or "none"
     if not any(map(int, began)):
-        yield Finding(
+        return Finding(
             NOT_TRIED, f"{killed} kill(s), and no resume from a checkpoint: the run ended before; give --steps"
         )
-        return
     told = f"{killed} kill{'s' * (killed > 1)} by SIGKILL, resumed from steps {where}"
     if text := first_difference(found.base, answer, found.unsteady):
-        yield Finding(
+        return Finding(
             FAILED,
             f"{told}: {text}. State that is not saved is the first cause: "
             "state_attributes of an add-on, state_dict of a sampler or a dataset",
         )
-        return
     added = "" if found.named("state") else " (StateManagerAddon added)"
-    yield Finding(PASSED, f"{told}, the end is bitwise that of the run that was not killed{added}")
+    return Finding(PASSED, f"{told}, the end is bitwise that of the run that was not killed{added}")
 
 
 def _lines(folder: str) -> list[str]:
