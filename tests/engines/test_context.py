@@ -416,7 +416,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "closed gate": (Gated, "the gradients of gate in Gated are not the same", {}),
     "recurrence": (Recurrent, rf"{MIXES}.*rnn \(GRU\)", {}),
     "sum": (Summed, MIXES, {}),
-    "softmax by hand": (ByHand, rf"{MIXES} 0 on. Only scaled_dot_product_attention", {}),
+    "softmax by hand": (ByHand, rf"{MIXES} 0 on. Only torch.nn.functional.scaled_dot_product_attention", {}),
     "another name": (ByName, f"{MIXES}.*called as an attribute of its module and not imported from it", {}),
     "attention with weights": (Weighted, rf"{MIXES}.*attention \(MultiheadAttention\)", {}),
     "pooling": (Pooled, "output 0 of Pooled is not the same", {}),
