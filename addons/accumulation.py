@@ -74,6 +74,7 @@ class GradientAccumulationAddon(AddOnBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        self.batches_per_step = self.gradient_accumulation_steps  # With global_batch_size, that of the present loader.
         self.global_batch_size = global_batch_size
         if global_batch_size is not None:
             self.global_batch_size = check_count("global_batch_size", global_batch_size)
@@ -94,6 +95,7 @@ class GradientAccumulationAddon(AddOnBase):
             yield from batches
             return
         length, count = length_of(loader), self._batches_per_step(loader)
+        self.batches_per_step = count
         if length is None:
             yield from _look_ahead(batches, count)
             return

@@ -217,7 +217,7 @@ class CompileAddon(AddOnBase):
         parameters = [p for p in held if p.requires_grad]
         out = self._in_graph(batch, count, parameters)
         if out is not None:
-            return read_output(out, batch, self.sample_weight, type(self), self.mode)
+            return read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
         eager = super().micro_step(batch, count)
         if self._update is not None:
             self._update.note(parameters)
@@ -233,7 +233,7 @@ class CompileAddon(AddOnBase):
             # the random stream, which the compiler would restore.
             full = graphs.is_full(batch, *self._full, self.progress_checker.epoch_batch, count)
             full = full and not optim.has_lazy(self.parameters)
-            if full and count == getattr(self, "gradient_accumulation_steps", count):
+            if full and count == getattr(self, "batches_per_step", count):
                 self._shapes = shapes
                 if self._reported not in (None, shapes):
                     self._begin_report()
@@ -302,7 +302,7 @@ class CompileAddon(AddOnBase):
         if not isinstance(out, Mapping):
             raise TypeError  # The compiler refuses the step, and the eager step raises a better error.
         with torch.autocast(self.device.type, enabled=False):  # As in a manual loop: backward is outside of autocast.
-            loss = self.scale_loss(out["loss"], out.get("num_targets"), count)
+            loss = self.scale_loss(out["loss"], self.count_targets(out, batch), count)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return {key: graphs.detach(value) for key, value in out.items()}, gradients
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kit import hand
-from zae import ConfigError, StepError, Trainer
+from zae import AddOnBase, ConfigError, StepError, Trainer
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -96,6 +96,38 @@ def test_it_composes_with_accumulation_and_averages() -> None:
     compiled = trained(Task.add_on(CompileAddon, *add_ons), compile_mode="graph", **FAST, **options)
     assert furthest(eager, compiled) < 1e-12
     assert compiled.evaluate(batches()) == pytest.approx(eager.evaluate(batches()), abs=1e-12)
+
+
+def test_it_compiles_the_steps_of_a_global_batch_size() -> None:
+    """Two batches of four make a step; the window at the end of an epoch is shorter, and its last batch too."""
+    tasks = []
+    for add_ons, options in (((), {}), ((CompileAddon,), {"compile_mode": "graph", **FAST})):
+        task = Task.add_on(*add_ons, GradientAccumulationAddon)(
+            network().float(), "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, global_batch_size=8, **options
+        )
+        task.run(2, hand.loader(22, shuffle=False))
+        tasks.append(task)
+    assert tasks[1].compile_report["graphs"] == 1
+    assert tasks[1].progress_checker.step == 6
+    assert furthest(*tasks) < 1e-6
+
+
+def test_an_add_on_counts_the_targets_of_a_graph() -> None:
+    """A batch weighs as much as it has samples of the second class, and one more."""
+
+    class WeightAddon(AddOnBase):
+        layer = "loop"
+
+        def count_targets(self, values: Any, batch: Any) -> Any:
+            super().count_targets(values, batch)
+            return batch[1].sum() + 1.0
+
+    add_ons, options = (WeightAddon, GradientAccumulationAddon), {"gradient_accumulation_steps": 2}
+    eager = trained(Task.add_on(*add_ons), **options)
+    compiled = trained(Task.add_on(CompileAddon, *add_ons), compile_mode="graph", **FAST, **options)
+    plain = trained(Task.add_on(GradientAccumulationAddon), **options)
+    assert compiled.compile_report["graphs"] == 1
+    assert furthest(eager, compiled) < 1e-12 < furthest(eager, plain)
 
 
 def test_checkpoints_are_interchangeable_with_eager_runs() -> None:
