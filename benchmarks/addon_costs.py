@@ -4,8 +4,8 @@ Two trainers, one with the add-on, take short turns in one process, in CPU time:
 is the ratio of both sums, so that a machine which becomes slower within a round does not count, and a pair of trainers
 has the median of its rounds. Where the parameters lie in memory makes two equal trainers differ, so each pair is built
 anew. The figure is the median of the pairs, with its 95 % interval. A control, two trainers without add-ons, is
-measured in the same way: a figure within its interval is noise. On a busy machine the figures stay, and it only takes
-longer. ``python benchmarks/addon_costs.py EMAAddon ...`` measures these alone, and the control.
+measured in the same way: a figure within its interval is noise. On a busy machine the intervals grow.
+``python benchmarks/addon_costs.py EMAAddon ...`` measures these alone, and the control.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 from kit import hand
 from zae.cli import main
 from zae.errors import ConfigError
+from zae.preview.eject.carry import carry
 
 HEAD = '''
 """Classify points."""
@@ -520,3 +521,25 @@ def test_what_cannot_be_ejected_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     lost = type(base)("Lost", base.__bases__, {**vars(base), "__module__": "nowhere"})
     with pytest.raises(ConfigError, match="put the class into a file"):
         lost(torch.nn.Linear(1, 1), "cpu", mode="test").eject()
+
+
+def test_an_add_on_that_is_passed_on_is_named():
+    """It is left out of the script, and so the line that uses it fails there."""
+    source = """
+        from zae import AddOnBase, Trainer
+
+        class Task(Trainer):
+            pass
+
+        class NoiseAddon(AddOnBase):
+            pass
+
+        def make(model, *add_ons):
+            return Task.add_on(*add_ons)(model)
+
+        def make_trainer(model):
+            return make(model, NoiseAddon)
+    """
+    carried = carry(textwrap.dedent(source), {"Task"}, {"NoiseAddon"}, ())
+    assert carried.left == [(14, "NoiseAddon", "")]
+    assert carry(textwrap.dedent(source).replace(", NoiseAddon)", ")"), {"Task"}, {"NoiseAddon"}, ()).left == []

@@ -18,6 +18,8 @@ _METHODS = ("train_step", "test_step", "predict_step")
 class Carried(NamedTuple):
     """Source without zae: the imports, the rest in its order, and what of zae it uses: line, name, name in zae.
 
+    The name in zae of an add-on of the user is empty.
+
     ``passes_dict`` says that a trainer is made with ``**options``, which the source does not show.
     """
 
@@ -136,7 +138,7 @@ def carry(
     kept = [node for node in kept if not _is_import_of(node, {*modules, "zae"})]
     kept = [node for node in kept if not (_is_main(node) or getattr(node, "name", None) in dropped)]
     passes_dict = any(each.arg is None for call in calls for each in call.keywords)
-    return _collect(tree, edits, of_zae, kept)._replace(passes_dict=passes_dict)
+    return _collect(tree, edits, {**dict.fromkeys(dropped, ""), **of_zae}, kept)._replace(passes_dict=passes_dict)
 
 
 def returned_keys(source: str, function: str) -> set[str] | None:
@@ -281,7 +283,7 @@ def _collect(tree: ast.Module, edits: _Edits, of_zae: dict[str, str], kept: Coll
         pieces.append(edits.text(node) + "\n")
         was_long, was_kept = is_long, True
     body = "".join(pieces)
-    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    defined = {node.name for node in kept if isinstance(node, ast.ClassDef)}
     for each in _names_read(ast.parse(body)):
         if each.id in of_zae and of_zae[each.id] != "Trainer" and each.id not in defined:
             line = body.splitlines()[each.lineno - 1].strip()
