@@ -85,7 +85,7 @@ def test_folder_that_cannot_be_written_is_refused(model: Any, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file, not a directory"):
         save(tmp_path / "file", model)
-    with pytest.raises(CheckpointError, match=r"was not saved.*Give another path"):
+    with pytest.raises(CheckpointError, match=r"was not saved.*give another path"):
         save(Path("/proc/zae"), model)
 
 

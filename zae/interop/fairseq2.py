@@ -207,7 +207,7 @@ class TrainUnitAddon(AddOnBase):
 class ReaderLoader:
     """The batches of a data reader of fairseq2, one at a time, as a loader.
 
-    ``next(reader)`` returns the list of the batches of a step. Give `GradientAccumulationAddon` their number as
+    ``next(reader)`` returns the list of the batches of a step. Give ``GradientAccumulationAddon`` their number as
     ``gradient_accumulation_steps``, so that a step of zae has the same batches. At the end of an epoch the reader is
     reset. A resume restores the reader's state, and passes over the batches of its list that were used.
 

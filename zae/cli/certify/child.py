@@ -284,7 +284,7 @@ def _make_exact(model: nn.Module) -> None:
     """Compute in float64, draw no dropout, and normalize by running statistics."""
     changed = set[str]()
     for module in model.double().modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
             module.eval()
             changed.add("BatchNorm frozen")
     _notes["changed"] = [*changed, *(["dropout off"] if _drop_nothing(model) else [])]
