@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torcheval.metrics import Mean, Sum
 
+from kit.rank_tasks import forks
 from zae import ConfigError, StepError, TaskError
 from zae.addons import (
     AMPAddon,
@@ -208,7 +209,8 @@ def test_ranks_call_what_the_engine_has_put_around_the_model():
     """Two ranks are one process with the whole batch; metrics count the samples of both."""
     ranks = make(MultiGPUAddon, kind=SeesEngine, device=["cpu", "cpu"])
     data = batches((4, 1, 3, 4))
-    metrics = ranks.run(2, data, batches((3, 2)))
+    with forks():
+        metrics = ranks.run(2, data, batches((3, 2)))
     alone = make()
     alone.run(2, [tuple(map(torch.cat, zip(*data[at : at + 2], strict=True))) for at in (0, 2)])
     assert torch.allclose(weights(ranks), weights(alone), rtol=0, atol=1e-12)
