@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from zae.cli import Answer, script
@@ -27,11 +26,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     with script.trainer_of(arguments) as (trainer, given):
         from zae.preview.eject.eject import write_script
 
-        path, _, function = arguments.script.rpartition(":")
-        function = function if path and function.isidentifier() else "make_trainer"
-        file = str(Path(path or arguments.script).expanduser())
-        module = next(each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == file)
-        made = write_script(trainer, given, function, module)
+        made = write_script(trainer, given, *script.maker_of(arguments.script))
     data = {"script": str(made), "left_out": [what for what, _ in made.missing],
             "changes_weights": [what for what, changes in made.missing if changes]}  # fmt: skip
     if out is None:

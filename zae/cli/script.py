@@ -21,7 +21,16 @@ from zae.errors import ConfigError, did_you_mean, kind_of
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["EXECUTED", "ScriptTrainer", "add_arguments", "explain_failure", "trainer_of"]
+__all__ = [
+    "EXECUTED",
+    "ScriptTrainer",
+    "add_arguments",
+    "explain_failure",
+    "import_file",
+    "maker_of",
+    "split",
+    "trainer_of",
+]
 
 EXECUTED = """\
 The script is imported, as `import script` would do: its top level runs, but
@@ -62,7 +71,7 @@ def trainer_of(arguments: argparse.Namespace) -> Iterator[ScriptTrainer]:
     ConfigError says what is wrong, with the user's frames where the script raises. With ``--json``, what the script
     prints goes to standard error, until the end.
     """
-    path, function = _split(arguments.script)
+    path, function = split(arguments.script)
     if not path.is_file():
         near = did_you_mean(path.name, (each.name for each in path.absolute().parent.glob("*.py")))
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -73,7 +82,7 @@ def trainer_of(arguments: argparse.Namespace) -> Iterator[ScriptTrainer]:
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             with _in_words(f"{path} failed as it was imported"):
-                module = _import(path, name)
+                module = import_file(path, name)
             maker = _maker(module, function, path)
             with _in_words(f"{function}() of {path} failed"):
                 made = maker()
@@ -83,15 +92,22 @@ def trainer_of(arguments: argparse.Namespace) -> Iterator[ScriptTrainer]:
         sys.modules.pop(name, None)
 
 
-def _split(text: str) -> tuple[Path, str]:
-    """Split script.py:function."""
+def maker_of(text: str) -> tuple[str, ModuleType]:
+    """Return the name of the function of script.py:FUNCTION, and the module; to be called within `trainer_of`."""
+    path, function = split(text)
+    return function, next(each for each in [*sys.modules.values()] if getattr(each, "__file__", None) == str(path))
+
+
+def split(text: str) -> tuple[Path, str]:
+    """Return the file and the function of script.py:FUNCTION."""
     path, _, name = text.rpartition(":")
     if not path or not name.isidentifier():
         path, name = text, "make_trainer"
     return Path(path).expanduser(), name
 
 
-def _import(path: Path, name: str) -> ModuleType:
+def import_file(path: Path, name: str) -> ModuleType:
+    """Import a file as a module of this name."""
     loader = SourceFileLoader(name, str(path))
     spec = spec_from_loader(name, loader)
     assert spec is not None

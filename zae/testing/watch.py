@@ -40,6 +40,7 @@ __all__ = [
     "hooks_of",
     "never_idle",
     "output",
+    "shared_entries",
     "snapshot",
     "streams",
     "tensors_in",
@@ -312,10 +313,15 @@ def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str
     for part, read in rows.items():
         before, after = read(a), read(b)
         if part == "history" and may_add:
-            after = [{k: row[k] for k in row if k in old} for row, old in zip(after, before)] + after[len(before) :]
+            after = shared_entries(after, before)
         found = difference(before, after, part)
         if found is not None:
             yield part, found
+
+
+def shared_entries(rows: list[Any], known: list[Any]) -> list[Any]:
+    """Return rows with the entries that the known row at their place has; those that have none as they are."""
+    return [{k: row[k] for k in row if k in old} for row, old in zip(rows, known)] + rows[len(known) :]
 
 
 def _public(state: dict[str, Any]) -> dict[str, Any]:

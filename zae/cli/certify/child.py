@@ -9,7 +9,6 @@ import hashlib
 import os
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zae.addon import AddOnBase
 from zae.cli import script
 from zae.cli.certify.jobs import Job
+from zae.common.optim import parameters_of
 from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
 from zae.composition.leave_out import leave_out
 from zae.composition.metaclass import TrainerMeta, compose, load_installed
@@ -30,6 +30,7 @@ from zae.data.loaders import copy_with, length_of
 from zae.errors import ConfigError, ZaeError
 from zae.loop.addon_state import GENERATORS
 from zae.loop.step_output import StepOutput
+from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["work"]
 
@@ -209,7 +210,7 @@ class WitnessAddon(AddOnBase):
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Note the loss, the weights and the random streams after a step."""
         super().on_step_end(outputs)
-        weights = digest(self.optimization.parameters) if self.world_size == 1 else 0
+        weights = fingerprint(self.optimization.parameters) if self.world_size == 1 else ""
         row: dict[str, Any] = {"weights": weights}
         row |= {"step": self.progress_checker.step, "skipped": self.progress_checker.skipped_steps}
         row |= {"loss": repr([_numbers(each.loss) for each in outputs]), "random streams": _streams()}
@@ -305,10 +306,10 @@ def _drop_nothing(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _counting_updates() -> Iterator[None]:
     """Note the weights after each step of an optimizer."""
-    found = _notes["updates"] = list[int]()
+    found = _notes["updates"] = list[str]()
 
     def note(optimizer: Any, args: Any, kwargs: Any) -> None:
-        found.append(digest([each for group in optimizer.param_groups for each in group["params"]]))
+        found.append(fingerprint(parameters_of(optimizer)))
 
     handle = register_optimizer_step_post_hook(note)
     try:
@@ -324,25 +325,18 @@ def _eject(job: Job) -> dict[str, Any]:
     """Write the script of plain PyTorch; return what it leaves out."""
     from zae.preview.eject.eject import write_script
 
-    path, _, function = job.script.rpartition(":")
     with _made(job, has_witness=False) as (trainer, arguments, _):
-        module = next(each for each in [*sys.modules.values()] if getattr(each, "__file__", None) == path)
-        made = write_script(trainer, arguments, function, module)
+        made = write_script(trainer, arguments, *script.maker_of(job.script))
     Path(job.plain).write_text(made, encoding="utf-8")
     return {"missing": [[what, changes] for what, changes in made.missing]}
 
 
 def _plain(job: Job) -> dict[str, Any]:
     """Run the script of plain PyTorch; return its weights."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("ejected", job.plain)
-    assert spec is not None
-    assert spec.loader is not None
-    plain = sys.modules["ejected"] = module_from_spec(spec)
-    sys.argv, sys.path[:0] = [job.plain, *job.given], [str(Path(job.script).parent)]
-    spec.loader.exec_module(plain)
-    task, run = getattr(plain, job.script.rpartition(":")[2])()
+    path, function = script.split(job.script)
+    sys.argv, sys.path[:0] = [job.plain, *job.given], [str(path.parent)]
+    plain = script.import_file(Path(job.plain), "ejected")
+    task, run = getattr(plain, function)()
     with _counting_updates():
         plain.train(task, run.get("n_epoch"), run["loader"], run.get("valid_loader"))
     answer: dict[str, Any] = as_plain({"weights": dict(task.model.state_dict()), "updates": _notes["updates"]})
@@ -395,20 +389,6 @@ def _fits(add_on: Any, options: Mapping[str, Any], used: Mapping[str, Any]) -> b
 
 
 # -------------------------------------------------------------------------------------------------------------- values
-
-
-def digest(tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of the bytes of some tensors."""
-    found = 0
-    for each in tensors:
-        found = zlib.crc32(memoryview(_bytes(each)), found)
-    return found
-
-
-def _bytes(tensor: Tensor) -> Any:
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _streams() -> str:

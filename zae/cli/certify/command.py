@@ -47,11 +47,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     from zae.cli.certify.promises import Certificate, findings
 
     chosen = _choose(arguments.only)
-    path, _, function = arguments.script.rpartition(":")
-    path, function = (path, function) if path and function.isidentifier() else (arguments.script, "make_trainer")
-    if not Path(path).expanduser().is_file():
+    path, function = script.split(arguments.script)
+    if not path.is_file():
         raise ConfigError(f"{path} is not a file; give the file of a Python script: script.py:make_trainer")
-    target = f"{Path(path).expanduser().absolute()}:{function}"
+    target = f"{path.absolute()}:{function}"
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zae-certify-"))
     try:
         common = {"script": target, "given": tuple(arguments.given), "origin": str(Path.cwd())}
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         rows = [(name, *each) for name in chosen for each in findings(found, name)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _answer(arguments.out, f"{Path(path).name}:{function}", found, rows, time.monotonic() - began)
+    return _answer(arguments.out, f"{path.name}:{function}", found, rows, time.monotonic() - began)
 
 
 def _choose(only: list[str]) -> list[str]:

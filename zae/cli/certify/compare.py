@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from zae.composition.options import join
+from zae.testing.watch import difference, shared_entries
+
 __all__ = ["first_difference", "largest", "update_difference"]
 
 _SEEN = ("loss", "weights", "random streams")  # Of each step.
@@ -16,21 +19,19 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], without: 
 
     ``without`` names parts that are not compared. With ``may_add``, the history of ``other`` may have more metrics.
     """
-    from zae.testing.watch import difference
-
     steps = {row["step"] + row["skipped"]: row for row in one["steps"]}
     for row in other["steps"]:
         known = steps.get(row["step"] + row["skipped"])
         names = [name for name in _SEEN if name not in without and known is not None and known[name] != row[name]]
         if names:
             values = f" (loss {known['loss']} and {row['loss']})" if known and "loss" in names else ""
-            return f"{_and(names)} differ first in step {row['step']}{values}"
+            return f"{join(names)} differ first in step {row['step']}{values}"
     for name, value in one["parts"].items():
         if name in without or name not in other["parts"]:
             continue
         found = other["parts"][name]
         if may_add and name.endswith("history"):
-            found = [{k: row[k] for k in row if k in old} for old, row in zip(value, found)] + found[len(value) :]
+            found = shared_entries(found, value)
         where = difference(value, found, name)
         if where is not None:
             return f"{where} differs at the end{_by(value, found, where, name)}"
@@ -39,8 +40,6 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], without: 
 
 def update_difference(zae: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     """Return where the ejected script differs from the composition, empty where it does not."""
-    from zae.testing.watch import difference
-
     where = difference(zae["weights"], plain["weights"], "weights")
     if where is None:
         return ""
@@ -80,7 +79,3 @@ def _by(one: Any, other: Any, where: str, name: str) -> str:
         return f", by {float((one.double() - other.double()).abs().max()):.3g} at most"
     shown = isinstance(one, (int, float, str)) and isinstance(other, (int, float, str))
     return f" ({one}, {other})" if shown else ""
-
-
-def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
