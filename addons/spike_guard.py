@@ -134,9 +134,8 @@ class SpikeGuardAddon(AddOnBase):
         loss, norm = self._mean_loss(outputs), float(self._norm_before_clip())
         scores = {"loss": _score(loss, self._losses, self.spike_warmup),
                   "grad_norm": _score(norm, self._norms, self.spike_warmup)}  # fmt: skip
-        if not math.isfinite(
-            norm
-        ):  # An overflow in float16, which the loss scale answers, or a loss that is not finite.
+        # An overflow in float16, which the loss scale answers, or a loss that is not finite.
+        if not math.isfinite(norm):
             scores["grad_norm"] = 0.0
         over = [name for name, limit in self.spike_threshold.items() if scores[name] > limit]
         if over:

@@ -134,14 +134,17 @@ def muon(
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     rest = {"lr": lr if adamw_lr is None else adamw_lr, "betas": adamw_betas, "weight_decay": decay}
     options = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw", **options}
-    return {"muon": partial(_muon, exclude=exclude, options=options), "adamw": partial(_adamw, exclude, rest)}
+    return {
+        "muon": partial(_muon, exclude=exclude, options=options),
+        "adamw": partial(_adamw, exclude=exclude, options=rest),
+    }
 
 
 def _muon(model: nn.Module, *, exclude: Sequence[str] | None, options: dict[str, Any]) -> Optimizer:
     return torch.optim.Muon(list(hidden_matrices(model, exclude).values()), **options)
 
 
-def _adamw(exclude: Sequence[str] | None, options: dict[str, Any], model: nn.Module) -> Optimizer:
+def _adamw(model: nn.Module, *, exclude: Sequence[str] | None, options: dict[str, Any]) -> Optimizer:
     hidden = {id(p) for p in hidden_matrices(model, exclude).values()}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
     if not rest:

@@ -399,6 +399,7 @@ class _Place:
         self._ended = [False] * len(self._names)
         self._readers = [_Reader(source) for source in stream.sources.values()]
         self._draws: tuple[int, list[float]] = (-1, [])
+        self._sums: Any = None  # Of the weights; computed anew where a source has ended.
 
     def __iter__(self) -> Iterator[Any]:
         while not self._is_over:
@@ -419,8 +420,6 @@ class _Place:
         self._ended[source] = True
         self._sums = None
         return self._stream.stopping_strategy != _FIRST and not all(self._ended)
-
-    _sums: Any = None
 
     def _drawn(self) -> int:
         """Return the source of the sample at this position."""

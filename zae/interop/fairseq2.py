@@ -133,11 +133,11 @@ class TrainUnitAddon(AddOnBase):
         whole = self.unwrap()
         try:
             for owner, name in self._model_places:
-                _put(owner, name, self.model)
+                vars(owner)[name] = self.model
             return unit(batch)
         finally:
             for owner, name in self._model_places:
-                _put(owner, name, whole)
+                vars(owner)[name] = whole
 
     def _parse(self, unit: Any, out: Any, where: str) -> Mapping[str, Any]:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -300,10 +300,6 @@ def _places_of(owner: Any, model: nn.Module, depth: int = _DEPTH) -> list[tuple[
         elif depth > 1 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
             found += _places_of(value, model, depth - 1)
     return found
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    vars(owner)[name] = value
 
 
 def _by_name(units: Any) -> dict[str, Any]:

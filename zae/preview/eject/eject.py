@@ -195,9 +195,8 @@ def _carry(script: Script, modules: dict[str, str], own: list[Any], definitions_
             if known in OF_ZAE and key == known:
                 script.define(known)
             else:
-                script.leave_out(
-                    (f"zae's {known}" if known else f"the add-on {key}") + f" in line {line} of {name}" * bool(line)
-                )
+                what = f"zae's {known}" if known else f"the add-on {key}"
+                script.leave_out(what + f" in line {line} of {name}" * bool(line))
     for module in (each.split()[1] for each in imports):
         values = vars(sys.modules[module]).values() if module in sys.modules and module != "torch" else ()
         if any(str(getattr(each, "__module__", "")).startswith("zae.") for each in values):
