@@ -6,7 +6,6 @@ import copy
 import random
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kit import hand
-from kit.faults import Child
+from kit.faults import Disk, KillingDisk, forked, installed
 from kit.table import Task
 from zae import AddOnBase, CheckpointMismatch, ConfigError, Every, Trainer
 from zae.addons import (
@@ -210,24 +209,21 @@ def test_layers_of_torch_ao_are_refused() -> None:
 # --------------------------------------------------------------------------------- kills, and foreign checkpoints
 
 
-def test_killed_at_random_instants_it_ends_the_same(tmp_path: Path) -> None:
-    def run(folder: Path) -> Any:
+def test_killed_at_drawn_operations_it_ends_the_same(tmp_path: Path) -> None:
+    def run(folder: Path, disk: Disk) -> Any:
         lora = peft.LoraConfig(r=2, target_modules=["0"], lora_dropout=0.3)
         options = {**SAVING, "save_every": 1, "resume": "auto", "save_weights_every": 3}
         trainer = build(task=Task, model=hand.network, peft_config=lora, save_path=folder, **options)
-        trainer.run(8, hand.loader())
+        with installed(disk):
+            trainer.run(8, hand.loader())
         return trainer
 
-    begin = time.monotonic()
-    whole, draw, kills = run(tmp_path / "whole"), random.Random(0), 0
-    length = time.monotonic() - begin
-    for _ in range(4):
-        child = Child(lambda: run(tmp_path / "killed") and None)
-        time.sleep(draw.uniform(0.1, 0.5) * length)
-        child.signal(signal.SIGKILL)
-        kills += child.wait().status == -signal.SIGKILL
-    assert kills > 1
-    assert hand.digest(run(tmp_path / "killed").unwrap()) == hand.digest(whole.unwrap())
+    whole, draw = run(tmp_path / "whole", counting := Disk()), random.Random(0)
+    for _ in range(4):  # At most a fifth of the operations of the whole run in each life: none comes to the end.
+        killing = KillingDisk(draw.randrange(len(counting.log) // 5), torn=draw.random() < 0.5)
+        outcome = forked(lambda: run(tmp_path / "killed", killing) and None)  # noqa: B023
+        assert outcome.status == -signal.SIGKILL, outcome.error
+    assert hand.digest(run(tmp_path / "killed", Disk()).unwrap()) == hand.digest(whole.unwrap())
     names = [sorted(each.name for each in (tmp_path / run).glob("weights-*")) for run in ("whole", "killed")]
     assert names[0] == names[1]
     for name in names[0]:

@@ -1,4 +1,4 @@
-"""Runs with HuggingFaceAddon, callbacks and PEFTAddon, killed at random instants, in one process and on two ranks."""
+"""Runs with HuggingFaceAddon, callbacks and PEFTAddon, killed at drawn places, in one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 import random
 import signal
-import threading
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ import transformers
 from safetensors.torch import load_file
 
 from kit import hf
+from kit.faults import Disk, installed
 from kit.ranks import each_rank
-from zae import Trainer
+from zae import AddOnBase, Trainer
 from zae.addons import (
     CallbackAddon,
     EMAAddon,
@@ -34,11 +33,42 @@ from zae.addons import (
     PEFTAddon,
     StateManagerAddon,
 )
+from zae.storage import filesystem
 
 pytestmark = pytest.mark.exhaustive
 
-ADD_ONS = (HuggingFaceAddon, CallbackAddon, GradientAccumulationAddon, EMAAddon, StateManagerAddon, JSONLLoggerAddon)
 KILLS = 6
+
+
+class Places(Disk):
+    """Counts the operations on the disk and the batches of a rank, and kills it at one of them."""
+
+    def __init__(self, kill_at: int | None = None) -> None:
+        super().__init__()
+        self.kill_at, self.count = kill_at, 0
+
+    def before(self, name: str, args: tuple[Any, ...]) -> None:
+        self.pass_one()
+
+    def pass_one(self) -> None:
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+
+class PlacesAddon(AddOnBase):
+    """Count each batch, of training and of evaluations, as a place."""
+
+    layer = "observe"
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        for batch in super().batches(loader):
+            filesystem.disk.pass_one()  # type: ignore[attr-defined]
+            yield batch
+
+
+ADD_ONS = (HuggingFaceAddon, CallbackAddon, GradientAccumulationAddon, EMAAddon, StateManagerAddon, JSONLLoggerAddon,
+           PlacesAddon)  # fmt: skip
 
 
 def train(folder: Path, *add_ons: type, **options: Any) -> None:
@@ -68,23 +98,19 @@ def adapted(folder: Path, *add_ons: type) -> None:
     train(folder, PEFTAddon, *add_ons, peft_config=lora)
 
 
-def on_ranks(folder: Path, engine: type | None, kind: Callable[..., None], seconds: float | None, victim: int) -> bool:
-    """Train in processes of their own, one of which kills itself after some seconds; return whether it did."""
+def on_ranks(
+    folder: Path, engine: type | None, kind: Callable[..., None], victim: int = 0, kill_at: int | None = None
+) -> list[int]:
+    """Train in processes of their own, one of which is killed at a place; return how many places each rank has."""
+    world = 1 if engine is None else 2
 
-    def rank() -> None:
-        world = 1 if engine is None else 2
+    def rank() -> int:
         assert dist.get_world_size() == world
-        if seconds is not None and dist.get_rank() == victim % world:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        kind(folder, *(() if engine is None else (engine,)))
+        with installed(Places(kill_at if dist.get_rank() == victim else None)) as places:
+            kind(folder, *(() if engine is None else (engine,)))
+        return places.count
 
-    try:
-        each_rank(1 if engine is None else 2, rank, timeout=30)
-    except AssertionError as error:
-        if seconds is None or "ended with -9" not in str(error):
-            raise
-        return True
-    return False
+    return each_rank(world, rank, timeout=30)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -98,17 +124,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("engine", [None, MultiGPUAddon, FSDPAddon], ids=["one", "ddp", "fsdp"])
 def test_it_ends_the_same(kind: Callable[..., None], engine: type | None, tmp_path: Path) -> None:
     """The newest checkpoint, the files of weights and the log are those of the run that nothing has disturbed."""
-
-    begin = time.monotonic()
-    on_ranks(tmp_path / "whole", engine, kind, None, 0)
-    length = time.monotonic() - begin
+    counts = on_ranks(tmp_path / "whole", engine, kind)
     draw = random.Random(f"{kind.__name__} {engine}")
-    kills = sum(
-        on_ranks(tmp_path / "killed", engine, kind, draw.uniform(0.1, 0.6) * length, draw.randrange(2))
-        for _ in range(KILLS)
-    )
-    assert kills > 1
-    on_ranks(tmp_path / "killed", engine, kind, None, 0)
+    for _ in range(KILLS):  # At most a seventh of the places in each life: none comes to the end.
+        victim = draw.randrange(len(counts))
+        with pytest.raises(AssertionError, match=f"rank {victim} of {len(counts)}: ended with -9"):
+            on_ranks(tmp_path / "killed", engine, kind, victim, draw.randrange(counts[victim] // (KILLS + 1)))
+    on_ranks(tmp_path / "killed", engine, kind)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     names = [sorted(path.name for path in folder.glob("weights-*")) for folder in (whole, killed)]
     assert names[0]

@@ -277,7 +277,7 @@ class Child:
             time.sleep(0.001)
         return outcome
 
-    def wait(self, seconds: float = 60.0) -> Outcome:
+    def wait(self, seconds: float = 300.0) -> Outcome:
         """Wait for its end, which must come."""
         deadline = time.monotonic() + seconds
         while (outcome := self.poll()) is None:
@@ -297,6 +297,15 @@ def warm() -> None:
     with torch.random.fork_rng():
         options: dict[str, Any] = {"scheduler_step_on_batch": True, "log_bar": False}
         Task(model, "cpu", optimizer=scheduled, scheduler=scheduler, **options).run(1, hand.loader())
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Wait until a condition holds, which must come about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it did not come about within {seconds} s")
+        time.sleep(0.002)
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Outcome:

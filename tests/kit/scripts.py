@@ -29,7 +29,7 @@ class Script(Child):
         streams = [file.fileno() if terminal is None else terminal for file in self._files]
         super().__init__(_run, path, arguments, streams, environment)
 
-    def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+    def end(self, seconds: float = 300.0) -> tuple[int, str, str]:
         """Wait for its end; return the exit status, and what it wrote to standard output and to standard error."""
         outcome = self.wait(seconds)
         texts = []

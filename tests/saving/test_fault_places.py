@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from torch import nn
 
 from kit import faults, hand
-from kit.faults import Child, KillAddon, answer, build, everything, forked
+from kit.faults import Child, KillAddon, answer, build, everything, forked, wait_for
 from zae import Trainer
 from zae.addons import (
     JSONLLoggerAddon,
@@ -34,20 +35,18 @@ def test_a_second_run_is_refused(folder: Path) -> None:
     class Waiting(faults.Task):
         def train_step(self, batch: Any) -> dict[str, Any]:
             ready.touch()
-            while not (folder / "go").exists():
-                time.sleep(0.002)
+            wait_for((folder / "go").exists)
             return super().train_step(batch)
 
     child = Child(lambda: everything(_trained(build(Waiting, StateManagerAddon, save_path=folder / "run"))))
     early = build(faults.Task, StateManagerAddon, save_path=folder / "run")  # Made before the first one runs.
-    while not ready.exists():
-        time.sleep(0.002)
+    wait_for(ready.exists)
     with pytest.raises(ConfigError) as caught:
         build(faults.Task, StateManagerAddon, save_path=folder / "run")
     text = str(caught.value)
     assert f"process {child.pid} " in text
     assert os.uname().nodename in text
-    assert time.strftime("%Y-%m-%d") in text
+    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d", text)
     with pytest.raises(ConfigError, match=f"process {child.pid} "):
         early.run(1, hand.loader())
     (folder / "go").touch()
@@ -63,17 +62,22 @@ def _trained(trainer: Any) -> Any:
 def test_many_at_once(folder: Path) -> None:
     """F-D10: of several that begin at once exactly one has the folder, again and again."""
     for number in range(5):
-        place = folder / str(number)
+        place, decided = folder / str(number), folder / f"decided-{number}"
+        decided.mkdir()
 
-        class Slow(faults.Task):
-            def train_step(self, batch: Any) -> dict[str, Any]:
-                time.sleep(0.03)
+        class Holding(faults.Task):
+            """Holds the folder until each of the others is refused, or trains as well."""
+
+            def train_step(self, batch: Any, decided: Path = decided) -> dict[str, Any]:
+                (decided / str(os.getpid())).touch()
+                wait_for(lambda: len(os.listdir(decided)) == 4)
                 return super().train_step(batch)
 
-        def run(place: Path = place) -> bool:
+        def run(task: Any = Holding, place: Path = place, decided: Path = decided) -> bool:
             try:
-                build(Slow, StateManagerAddon, save_path=place).run(1, hand.loader())
+                build(task, StateManagerAddon, save_path=place).run(1, hand.loader())
             except ConfigError:
+                (decided / str(os.getpid())).touch()
                 return False
             return True
 
