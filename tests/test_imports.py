@@ -130,5 +130,5 @@ def test_the_old_names_of_modules_warn():
         assert module is importlib.import_module(new)
         assert [str(each.message) for each in caught] == [f"{old} is now {new}; import that"]
     code = "import warnings; warnings.simplefilter('error', DeprecationWarning)\nfrom zae.progress import Every\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "DeprecationWarning: zae.progress is now zae.loop.progress; import that" in done.stderr

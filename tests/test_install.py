@@ -62,7 +62,7 @@ def built(request, tmp_path_factory):
     for kind in ("editable", "wheel", "sdist"):
         (parent / "built" / kind).mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, parent / "built"], cwd=root, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BUILD, parent / "built"], cwd=root, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return parent, {path.parent.name: path for path in parent.glob("built/*/*")}, request.param
@@ -135,7 +135,7 @@ def test_an_editable_install_is_found_by_every_script(built, tmp_path):
     for folder in folders:
         (folder / "script.py").write_text(SCRIPT)
         done = subprocess.run(  # Without site-packages: no other zae is there.
-            [sys.executable, "-S", "-E", folder / "script.py", site], capture_output=True, text=True, timeout=60
+            [sys.executable, "-S", "-E", folder / "script.py", site], capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         found, hooks, stray = done.stdout.splitlines()

@@ -163,7 +163,7 @@ Logged = Task.add_on(NeptuneLoggerAddon, TensorBoardLoggerAddon, WandBLoggerAddo
 Logged(model, "cpu", optimizer=optimizer, web_logger=logs, log_dir="events")
 sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "runs"]
 
@@ -268,7 +268,7 @@ for owner, lost, package, name in (
     setattr(owner, lost, kept)
     exec(f"from {package.__name__} import {name}")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
     assert (done.returncode, len(lines)) == (0, 2), done.stderr
     for line, where in zip(lines, ("'Trainer': zae.trainer", "'AMPAddon': zae.addons.amp"), strict=True):

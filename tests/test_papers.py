@@ -93,7 +93,7 @@ def test_the_lowest_versions_are_those_of_the_page():
 @pytest.mark.covers("X-25")
 def test_the_installed_packages_fit():
     """`pip check` finds nothing that concerns zae: each package that it requires is there in a version that fits."""
-    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=600)
     assert [line for line in done.stdout.splitlines() if line.startswith("zae ")] == []
     assert importlib.metadata.version("zae") == zae.__version__
 

@@ -72,7 +72,7 @@ def python(request, tmp_path_factory):
         settings = folder / "build.cfg"  # Elsewhere than in the checkout.
         settings.write_text(f"[build]\nbuild_base = {folder / 'build'}\n")
         command, env = [sys.executable, "-c", BUILD, folder], {**os.environ, "DIST_EXTRA_CONFIG": str(settings)}
-        done = subprocess.run(command, cwd=imports.ROOT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=imports.ROOT, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(site)
     else:

@@ -139,7 +139,7 @@ class Adds:
 def test_callbacks_travel_to_ranks_that_run_starts(tmp_path):
     """Those added and removed before; their state comes back into the caller's objects."""
     seen, removed = Seen(), Seen()
-    trainer = build(Task, (CallbackAddon, MultiGPUAddon), ["cpu", "cpu"], callbacks=[removed], timeout=20.0)
+    trainer = build(Task, (CallbackAddon, MultiGPUAddon), ["cpu", "cpu"], callbacks=[removed], timeout=120.0)
     trainer.add_callback(seen)
     trainer.remove_callback(removed)
     trainer.add_callback(Adds)

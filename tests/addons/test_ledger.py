@@ -415,9 +415,9 @@ def test_ledger_diff_is_a_command_that_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys; from zae.cli import main; main(sys.argv[1:]) ; assert 'torch' not in sys.modules"
     train(tmp_path / "a", n_epoch=1)
     for arguments in (["diff", str(tmp_path / "a"), str(tmp_path / "a")], []):
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=600)
     shown = subprocess.run([sys.executable, "-X", "importtime", "-m", "zae", "--help"], capture_output=True, text=True,
-                           check=True, timeout=60)  # fmt: skip
+                           check=True, timeout=600)  # fmt: skip
     assert "diff" in shown.stdout
     assert "| torch" not in shown.stderr
 
@@ -500,7 +500,7 @@ def test_ledger_hashes_are_the_same_in_every_process() -> None:
         "torch.manual_seed(0); random.seed(0); numpy.random.seed(0)\n"
         "print(fingerprint([torch.ones(3), torch.zeros(200000)]), random_state())"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600).stdout
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(code, {})
     assert other == here.getvalue()

@@ -46,7 +46,7 @@ class Drawing(ListSink):
         if step == self.fails_at:
             raise OSError("the server is gone")
         if step == self.blocks_at:
-            self.free.wait(30)
+            self.free.wait(600)
         super().write(metrics, step)
 
     def close(self, failed):
@@ -66,7 +66,7 @@ def test_fault_the_weights_are_those_without_a_logger(caplog, sink):
     getattr(sink, "free", threading.Event()).set()
     for thread in threading.enumerate():
         if thread.name == "zae-list":
-            thread.join(10)  # One that comes back now draws nothing either.
+            thread.join(120)  # One that comes back now draws nothing either.
             assert not thread.is_alive()
     assert torch.equal(torch.rand(1), after)
 
@@ -89,14 +89,15 @@ def test_fault_a_logger_that_raises_at_step_7(caplog):
 def test_fault_a_sink_that_has_failed_costs_its_time_once(caplog):
     """Not once for each call of run."""
     sink = Drawing()
-    sink.open = lambda info: time.sleep(3)
+    sink.open = lambda info: sink.free.wait(600)
     trainer = listing(sink, logger_timeout=1.0)
     begin = time.monotonic()
-    for _ in range(5):
+    for _ in range(20):
         trainer.run(1, loader(2))
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15
+    sink.free.set()
     assert len([text for text in warned(caplog) if "failed" in text]) == 1
-    assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(1, 11))
+    assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(1, 41))
 
 
 @pytest.mark.covers("F-D8")
@@ -177,7 +178,7 @@ def test_one_run_in_two_calls():
     assert (first.id, first.continued, first.resumed_at, first.records) == (second.id, False, None, None)
     assert (second.continued, second.resumed_at, second.records) == (True, None, None)
     assert calls[1] == ("close", False)
-    assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(5) or t.is_alive())]
+    assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(120) or t.is_alive())]
 
 
 def test_a_failed_run_is_told():
@@ -465,18 +466,18 @@ def test_no_secret_in_repr_or_state(tmp_path):
         assert file.is_dir() or b"canary" not in file.read_bytes()
 
 
-def test_a_logger_costs_a_step_little():
-    """A record is handed over, not written, on the path of a step: far below a millisecond, here generously bounded."""
-    trainer = listing()
+def test_a_step_does_not_wait_for_a_logger():
+    """A record is handed over, not written, on the path of a step."""
+    sink = Drawing(blocks_at=0)
+    trainer = listing(sink, logger_timeout=120.0)
     trainer.setup()
     trainer.on_run_begin()
-    begin = time.perf_counter()
     for step in range(1000):
         trainer.log({"train/loss": 0.5, "lr": 0.1}, step)
-    took = time.perf_counter() - begin
+    assert sink.rows == []
+    sink.free.set()
     trainer.teardown()
-    assert len(ListLoggerAddon.sink.rows) == 1000
-    assert took < 2.0
+    assert len(sink.rows) == 1000
 
 
 def test_the_trainer_without_loggers_is_untouched():

@@ -125,7 +125,7 @@ def test_a_server_that_is_not_there_is_a_warning(caplog, monkeypatch):
     state = random.getstate()
     for thread in threading.enumerate():
         if thread.name == "zae-mlflow":
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
     assert random.getstate() == state
     assert len(list(Path("zae-offline").iterdir())) == 1

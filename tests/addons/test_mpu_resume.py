@@ -50,7 +50,7 @@ def test_every_add_on_resumes_bitwise(world, tmp_path):
             Task, add_ons, model=network(batch_norm, 0.3), seed=4, gradient_clip=1.0, precision="fp16",
             loss_scale=(128.0, 1.0), gradient_accumulation_steps=2, patience=50, decay=0.9,
             scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-            save_path=tmp_path / name, save_every=1, keep_last=None, resume=resume, timeout=20.0,
+            save_path=tmp_path / name, save_every=1, keep_last=None, resume=resume, timeout=120.0,
         )  # fmt: skip
         return trainer, trainer.run(3, loader(size, 3, 2), loader(7, 3))
 

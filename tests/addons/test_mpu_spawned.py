@@ -23,7 +23,7 @@ from zae.launch import transfer
 
 def spawned(devices, **options):
     return build(
-        Seen, (MultiGPUAddon, EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon), devices, patience=50, timeout=20.0,
+        Seen, (MultiGPUAddon, EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon), devices, patience=50, timeout=120.0,
         jsonl_path="log.jsonl", log_every=1,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), **options,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
 
     def run(*calls):
         data, drawn = dataset(12), Drawn(12)
-        trainer = build(Task, (MultiGPUAddon,), ["cpu", "cpu"], timeout=20.0)
+        trainer = build(Task, (MultiGPUAddon,), ["cpu", "cpu"], timeout=120.0)
         with forks():
             for n_epoch in calls:
                 trainer.run(n_epoch, DataLoader(data, 2, sampler=drawn))
@@ -82,7 +82,7 @@ def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
 @pytest.mark.covers("P-55")
 def test_what_the_caller_does_between_two_runs_stays(tmp_path):
     """P-55, P-12: resume="auto" is for the first run of a script: the ranks of a second one begin from the caller's."""
-    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=20.0, save_path=tmp_path / "run",
+    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=120.0, save_path=tmp_path / "run",
                     resume="auto")  # fmt: skip
     with forks():
         trainer.run(1, loader(8, 2))
@@ -173,7 +173,7 @@ def test_devices_are_those_asked_for():
 
 def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
     """F-B5: distributed to one process: refused by name; with the add-on and reshard=True it continues."""
-    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], save_path=tmp_path / "two", timeout=20.0)
+    trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], save_path=tmp_path / "two", timeout=120.0)
     with forks():
         trainer.run(1, loader(8, 2))
     assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2

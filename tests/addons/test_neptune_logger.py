@@ -168,7 +168,7 @@ def test_fault_the_host_is_unreachable(kind, caplog, capfd):
         begin = time.monotonic()
         trainer.run(3, loader())
         took = time.monotonic() - begin
-    assert took < 5
+    assert took < 15  # To wait for each of the 12 records would take 18 s.
     assert digest(trainer) == digest(plain)
     failed, told = warned(caplog)
     assert "neptune failed" in failed

@@ -32,7 +32,7 @@ def run_blocks(blocks):
     """Run blocks as one script, and return what it has printed."""
     Path("page.py").write_text("\n".join(blocks))
     with forks():
-        status, shown, said = Script(Path("page.py").absolute()).end(60)
+        status, shown, said = Script(Path("page.py").absolute()).end()
     assert (status, said) == (0, "")
     return shown
 

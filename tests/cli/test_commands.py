@@ -34,7 +34,7 @@ print("slow:", *sorted({"torch", "numpy", "zae.trainer"} & set(sys.modules)))
 def helps() -> tuple[str, str]:
     """Return the help of all commands, in 80 columns, and which slow modules were imported for it."""
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     text, _, slow = done.stdout.rpartition("slow:")
     return text, slow.strip()

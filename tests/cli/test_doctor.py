@@ -146,7 +146,7 @@ def test_what_is_closed_ends_no_command_otherwise(closed: str, tmp_path: Path) -
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     called = f'"{sys.executable}" -m zae diff one "$name" {closed}; echo "$name $?" >> statuses'
     script = f"for name in {' '.join(statuses)}; do {called}; done"
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert (tmp_path / "statuses").read_text().split() == [str(each) for item in statuses.items() for each in item]
     assert "Traceback" not in done.stderr
     assert ">&-" not in closed.split() or done.stdout == ""

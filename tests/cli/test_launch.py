@@ -37,7 +37,7 @@ def test_ranks_on_this_machine() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     for status, given in ((0, "0"), (1, "3")):
         line = [sys.executable, "-m", "zae", "launch", "train.py", "-n", "2", "--", "--lr", given]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == status, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 ['--lr', '{given}']" for rank in (0, 1)]
         assert status or done.stderr == ""
@@ -126,7 +126,7 @@ def test_a_job_that_is_queued_again_before_its_time_is_over(
         given = ["train.py", "--slurm", "-n", "2", "--cpu", "--submit", "--", name, pause]
         assert launch(capsys, *given)[:2] == (0, "Submitted batch job 7\n")
         shutil.move("submitted.sh", f"{name}.sh")
-    subprocess.run(["bash", "whole.sh"], env=environment, check=True, timeout=200)
+    subprocess.run(["bash", "whole.sh"], env=environment, check=True, timeout=600)
     assert len(Path("steps").read_text().split()) == 20
     Path("steps").unlink()
     with subprocess.Popen(["bash", "run.sh"], env=environment) as job:
@@ -141,7 +141,7 @@ def test_a_job_that_is_queued_again_before_its_time_is_over(
     assert not Path("run.pt").exists()
     [saved] = Path("run").glob("step-*")
     again = {**environment, "SLURM_RESTART_COUNT": "1"}
-    subprocess.run(["bash", "run.sh"], env=again, check=True, timeout=200)
+    subprocess.run(["bash", "run.sh"], env=again, check=True, timeout=600)
     steps = [int(line) for line in Path("steps").read_text().split()]
     assert steps == list(range(20)), f"a step was lost or made twice after {saved.name}"
     one, other = (torch.load(f"{name}.pt", weights_only=True) for name in ("whole", "run"))

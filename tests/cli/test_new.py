@@ -85,6 +85,6 @@ def test_it_passes_its_own_checks(kind: str, name: str, capsys: pytest.CaptureFi
     for command in commands:
         words = command.split(" ", 1) if command.startswith("-c") else command.split()
         words += ["-q", "egg_info"] if command.startswith("-c") else []
-        done = subprocess.run([sys.executable, *words], cwd="made", capture_output=True, text=True, timeout=240,
+        done = subprocess.run([sys.executable, *words], cwd="made", capture_output=True, text=True, timeout=600,
                               env=environment)  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -94,7 +94,7 @@ def shown() -> tuple[list[list[Any]], dict[int, int]]:
     for path in sorted(FOLDER.glob("*.ipynb")):
         cells += [nbformat.v4.new_code_cell("%reset -f"), *nbformat.read(path, 4).cells]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    client = Counted(notebook, timeout=120, kernel_name="python3", allow_errors=True)
+    client = Counted(notebook, timeout=600, kernel_name="python3", allow_errors=True)
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
     return [cell.get("outputs", []) for cell in notebook.cells], updates
 

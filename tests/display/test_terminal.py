@@ -70,7 +70,7 @@ def on_a_terminal(command: tuple[Path, str], columns: int = 120, **environment: 
                 break
             out += part
     os.close(master)
-    status, _, error = process.end(30)
+    status, _, error = process.end()
     assert status == 0, out.decode() + error
     return out.decode()
 
@@ -156,7 +156,7 @@ def test_no_color(tmp_path: Path, shown: Any) -> None:
 @pytest.mark.covers("X-7")
 def test_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
     """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
-    assert Script(*script(tmp_path)).end(60) == (0, "", "")
+    assert Script(*script(tmp_path)).end() == (0, "", "")
     assert (tmp_path / "end.txt").read_text() == shown[2]
 
 

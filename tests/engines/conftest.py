@@ -16,7 +16,7 @@ def crews() -> Iterator[Callable[[int], Crew]]:
 
     def crew(world: int) -> Crew:
         if world not in made or not made[world].alive:
-            made[world] = Crew(world, timeout=25)
+            made[world] = Crew(world, timeout=75)
         return made[world]
 
     yield crew

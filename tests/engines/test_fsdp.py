@@ -7,7 +7,6 @@ import ctypes
 import functools
 import os
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
+from kit.faults import wait_for
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError
 from zae.addons import CompileAddon, EMAAddon, FSDPAddon
@@ -311,16 +311,15 @@ def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_do(tmp_path):
     """It waits for the timeout, and not longer."""
 
     def ranks():
-        trainer = trainer_of(net(), timeout=3)
+        trainer = trainer_of(net(), timeout=8)
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match=r"(?i)timed out") as raised:
                 trainer.evaluate(data(4))
             (tmp_path / "notes").write_text("\n".join(raised.value.__notes__))
         else:
             with trainer.ready():
-                while not (tmp_path / "notes").exists():
-                    time.sleep(0.01)
+                wait_for((tmp_path / "notes").exists)
         os._exit(0)  # The group is of no use anymore.
 
-    each_rank(2, ranks, timeout=3)
+    each_rank(2, ranks, timeout=8)
     assert "evaluate on every rank, not under `if self.is_main`" in (tmp_path / "notes").read_text()

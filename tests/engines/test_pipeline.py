@@ -564,12 +564,12 @@ def test_steps_and_batches_that_cannot_be_divided(name: str) -> None:
     task, options, message = STEPS[name]
     began = time.monotonic()
     found = each_rank_failing(task, options)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100  # A rank that waited for another would do so for 300 s.
     assert any(re.search(message, each, re.DOTALL) for each in found), found
 
 
 def each_rank_failing(task: type[Task], options: dict[str, Any]) -> list[str]:
     try:
-        return each_rank(2, functools.partial(failing, task, **options))
+        return each_rank(2, functools.partial(failing, task, **options), timeout=300.0)
     except AssertionError as error:
         return [str(error)]

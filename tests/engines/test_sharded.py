@@ -353,7 +353,7 @@ class Held(RefusingDisk):
         if name == "create" and args[0].suffix == ".safetensors":
             self.threads.add(threading.current_thread().name)
         if threading.current_thread() is not threading.main_thread():
-            assert self.may_go_on.wait(10)
+            assert self.may_go_on.wait(120)
         super().before(name, args)
 
 
@@ -527,7 +527,7 @@ class Stuck(Disk):
 
 
 def hang_late(path: Path, victim: int, at: int) -> None:
-    made, loader = begun(path, save_async=True, timeout=1.5)
+    made, loader = begun(path, save_async=True, timeout=6)
     with installed(Stuck(at if dist.get_rank() == victim else -1)):
         made.run(2, loader, max_steps=2)
 
@@ -611,7 +611,7 @@ def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list
     ranks = [Child(write_share, each, rank, pipes, path, disks[rank]) for rank, each in enumerate(planned)]
     for pipe in pipes:
         pipe.close()
-    return [each.wait(10) for each in ranks]
+    return [each.wait() for each in ranks]
 
 
 def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path, crews: Any) -> None:
@@ -668,12 +668,12 @@ def kill(number: int) -> Any:
 
 
 def hang() -> None:
-    time.sleep(3)
+    time.sleep(60)
 
 
 WAYS: dict[str, tuple[Any, int, dict[str, Any], str, int]] = {
     "killed in a thread": (kill(signal.SIGKILL), 1, {"save_async": True}, "rank 1 of 2: ended with -9", 4),
-    "hangs": (hang, 1, {"timeout": 1.5}, "rank 0 of 2: .*did not answer within the timeout of 1.5 s", 4),
+    "hangs": (hang, 1, {"timeout": 6}, "rank 0 of 2: .*did not answer within the timeout of 6 s", 4),
     "killed": (kill(signal.SIGKILL), 0, {}, "rank 0 of 2: ended with -9", 4),
     "asked": (kill(signal.SIGTERM), 1, {}, "rank 1 of 2: SystemExit", 6),
 }

@@ -210,7 +210,7 @@ def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) ->
     engine = ENGINES[name]
     cls = Fails.add_on(*engine.add_ons, StateManagerAddon)
     trainer = cls(net(), ["cpu"] * engine.world, optimizer=sgd, save_path=tmp_path / "save", save_every=2,
-                  log_bar=False, timeout=20, **engine.options)  # fmt: skip
+                  log_bar=False, timeout=120, **engine.options)  # fmt: skip
     with forks(), pytest.raises(KeyError, match="gone") as raised:
         trainer.run(1, data(16 * engine.world))
     assert re.search(r"cannot save it; the newest regular checkpoint is .*step-00000002", str(raised.value.__notes__))
@@ -225,7 +225,7 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
     cls = Task.add_on(*engine.add_ons, EMAAddon)
     options: list[dict[str, Any]] = [{}] if engine.world == 2 else []
     for more in options + [{"meta_init": True}] * sharded(engine):
-        trainer = cls(Double, ["cpu"] * engine.world, optimizer=sgd, decay=0.5, seed=0, log_bar=False, timeout=20,
+        trainer = cls(Double, ["cpu"] * engine.world, optimizer=sgd, decay=0.5, seed=0, log_bar=False, timeout=120,
                       **engine.options, **more)  # fmt: skip
         single = build(None, EMAAddon, model=Double, optimizer=sgd, decay=0.5)
         for _ in range(2):

@@ -150,7 +150,7 @@ def test_uploads_run_in_a_thread_one_at_a_time(hub: Hub, tmp_path: Path) -> None
     uploader = Uploader("me/net", token=TOKEN, api=HfApi(endpoint=hub.url))
     hub.gate.clear()
     assert uploader.start(Push(tmp_path, "first"))
-    assert hub.arrived.acquire(timeout=20)
+    assert hub.arrived.acquire(timeout=120)
     (tmp_path / "config.json").unlink()  # Replaced, not overwritten: the upload has the file of its time.
     (tmp_path / "config.json").write_text("2")
     assert not uploader.start(Push(tmp_path, "second"))

@@ -110,7 +110,7 @@ def on_ranks(
             kind(folder, *(() if engine is None else (engine,)))
         return places.count
 
-    return each_rank(world, rank, timeout=30)
+    return each_rank(world, rank)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ class Hub:
             self.unknown.append((path, body))
             return 404, {"error": path}
         self.arrived.release()
-        self.gate.wait(20)
+        self.gate.wait(120)
         if self.fails:
             self.fails -= 1
             return 403, {"error": "the disk of the hub is full"}

@@ -215,7 +215,7 @@ def wandb_records(path):
 
 def finished_wandb_records(path):
     """Every record of a run that was finished: the client's service writes the last ones a moment later."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     found = []
     while not any(r.WhichOneof("record_type") == "exit" for r in found) and time.monotonic() < end:
         time.sleep(0.02)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from kit.faults import Child, Outcome, ambient
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 """Seconds for one call of the process group. All ranks must have ended after twice as long, on a machine at rest."""
 
 MOST_PATIENCE = 6.0
@@ -47,7 +47,7 @@ PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends, however that ends."""
 
 GRACE = 1.0
-"""Seconds for the other ranks to end after one has failed."""
+"""Seconds for the other ranks to end after one has failed, on a machine at rest."""
 
 
 def patience() -> float:
@@ -79,7 +79,7 @@ def each_rank(world: int, function: Callable[..., Any], *args: Any, timeout: flo
             Child(_be_rank, rank, world, Path(folder), timeout, seconds, functools.partial(function, *args))
             for rank in range(world)
         ]
-        failed = _wait(ranks, outcomes := {}, seconds + 1, Path(folder))
+        failed = _wait(ranks, outcomes := {}, seconds, Path(folder))
     assert not failed, "\n".join(failed)
     return [outcomes[rank].result for rank in range(world)]
 
@@ -87,7 +87,7 @@ def each_rank(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 def _wait(ranks: list[Child], outcomes: dict[int, Outcome], seconds: float, folder: Path) -> list[str]:
     """Collect how each rank ended, and describe those that failed, the first one first."""
     failed, late = [], []
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds + 1  # By then each has written where it is.
     while len(outcomes) < len(ranks) and time.monotonic() < deadline:
         for rank, child in enumerate(ranks):
             if rank in outcomes or (outcome := child.poll()) is None:
@@ -95,11 +95,11 @@ def _wait(ranks: list[Child], outcomes: dict[int, Outcome], seconds: float, fold
             outcomes[rank] = outcome
             if outcome.status:
                 failed.append(f"rank {rank} of {len(ranks)}: {outcome.error or f'ended with {outcome.status}'}")
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + GRACE * patience())
         time.sleep(0.001)
     for rank in {*range(len(ranks))} - {*outcomes}:
         ranks[rank].kill()
-        late.append(f"rank {rank} of {len(ranks)} did not end:\n{_stack(folder, rank)}")
+        late.append(f"rank {rank} of {len(ranks)} did not end within {seconds:g} s:\n{_stack(folder, rank)}")
     return failed or late
 
 
@@ -180,7 +180,7 @@ class Crew:
                     error = "it ended"
                 if error:
                     failed.append(f"rank {rank} of {len(self._ranks)}: {error}")
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + GRACE * patience())
         if pending or failed:
             late = [f"rank {rank} did not end:\n{_stack(self._path, rank)}" for rank in pending.values()]
             self.end()

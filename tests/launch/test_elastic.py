@@ -93,7 +93,7 @@ def counts(world: int, after: int = 0) -> int:
 def test_a_node_leaves_and_comes_back() -> None:
     """Each step has the samples of one process that nothing disturbs, and so have the weights, up to rounding."""
     Path("elastic.py").write_text(textwrap.dedent(SCRIPT))
-    subprocess.run([sys.executable, "elastic.py", "whole", "0"], check=True, timeout=120)
+    subprocess.run([sys.executable, "elastic.py", "whole", "0"], check=True, timeout=600)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -24,7 +24,7 @@ from zae.storage.checkpoint import load_checkpoint
 ENDS = {
     "raise": (ValueError, r"^bad sample \[rank {who} of 2\]"),
     "kill": (DistributedError, r"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"),
-    "hang": (DistributedError, r"rank {who} \(process \d+\) of 2 did not answer within timeout=2 s"),
+    "hang": (DistributedError, r"rank {who} \(process \d+\) of 2 did not answer within timeout=8 s"),
 }
 
 
@@ -54,8 +54,9 @@ class Fails(Task):
 
 
 def run(folder, how="", who=0, where="step", engine=MultiGPUAddon):
+    timeout = 8.0 if how == "hang" else 200.0
     trainer = build(
-        Fails, (engine, StateManagerAddon), ["cpu", "cpu"], timeout=2.0, seed=1, save_path=folder, save_every=2,
+        Fails, (engine, StateManagerAddon), ["cpu", "cpu"], timeout=timeout, seed=1, save_path=folder, save_every=2,
         keep_last=None, resume="auto",
     )  # fmt: skip
     trainer.how, trainer.who, trainer.where = how, who, where
@@ -90,7 +91,7 @@ def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkey
     begun = time.monotonic()
     with pytest.raises(kind, match=text.format(who=who)):
         run("run", how, who, where, engine)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 150  # What is known at once waits for no timeout.
     assert not dist.is_initialized()
     assert not re.search("terminate called|SIGABRT|Fatal Python", capfd.readouterr().err)
     saved = sorted(path.name for path in Path("run").iterdir() if not path.name.startswith("crash-"))
@@ -140,7 +141,7 @@ def test_ranks_that_all_end_at_once_are_an_error(monkeypatch):
             process.join()
 
     monkeypatch.setattr(launching._Ranks, "_note_deaths", late)
-    trainer = build(EndsAll, (MultiGPUAddon,), ["cpu", "cpu"], timeout=5.0, seed=1)
+    trainer = build(EndsAll, (MultiGPUAddon,), ["cpu", "cpu"], timeout=60.0, seed=1)
     with forks(), pytest.raises(DistributedError, match=r"rank 0 of 2 \(process \d+\) ended"):
         trainer.run(2, loader(16, 2, 3))
 
@@ -174,7 +175,7 @@ def test_ranks_that_call_different_blocks(level, kind, text, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
     dist.set_debug_level_from_env()  # As torch does when it is imported, which a fork does not do.
     rows = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]).repeat(4, 1)
-    trainer = build(Depth, (FSDPAddon,), ["cpu", "cpu"], model=Deep(), timeout=5.0, seed=1)
+    trainer = build(Depth, (FSDPAddon,), ["cpu", "cpu"], model=Deep(), timeout=60.0, seed=1)
     with forks(), pytest.raises(kind, match=text) as caught:
         trainer.run(1, DataLoader(TensorDataset(rows), 1))
     monkeypatch.undo()

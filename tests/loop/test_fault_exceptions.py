@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from kit import faults, hand
-from kit.faults import answer, build
+from kit.faults import answer, build, wait_for
 from zae import Every
 from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.storage import filesystem
@@ -135,8 +135,7 @@ class Poisoned(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index == 30 and self.how != "killed in a step":
             if self.how == "killed":
-                while not self.asked.exists():
-                    time.sleep(0.01)
+                wait_for(self.asked.exists)
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("sample 30 is unreadable")
         return self.data[index]
@@ -163,14 +162,14 @@ class KillsWorker(faults.Task):
     def train_step(self, batch: Any) -> dict[str, Any]:
         if self.progress_checker.step == 2:
             multiprocessing.active_children()[0].kill()
-            time.sleep(20)  # The death interrupts it.
+            time.sleep(600)  # The death interrupts it.
         return super().train_step(batch)
 
 
 @pytest.mark.covers("F-D7")
 @pytest.mark.parametrize("how", ["killed", "killed in a step", "raises"])
 def test_a_worker_dies(folder: Path, how: str) -> None:
-    """F-D7: within 10 s an error names the worker and the dataset, and the crash checkpoint is there."""
+    """F-D7: at once an error names the worker and the dataset, and the crash checkpoint is there."""
 
     def run() -> Any:
         made = build(KillsWorker if "step" in how else AsksForTheLast, StateManagerAddon, save_path=folder / "run")
@@ -184,7 +183,7 @@ def test_a_worker_dies(folder: Path, how: str) -> None:
         return None
 
     text, seconds, message, kind = answer(run)
-    assert seconds < 10
+    assert seconds < 100  # And not after the 600 s of the step.
     if how != "raises":  # In the exception itself: notes are not seen everywhere.
         assert kind is RuntimeError
         assert re.search(r"DataLoader worker \d? ?\(pid", message)

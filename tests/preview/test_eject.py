@@ -384,7 +384,7 @@ def test_a_plain_trainer_is_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(train.splitlines()) <= 25
     assert said == f"{path}: {len(text.splitlines())} lines\n"
     (tmp_path / "zae.py").write_text("raise ImportError('zae is not here')")
-    done = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     trainer, run = load(tmp_path / "user_script.py", "user_script").make_trainer()
     trainer.run(**run)

@@ -351,7 +351,7 @@ def two_ranks(folder: Path, seed: int, at: int) -> Any:
     model = faults.classifier()
     trainer = OfTwo.add_on(StateManagerAddon, EMAAddon, MultiGPUAddon)(
         model, ["cpu", "cpu"], optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), seed=7, log_bar=False,
-        save_path=folder / "run", resume="auto", timeout=60.0, decay=0.5,
+        save_path=folder / "run", resume="auto", timeout=120.0, decay=0.5,
     )  # fmt: skip
     trainer.notes, trainer.at = folder / "notes", at
     sizes = {"one": 2, "two": 38, "three": 8}

@@ -510,12 +510,12 @@ def test_a_save_in_another_thread_is_not_swept(tmp_path: Path, watch: Callable[.
     def wait(number: int, name: str, given: tuple[Any, ...]) -> None:
         if name == "fsync" and threading.current_thread() is slow:
             half.set()
-            go_on.wait(10)
+            go_on.wait(120)
 
     slow = threading.Thread(target=save, args=(tmp_path, 1))
     watch(wait)
     slow.start()
-    half.wait(10)
+    half.wait(120)
     save(tmp_path, 2)
     go_on.set()
     slow.join()

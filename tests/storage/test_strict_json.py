@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.limits import within
 from zae.errors import CheckpointDamaged
 from zae.storage.strict_json import strict_json
 
@@ -65,10 +65,8 @@ def test_security_c5_refused_with_the_file_and_the_reason(data: bytes, message: 
     ids=["lists", "dicts", "behind escapes", "quotes", "escaped quotes", "backslashes"],
 )
 def test_hostile_text_is_refused_in_time(data: bytes) -> None:
-    start = time.perf_counter()
-    with pytest.raises(CheckpointDamaged):
+    with within(5.0), pytest.raises(CheckpointDamaged):
         strict_json(data, "x")
-    assert time.perf_counter() - start < 1.0
 
 
 def test_brackets_inside_text_do_not_count() -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from kit.limits import within
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.hashed_io import Input, open_input
 from zae.storage.tensor_bytes import DTYPES
@@ -229,16 +229,14 @@ HOSTILE = {
 
 @pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_headers_are_damage_within_a_second(name: str) -> None:
+def test_hostile_headers_are_damage_within_seconds(name: str) -> None:
     tracemalloc.start()
-    start = time.perf_counter()
     try:
-        with pytest.raises(CheckpointDamaged, match=r"^model\.safetensors: "):
+        with within(5.0), pytest.raises(CheckpointDamaged, match=r"^model\.safetensors: "):
             read(HOSTILE[name])
         assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 1.0
 
 
 @pytest.mark.covers("F-C5")

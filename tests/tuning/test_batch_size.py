@@ -42,7 +42,7 @@ print(json.dumps([found.micro_batch_size, found.gradient_accumulation_steps, fou
 
 @pytest.mark.covers("X-11")
 def test_a_limit_of_memory_divides_the_batch() -> None:
-    status, out, err = Script(LIMITED).end(120)
+    status, out, err = Script(LIMITED).end()
     assert status == 0, err
     size, count, tried, same = json.loads(out)
     assert same
