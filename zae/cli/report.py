@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def names_of(paths: list[Path]) -> list[str]:
     """Name each path by as many of its last parts as tell them apart."""
     parts = [path.absolute().with_suffix("" if path.is_file() else path.suffix).parts for path in paths]
+    names: list[str] = []
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):

@@ -144,8 +144,9 @@ def _path_of(path: Any, name: str, kind: str) -> Path:
     """Return the path with its home folder expanded; refuse what cannot be a path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"{name}={path!r}; it must be the path of a {kind}")
+    expanded = Path(path)
     try:
-        expanded = Path(path).expanduser()
+        expanded = expanded.expanduser()
         os.stat(expanded)
     except RuntimeError:
         raise ConfigError(f"{name}={str(path)!r}: there is no such home folder; write the path in full") from None

@@ -12,9 +12,9 @@ import itertools
 import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,8 @@ def check_rates(what: str, saved: Any, present: Any) -> None:
     for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
         value, is_rate = saved[name], name in _RATES
         several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))
-        for old, new in zip(value, present[name]) if several else [(value, present[name])]:
+        pairs = cast(Iterable[Any], zip(value, present[name]) if several else [(value, present[name])])
+        for old, new in pairs:
             if _is_number(new) and not _is_number(old):
                 raise _refusal(what, name, value, "a number")
             if is_rate and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):

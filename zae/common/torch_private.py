@@ -241,7 +241,7 @@ def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 def is_profiling() -> bool:
     """Return whether a profiler is active."""
     try:
-        return torch._C._autograd._profiler_enabled()
+        return torch.autograd._profiler_enabled()
     except AttributeError:
         return True
 

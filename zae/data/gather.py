@@ -227,17 +227,20 @@ def _sampled_rows(entries: Iterable[Any], length: int) -> Iterator[Any]:
 def _gather_batches(loader: Any, pieces: Iterable[Any]) -> Iterator[Any]:
     """Yield batches of these rows; a step may replace the tensors or indices of the dataset."""
     dataset, length = loader.dataset, len(loader.dataset)
+    is_subset = type(loader.dataset) is Subset
     parts: list[Any] = []
     tensors: Any = None
+    source: Any = None
     for rows in pieces:
-        if type(dataset) is Subset or dataset.tensors is not tensors:
+        if is_subset or dataset.tensors is not tensors:
             now = _sources_of(dataset)
             if len(now) != len(parts) or not all(map(is_, now, parts)):
                 parts, tensors, source = now, now[-1], _source_of(dataset, length)
         if type(rows) is tuple:
             yield _fetch(loader, rows[0])
         elif source is not None:
-            yield _take_rows(*source, rows)
+            found, among = source
+            yield _take_rows(found, among, rows)
         else:
             yield _fetch(loader, [*range(length)[rows]] if type(rows) is slice else rows.tolist())
 

@@ -85,7 +85,7 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
             raise ConfigError("drop_last=True is for batches of batch_size; those of max_tokens differ in size anyway")
         self.seed, self.epoch = check_count("seed", seed, least=0), 0
         group = check_count("group_size", group_size, optional=True)
-        typical = self.batch_size or max(1, self.max_tokens // max(1, int(self.lengths.mean())))
+        typical = self.batch_size or max(1, (self.max_tokens or 0) // max(1, int(self.lengths.mean())))
         self.group_size = group or 50 * typical
         self._made: tuple[int, list[list[int]]] = (-1, [])
 

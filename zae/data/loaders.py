@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -144,7 +144,7 @@ def with_entries(loader: _Loader, wrap: Callable[[Any, int], Any]) -> _Loader:
     return copy_with(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
 
 
-def is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> TypeGuard[Any]:
     """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 

@@ -141,7 +141,7 @@ class Mixture(Dataset[Any]):
             name, rows = self._names[source], [row for _, row in run]
             dataset = self.datasets[name]
             fetch = getattr(dataset, "__getitems__", None)
-            found = fetch(rows) if callable(fetch) else [dataset[row] for row in rows]
+            found = [dataset[row] for row in rows] if fetch is None else fetch(rows)
             samples += [(name, sample) for sample in found] if self.with_names else found
         return samples
 

@@ -40,7 +40,7 @@ def mute_workers(expected: bool = False) -> None:
     _expected = _expected or expected
     handler = None if _CHILD is None else signal.getsignal(_CHILD)
     is_torch_s = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
-    if is_torch_s and threading.current_thread() is threading.main_thread():
+    if is_torch_s and _CHILD is not None and threading.current_thread() is threading.main_thread():
         _muted[:] = [handler]  # Stored first: signal.signal raises for a pending signal.
         signal.signal(_CHILD, signal.SIG_DFL)
 

@@ -293,7 +293,7 @@ def _read(callback: Any) -> Any:
     """Return the state of a callback; None where it keeps none."""
     if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
         return callback.state_dict()
-    names = tuple(getattr(callback, "state_attributes", ()))
+    names: tuple[str, ...] = tuple(getattr(callback, "state_attributes", ()))
     if names:
         missing = [name for name in names if not hasattr(callback, name)]
         if missing:

@@ -275,16 +275,13 @@ class ReaderLoader:
 
 def _check_unit(name: str, unit: Any) -> None:
     """Refuse what is not a unit, or one whose model cannot be replaced by what an engine puts around it."""
-    if (
-        not callable(unit)
-        or isinstance(unit, (type, nn.Module))
-        or not isinstance(getattr(unit, "model", 0), nn.Module)
-    ):
+    model = getattr(unit, "model", None)
+    if not callable(unit) or isinstance(unit, (type, nn.Module)) or not isinstance(model, nn.Module):
         raise TaskError(
             f"{name} is {kind_of(unit)}; give an object with __call__(batch) -> (loss, num_targets) and an attribute, "
             "or a property, model"
         )
-    if not _places_of(unit, unit.model):
+    if not _places_of(unit, model):
         raise TaskError(
             f"no attribute of {type(unit).__name__} holds its model, so that it would call the model without "
             "DistributedDataParallel or another engine; write self._model = model in its __init__"

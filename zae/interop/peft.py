@@ -208,8 +208,9 @@ def _update(sha: Any, name: str, value: Any) -> None:
             f"PEFTAddon hashes the frozen weights, and {name} is on the meta device; build the model with its weights, "
             "without meta_init=True"
         )
-    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):  # Quantized by torchao.
-        inner, context = value.__tensor_flatten__()
+    flatten = getattr(value, "__tensor_flatten__", None)  # Quantized by torchao.
+    if isinstance(value, Tensor) and flatten is not None:
+        inner, context = flatten()
         sha.update(repr(context).encode())
         for each in inner:
             _update(sha, f"{name}.{each}", getattr(value, each))

@@ -230,7 +230,7 @@ class Carried:
         return f"Carried(add_ons=[{names}], options={self.options}, run={self.run})\n{self.report}"
 
 
-def _make_model(make: Callable[[], nn.Module], calls: tuple[Callable[[Any], Any], ...]) -> nn.Module:
+def _make_model(make: Callable[..., Any], calls: tuple[Callable[[Any], Any], ...]) -> nn.Module:
     return _prepared(make(), calls)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class Replica(DistributedDataParallel):
             return
         own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
         if own or (name.startswith("_") and not hasattr(self.module, name)):
-            super().__setattr__(name, value)
+            super().__setattr__(name, cast(Any, value))
         else:
             setattr(self.module, name, value)
 
@@ -107,7 +107,7 @@ class CommunicationHook(NamedTuple):
     @classmethod
     def parse(cls, given: Any) -> CommunicationHook:
         """Accept a hook, or a tuple of a state and a hook."""
-        found = cls(*given) if isinstance(given, tuple) and len(given) == 2 else cls(None, given)
+        found = cls(*given) if isinstance(given, tuple) and len(given) == 2 else cls(None, cast(Any, given))
         if not callable(found.hook) or isinstance(found.hook, type):
             raise ConfigError(
                 f"comm_hook={given!r}; it must be a function (state, bucket) such as "

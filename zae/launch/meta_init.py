@@ -30,13 +30,15 @@ class MetaInit:
     def __init__(self, factory: Any) -> None:
         if isinstance(factory, nn.Module) or not callable(factory):
             raise ConfigError(f"meta_init=True needs what makes the model, its class or a function: {_AS_CLASS}")
-        self.factory = factory
+        self.factory: Any = factory
 
     @classmethod
     def in_place_of_model(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MetaInit, tuple[Any, ...], Any]:
         """Return what makes the model, and the arguments of a trainer with `make_empty` as their model."""
         made = cls(args[0] if args else kwargs.get("model"))
-        return made, *(((made.make_empty, *args[1:]), kwargs) if args else ((), {**kwargs, "model": made.make_empty}))
+        if args:
+            return made, (made.make_empty, *args[1:]), kwargs
+        return made, (), {**kwargs, "model": made.make_empty}
 
     def make_empty(self) -> nn.Module:
         """Return a model without weights."""

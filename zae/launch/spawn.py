@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -195,7 +195,7 @@ class _Ranks:
     def __init__(self, tasks: list[Task], show: Callable[..., Any] | None) -> None:
         self._tasks, self._show = tasks, show
         self._processes: list[Any] = []
-        self._connections: dict[Connection, int] = {}
+        self._connections: dict[Any, int] = {}  # The pipe of each rank: a Connection, or on Windows a PipeConnection.
         self._reports: dict[int, Report] = {}
         self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
         self._ended_here: set[int] = set()

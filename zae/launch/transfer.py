@@ -153,11 +153,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """List the parts of what ``__reduce_ex__`` returned: the state first, because it has names."""
-    state = made[2] if len(made) > 2 else None
+    _, arguments, *rest = made
+    state = rest[0] if rest else None
     for each in state if isinstance(state, tuple) else (state,):
         if isinstance(each, Mapping):
             yield from ((f".{key}", part) for key, part in each.items())
-    for argument in made[1]:
+    for argument in arguments:
         if isinstance(argument, type):
             yield " (its class)", argument
         elif argument is not None:

@@ -111,7 +111,7 @@ class Evaluation:
 
     def epoch(self, loader: Any, place: tuple[int, int] = (0, 1), name: str | None = None) -> Metrics:
         """Return the metrics of a loader, which of how many it is; raise `EvaluationAborted` after a signal."""
-        trainer = self.trainer
+        trainer, metrics = self.trainer, Metrics()
         with self._fresh_log(), self._testing(loader, place=place, name=name):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)

@@ -79,7 +79,7 @@ class Metrics(dict[str, Any]):
         return dict.__contains__(self, key) or (isinstance(key, str) and _find(self, key) is not None)
 
 
-def _find(row: Mapping[str, Any], key: str) -> str | None:
+def _find(row: dict[str, Any], key: str) -> str | None:
     """Return the key of a row that a name with another prefix means."""
     prefix, bare = split_prefix(key)
     names = [bare, *(f"{p}{mark}{bare}" for p in ([prefix] if prefix else _PREFIXES) for mark in "_/")]

@@ -113,8 +113,8 @@ class Preview:
         """Describe a run in mode "test"."""
         found = self.found
         found.batches_per_epoch, found.steps_per_epoch = length_of(self.run.loader), 0
-        found.last_step = self.trainer.progress_checker.step
-        found.first_step = found.last_step + 1
+        found.last_step = step = self.trainer.progress_checker.step
+        found.first_step = step + 1
         found.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
 
     def count_steps(self) -> None:

@@ -190,7 +190,7 @@ class Search:
         """Make the trainer, let it train, and return the scores; None for a trial that is pruned."""
         trainer, score = _checked(self.make_trainer(trial)), Score(self.objective, self.directions)
         if hasattr(trainer, "overwrite") and trial.is_continued:
-            trainer.overwrite = True  # Where it does not resume, what it had saved would be in its way.
+            cast(Any, trainer).overwrite = True  # Where it does not resume, what it had saved would be in its way.
         try:
             score.check_monitor(trainer.history)
         except ConfigError:

@@ -46,7 +46,8 @@ class Predictions:
             return
         self._is_array = self.path.suffix.lower() == ".npy"
         try:
-            self._is_array or format_of(self.path)
+            if not self._is_array:
+                format_of(self.path)
         except ConfigError:
             raise ConfigError(
                 f"path={str(path)!r} has no suffix of a file of predictions; write .npy, .safetensors or .pt"

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             raise ConfigError(
                 f"{arguments.minutes:g} minutes are too short for the first run; give --minutes"
             ) from None
-        rows = [(name, *each) for name in chosen for each in findings(found, name)]
+        rows = [(name, status, detail) for name in chosen for status, detail in findings(found, name)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return _answer(arguments.out, f"{path.name}:{function}", found, rows, time.monotonic() - began)

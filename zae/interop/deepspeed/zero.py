@@ -48,7 +48,9 @@ def load_library(device: torch.device, compiles: bool) -> Any:
         raise ConfigError(text) from error
     from deepspeed.accelerator import get_accelerator
 
-    if (found := get_accelerator().device_name().partition(":")[0]) != device.type:
+    accelerator = get_accelerator()
+    assert accelerator is not None
+    if (found := accelerator.device_name().partition(":")[0]) != device.type:
         raise ConfigError(
             f"device is {device.type!r}, and DeepSpeed uses {found!r} (DS_ACCELERATOR={wanted}); set "
             f"DS_ACCELERATOR={device.type} before deepspeed is imported"

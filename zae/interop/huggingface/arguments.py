@@ -180,7 +180,7 @@ def _fields(cls: type) -> tuple[str, ...]:
 def _hints(cls: type) -> dict[str, tuple[type, ...]]:
     """Return the types that each argument may have."""
     try:
-        hints = typing.get_type_hints(cls)
+        hints: dict[str, Any] = typing.get_type_hints(cls)
     except NameError:  # A type that is imported only for type checkers.
         hints = {each.name: each.type for each in dataclasses.fields(cls)}
     unions = (typing.Union, types.UnionType)

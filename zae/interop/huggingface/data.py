@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -30,7 +30,7 @@ def default_collator(processing_class: Any) -> Callable[[Any], Any]:
     from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 
     if isinstance(processing_class, (transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor)):
-        return transformers.DataCollatorWithPadding(processing_class)
+        return transformers.DataCollatorWithPadding(cast(Any, processing_class))
     return _collate_equal
 
 
@@ -48,7 +48,7 @@ def _collate_equal(rows: Any) -> Any:
 def forward_of(model: Any) -> Any:
     """Return the ``forward`` that reads the columns: that of the base model, where PEFT is around it."""
     base = getattr(model, "get_base_model", None)
-    return (base() if callable(base) else model).forward
+    return (model if base is None else base()).forward
 
 
 def columns_of(model: Any, label_names: Sequence[str]) -> list[str]:
@@ -103,6 +103,7 @@ class _EpochSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        assert self.generator is not None
         self.generator.manual_seed(self.seed + self.epoch)
         yield from super().__iter__()
 

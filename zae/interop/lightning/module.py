@@ -424,7 +424,9 @@ def loader_of(owner: Any, name: str) -> Any:
     made = getattr(owner, name)()
     batch = (Tensor, list, tuple, Mapping)
     if isinstance(made, (list, tuple)) and not all(isinstance(each, batch) for each in made):
-        made = {f"dataloader_idx_{index}": each for index, each in enumerate(made)} if len(made) > 1 else made[0]
+        made = (
+            {f"dataloader_idx_{index}": each for index, each in enumerate(made)} if len(made) > 1 else next(iter(made))
+        )
     if type(made).__name__ == "CombinedLoader":
         raise LoaderError(f"{name} returned a CombinedLoader, which is not carried over; return the loaders")
     return made

@@ -326,7 +326,7 @@ class TrainerView:
 class _PlanView(TrainerView):
     """Makes the optimizer for a plan, which reads its kind and settings."""
 
-    estimated_stepping_batches = 1000
+    estimated_stepping_batches = property(lambda self: 1000)
     max_epochs = max_steps = 1000
 
 

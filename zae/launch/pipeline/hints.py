@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.fx.node import map_arg
+from torch.fx.proxy import Attribute
 
 from zae.common.walk import map_tensors
 
@@ -56,7 +58,7 @@ class Hints:
     def _value(self, node: fx.Node, module: nn.Module | None) -> Any:
         if node.op == "placeholder":
             return map_tensors(_on_meta, self._arguments[str(node.target)])
-        args, kwargs = (fx.node.map_arg(each, self._values.__getitem__) for each in (node.args, node.kwargs))
+        args, kwargs = (map_arg(each, self._values.__getitem__) for each in (node.args, node.kwargs))
         args, kwargs = (_without_devices(map_tensors(_on_meta, each)) for each in (args, kwargs))
         if node.op == "call_module":
             assert module is not None
@@ -152,6 +154,6 @@ class HintedProxy(_Known, fx.Proxy):
         return _HintedAttribute(self, k)
 
 
-class _HintedAttribute(_Known, fx.proxy.Attribute):
+class _HintedAttribute(_Known, Attribute):
     def __getattr__(self, k: str) -> Any:
         return _HintedAttribute(self, k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
         made = {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()}
         return made if type(value) is dict else _like(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(each, change, f"{place}.{key}") for key, each in zip(value._fields, value)))
+        return type(value)(
+            *(_map(each, change, f"{place}.{key}") for key, each in zip(cast(Any, value)._fields, value))
+        )
     if isinstance(value, (list, tuple)):
         if value and not any(isinstance(each, (Tensor, np.ndarray, Mapping, list, tuple)) for each in value):
             return change(value, place)
@@ -144,7 +146,7 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
         return combine_parts(parts, weights)
     if all(map(is_number, parts)):
         total = sum(weights)
-        mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(first)
+        mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(parts[0])
         return (
             torch.tensor(mean, dtype=first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
         )
@@ -153,7 +155,7 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
     if all(isinstance(each, np.ndarray) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
         return np.concatenate(list(parts))
     if all(isinstance(each, (list, tuple)) and len(each) == count for each, count in zip(parts, rows)):
-        return type(first)(value for each in parts for value in each)
+        return type(parts[0])(value for each in parts for value in each)
     if first is None or isinstance(first, _TEXT):
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, (Tensor, np.ndarray)) else ""

@@ -149,7 +149,7 @@ def apart_from_training(model: Any, loader: Any) -> Any:
         for module in training:
             module.training = True
         set_random_streams(streams)
-        if state is not None:
+        if generator is not None:
             generator.set_state(state)
 
 
