@@ -287,6 +287,8 @@ class PipelineAddon(DistributedAddon):
             values, weight = read_output(out, part, *given)
             try:
                 loss, targets = values["loss"], values.get("num_targets")
+                if not getattr(loss, "requires_grad", False):  # Torch would leave the backward out.
+                    raise TypeError("the loss cannot be differentiated")
                 found.add(values, rows, float(weight))
                 if targets is None:
                     return cast(Tensor, self.scale_loss(loss * (rows / total), None, count))

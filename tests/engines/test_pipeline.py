@@ -536,6 +536,30 @@ class Missing(Mean):
         return {"los": self.model(batch[0]).square().mean()}
 
 
+class Detached(Mean):
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch[0]).square().mean().detach()}
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return args[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise ArithmeticError("in a backward") from ValueError("what it was")
+
+
+class FailsBackward(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Fails.apply(x)
+
+
+def fails_backward() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), FailsBackward(), nn.Linear(4, 1)).double()
+
+
 def failing(task: type[Task], loader: Any = None, valid: Any = None, **options: Any) -> str:
     given = {"split": ["2"], **options}
     model = given.pop("model", None) or dropped()
@@ -551,7 +575,10 @@ STEPS = {
     "no rows": (Mean, {"loader": [(torch.tensor(1.0, dtype=F64),)]}, "ConfigError: a batch of type .* does not say"),
     "unequal": (Mean, {"loader": [(torch.ones(4, 4, dtype=F64), torch.ones(3))]}, r"batch\[1\] has 3 rows and the b"),
     "not divided": (Mean, {"loader": rows(9, 3)}, r"a batch of 3 samples cannot be .*=2; write batch_size=4"),
-    "stages": (Mean, {"stages_per_rank": 2}, "computes 1 stages on each rank"),
+    "stages": (Mean, {"stages_per_rank": 2}, "stages_per_rank=2 gives 2 stages to each rank, and the schedule 1F1B "
+               "computes 1 stage there; write pipeline_schedule='Interleaved1F1B'"),
+    "detached": (Detached, {}, "StepError: .*returned a loss with requires_grad=False; compute it from self.model"),
+    "backward": (Mean, {"model": fails_backward()}, "ValueError: what it was.*ArithmeticError: in a backward"),
     "few": (Mean, {"pipeline_microbatches": 1}, "1F1B with pipeline_microbatches=1"),
 }  # fmt: skip
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.engines import F64, Engine, Task, build, distance, sgd, weights
-from kit.stages import VOCABULARY, Language, Skips, hugging
+from kit.stages import VOCABULARY, Language, Outputs, Records, Skips, hugging
 from zae import ConfigError
 from zae.addons import PipelineAddon
-from zae.launch.pipeline.chain import Chain
+from zae.launch.pipeline.chain import Chain, fake_loss
 from zae.launch.pipeline.timing import as_arguments
 
 
@@ -44,6 +44,16 @@ class Hugging(Mean):
         return self.train_step(batch)
 
 
+class Named(Mean):
+    """Use what a model returns in a dataclass."""
+
+    def train_step(self, batch: Any) -> Any:
+        out = self.model(batch[0])
+        return {"loss": nn.functional.mse_loss(out.out, batch[1]) + 0.1 * out.middle.square().mean()}
+
+    test_step = train_step
+
+
 def pairs(rows: int = 16) -> DataLoader[Any]:
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(3), dtype=F64)
     return DataLoader(TensorDataset(x, x[:, :3].sin()), 8)
@@ -60,6 +70,7 @@ Case = tuple[Any, type[Task], Any, Any, dict[str, Any]]
 MODELS: dict[str, Case] = {
     "skips": (Skips, Fits, pairs, functools.partial(pairs, 13),
               {"split": ["deep", "up", "last"], "pipeline_schedule": "Interleaved1F1B"}),
+    "dataclass": (Records, Named, pairs, pairs, {"split": ["last"]}),
     "encoder": (functools.partial(Language, "encoder"), Task, tokens, functools.partial(tokens, 5), {}),
     "decoder": (functools.partial(Language, "decoder"), Task, tokens, tokens, {"split": ["stack.layers.2"]}),
     "bert": (functools.partial(hugging, "bert"), Hugging, tokens, tokens,
@@ -155,6 +166,27 @@ def test_a_forward_may_decide_by_shapes_that_are_known() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_trial_differentiates_what_a_dataclass_contains() -> None:
+    """Torch tries each stage once; a loss without a gradient would end the run."""
+    values = torch.ones(2, requires_grad=True)
+    assert fake_loss(Outputs(values, values.detach())).requires_grad
+
+
+class Positional(Records):
+    def forward(self, *tensors: torch.Tensor) -> Outputs:
+        return super().forward(tensors[0])
+
+
+def test_a_forward_without_names_and_one_with_a_cache_are_refused() -> None:
+    """The text names what to write for these models, and not what other models need."""
+    with pytest.raises(ConfigError, match=r"IndexError.*Its forward takes \*tensors: name each input"):
+        Chain(Positional(), ["last"], 2)
+    model = hugging("gpt2")
+    model.config.use_cache = True
+    with pytest.raises(ConfigError, match=r"DynamicCache.*write model\.config\.use_cache = False$"):
+        Chain(model, ["transformer.h.2"], 2, LABELS)
 
 
 class Sets(nn.Module):

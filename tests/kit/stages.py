@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -24,6 +25,24 @@ class Skips(nn.Module):
         up = self.up(torch.cat([middle, first], 1)).relu()
         out = self.last(torch.cat([up, x], 1))
         return out if y is None else {"out": out, "loss": nn.functional.mse_loss(out, y)}
+
+
+@dataclasses.dataclass
+class Outputs:
+    out: torch.Tensor
+    middle: torch.Tensor
+
+
+class Records(nn.Module):
+    """Two outputs in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Outputs:
+        middle = self.first(x).tanh()
+        return Outputs(self.last(middle), middle)
 
 
 class Language(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from zae.common.walk import map_tensors, tensors_in
+from zae.common.walk import tensors_in
 from zae.errors import ConfigError
 from zae.launch.blocks import class_name, has_forward, repeated_modules
 from zae.launch.pipeline.hints import UNKNOWN, Hints
@@ -423,12 +423,5 @@ def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
 
 def fake_loss(values: Any) -> Tensor:
     """Return a scalar that depends on every tensor in what a model returned."""
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found.append(tensor.sum())
-        return tensor
-
-    map_tensors(add, values)
+    found = [each.sum() for each in tensors_in(values) if each.requires_grad]
     return torch.stack([each.real.double() for each in found]).sum() if found else torch.zeros(())

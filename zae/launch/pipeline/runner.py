@@ -331,8 +331,9 @@ class Runner:
     # ------------------------------------------------------------------------------------------------- the schedule
 
     def _compute(self, job: _Job) -> None:
-        """Run the schedule for a batch; an error of a stage is raised as it was."""
+        """Run the schedule for a batch; an error of a stage is raised as it was, with its cause."""
         self._job, self._error = job, None
+        failure: BaseException | None = None
         try:
             if job.trains:
                 engine, index = self._engine(job), torch.arange(self._count)
@@ -342,14 +343,18 @@ class Runner:
             else:
                 self._forward()
         except Exception as error:
-            raise self._first_error(error) from None
+            failure = self._first_error(error)
         finally:
             self._job, self._error = None, None
             self._outputs.clear()
+        if failure is not None:
+            raise failure
 
     def _first_error(self, error: Exception) -> BaseException:
-        """Return what a step or a stage has raised, of which torch makes another error."""
-        return error if self._error is None else self._error
+        """Return what a step, a stage or its backward has raised, of which torch makes another error."""
+        if self._error is not None:
+            return self._error
+        return error.__cause__ if error.__cause__ and "Failed to run stage backward" in str(error) else error
 
     def _forward(self) -> None:
         """Compute one stage after the other for all micro-batches, without a backward.

@@ -59,8 +59,12 @@ class Schedule:
         """Return how many stages a rank has: what was asked for, if the schedule allows it."""
         needed = SCHEDULES.get(self.name) if isinstance(self._given, (str, type)) else wanted or 1
         if wanted is not None and needed not in (None, wanted):
-            raise ConfigError(f"{option}: the schedule {self.name} computes {needed} stages on each rank; write "
-                              f"stages_per_rank={needed}, or another pipeline_schedule")  # fmt: skip
+            counts = [f"{each} stage{'s' * (each > 1)}" for each in (wanted, needed)]
+            raise ConfigError(
+                f"{option} gives {counts[0]} to each rank, and the schedule {self.name} computes {counts[1]} there; "
+                f"write pipeline_schedule={'1F1B' if wanted == 1 else 'Interleaved1F1B'!r}, or divide the model into "
+                f"{counts[1]} for each rank"
+            )
         return needed or wanted or 2
 
     def ranks_of(self, count: int, ranks: int) -> list[int]:

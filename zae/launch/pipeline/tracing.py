@@ -24,10 +24,9 @@ from zae.launch.pipeline.hints import UNKNOWN, HintedProxy, Hints
 __all__ = ["REMEDY", "bind", "constants_in", "defaults_of", "trace"]
 
 REMEDY = (
-    "Where it asks for shapes, give pipeline_example= what the model is called with. Else put the computation into a "
-    "separate module, which is not traced, or give split=a function of the model and of "
-    "the number of stages that returns the modules of the stages in their order; each is called with what the one "
-    "before returns"
+    "Where it asks for shapes or types, give pipeline_example= what the model is called with. Else put the computation "
+    "into a separate module, which is not traced, or give split=a function of the model and of the number of stages "
+    "that returns the modules of the stages in their order; each is called with what the one before returns"
 )
 _DECIDING = (bool, int, float, str, type(None))
 _CALLS = ("call_function", "call_method", "call_module", "get_attr")
@@ -228,7 +227,7 @@ def trace(
     except Exception as error:
         text = f"{_line_of(error)}{type(error).__name__}: {error}"
         raise ConfigError(
-            f"split: the forward of {type(model).__name__} cannot be traced ({text:.300}). {REMEDY}"
+            f"split: the forward of {type(model).__name__} cannot be traced ({text:.300}). {_advice(model, error)}"
         ) from error
     finally:
         for name in set(vars(model)) - before:
@@ -240,6 +239,18 @@ def trace(
             f"be the same in each step. {REMEDY}"
         )
     return graph, tracer.begins, made
+
+
+def _advice(model: nn.Module, error: Exception) -> str:
+    """Return what to write instead, for a model whose forward cannot be traced."""
+    if "cache_utils" in str(error):
+        return "It keeps a cache of keys and values, which training does not need: write model.config.use_cache = False"
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in stars]
+    if found and isinstance(error, LookupError):
+        unnamed = " and ".join(f"{stars[each.kind]}{each.name}" for each in found)
+        return f"Its forward takes {unnamed}: name each input of the model there"
+    return REMEDY
 
 
 def _line_of(error: Exception) -> str:
