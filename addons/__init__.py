@@ -7,6 +7,7 @@ from zae.common.lazy import load as _load
 if TYPE_CHECKING:
     from zae.addons.accelerate import AccelerateAddon
     from zae.addons.accumulation import GradientAccumulationAddon
+    from zae.addons.activation_offload import ActivationOffloadAddon
     from zae.addons.amp import AMPAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
@@ -43,6 +44,7 @@ if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second 
 __all__ = [
     "AMPAddon",
     "AccelerateAddon",
+    "ActivationOffloadAddon",
     "CallbackAddon",
     "CompileAddon",
     "ContextParallelAddon",
@@ -78,6 +80,7 @@ __all__ = [
 _HOMES = {
     "AMPAddon": "amp",
     "AccelerateAddon": "accelerate",
+    "ActivationOffloadAddon": "activation_offload",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
     "ContextParallelAddon": "context_parallel",

@@ -10,7 +10,8 @@ from torch import nn
 
 from zae.addon import AddOnBase
 from zae.errors import ConfigError
-from zae.launch.blocks import MATMULS, choose_blocks, describe_blocks, operation_of, parse_blocks, recompute
+from zae.launch.activations.recompute import MATMULS, operation_of, recompute
+from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
 
 __all__ = ["GradientCheckpointingAddon"]
 
@@ -90,14 +91,7 @@ class GradientCheckpointingAddon(AddOnBase):
                 f"{type(model).__name__} checkpoints itself already; call model.gradient_checkpointing_disable(), or "
                 "leave GradientCheckpointingAddon out"
             )
-        found = choose_blocks(model, self.checkpoint_modules, "checkpoint_modules")
-        if not found:
-            raise ConfigError(
-                f"no module of {type(model).__name__} is repeated, so none is checkpointed; name them, for instance "
-                "checkpoint_modules=['encoder', 'decoder']"
-            )
-        parents = tuple(f"{name}." for name in found)
-        return {name: each for name, each in found.items() if not name.startswith(parents)}
+        return choose_outermost(model, self.checkpoint_modules, "checkpoint_modules", "checkpointed")
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Let the modules compute their forward again in the backward, before an engine wraps them."""

@@ -24,7 +24,7 @@ from zae.addons import (
     PipelineAddon,
     StateManagerAddon,
 )
-from zae.launch.blocks import Recomputed
+from zae.launch.activations.recompute import Recomputed
 
 
 class Block(nn.Module):

@@ -29,6 +29,7 @@ _CLIENT = "print(trainer.plan(20, train, test))  # trainer.run(20, train, test) 
 
 OPTIONS = {
     "AMPAddon": 'precision="auto"',
+    "ActivationOffloadAddon": "offload_modules=torch.nn.Linear",
     "EMAAddon": "decay=0.98",
     "EarlyStoppingAddon": "patience=3",
     "GradientAccumulationAddon": "gradient_accumulation_steps=4",
@@ -150,6 +151,7 @@ trainer = Task(model, {adam}, web_logger={"wandb": {"project": "digits", "mode":
 
 NOT_MEASURED = {
     "AccelerateAddon": "Not measured here: it needs several ranks.",
+    "ActivationOffloadAddon": "On a CPU it does nothing. Not measured on a GPU, because none was at hand.",
     "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) has "
     "figures, and `compile_mode=\"auto\"` measures on your machine.",
     "ContextParallelAddon": "Not measured here: it needs several ranks.",

@@ -74,6 +74,7 @@ PIECES: dict[str, Piece] = {
     "PrefetchAddon": Piece(_nothing, lambda _, folder: {}),
     "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
     "GradientCheckpointingAddon": Piece(_nothing, lambda _, folder: {"checkpoint_modules": torch.nn.Linear}),
+    "ActivationOffloadAddon": Piece(_nothing, lambda _, folder: {"offload_modules": torch.nn.Linear}),
     "ThroughputAddon": Piece(_nothing, lambda _, folder: {}),
     "ProfilerAddon": Piece(
         _nothing, lambda _, folder: {"profile_dir": folder / "profile", "profile_schedule": (1, 1, 1, 1)}

@@ -9,6 +9,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
 from zae.addons import (
+    ActivationOffloadAddon,
     EarlyStoppingAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
@@ -399,6 +400,13 @@ def metric_that_is_not_one_of_torchmetrics():
 @mistake
 def checkpointing_of_a_model_without_blocks():
     trainer_of(Task.add_on(GradientCheckpointingAddon)).run(1, loader())
+
+
+@mistake
+def offloading_within_what_is_computed_again():
+    cls, names = Task.add_on(ActivationOffloadAddon, GradientCheckpointingAddon), {"checkpoint_modules": ["0"]}
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 2))
+    trainer_of(cls, model=model, offload_modules=["0.0"], **names).run(1, loader())
 
 
 @mistake

@@ -17,6 +17,7 @@ from kit import hand
 from zae import AddOnBase, AddOnConflict, Trainer
 from zae.addons import (
     AccelerateAddon,
+    ActivationOffloadAddon,
     AMPAddon,
     CallbackAddon,
     CompileAddon,
@@ -202,6 +203,8 @@ TABLE = [
         GradientCheckpointingAddon, fixed(checkpoint_modules=["*"]),
         fixed(checkpoint_modules=["*"], checkpoint_keep="matmuls"), transient=("_undo_checkpointing",),
     ),
+    # On the CPU it changes nothing; with hooks that copy it is in tests/addons/test_activation_offload.py.
+    Entry(ActivationOffloadAddon, fixed(offload_modules=["*"]), fixed(offload_modules=["*"], offload_min_bytes=0)),
     # The model's calls, traced but not compiled: that is bitwise the eager step, and takes little time.
     Entry(CompileAddon, fixed(**_TRACED), fixed(**_TRACED), transient=_COMPILED),
     # On one device it changes nothing; what they do on several is in tests/addons/test_mpu.py, tests/engines.

@@ -148,6 +148,7 @@ def test_check_addon_tells_all_faults_at_once_and_refuses_unknown_checks() -> No
 
 
 OWN = {
+    "ActivationOffloadAddon": {"offload_modules": torch.nn.Linear},
     "AMPAddon": {"precision": "fp16", "loss_scale": (2.0**20, 1.0)},
     "EMAAddon": {"decay": 0.5},
     "EarlyStoppingAddon": {"patience": 100},

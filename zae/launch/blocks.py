@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zae.common.optim import has_lazy
 from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
+from zae.launch.activations.recompute import recompute
 
 __all__ = [
-    "MATMULS",
-    "Recomputed",
     "check_divisible",
     "check_shapes",
     "check_shardable",
     "check_tables",
     "choose_blocks",
+    "choose_outermost",
     "class_name",
     "describe_blocks",
     "divided_dimensions",
     "has_forward",
-    "operation_of",
     "parse_blocks",
     "parse_methods",
     "prepare_block",
-    "recompute",
     "split_by_block",
 ]
 
 _SHOWN = 10
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_WITH_STATISTICS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
-MATMULS = (
-    "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.convolution.default",
-    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-)  # fmt: skip
-"""The operations that cost most to compute again: matrix products, convolutions and attention."""
 
 
 def class_name(module: nn.Module) -> str:
@@ -187,71 +172,16 @@ def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") ->
     return _check_blocks(found, option)
 
 
-class Recomputed:
-    """A forward whose activations are computed again in the backward.
-
-    Parameters
-    ----------
-    module : Module
-        Its forward is called.
-    keep : sequence of str, or callable
-        Names of operations whose results are kept, or a policy of `torch.utils.checkpoint`.
-    """
-
-    def __init__(self, module: nn.Module, keep: Any = ()) -> None:
-        self.forward = module.forward
-        self.keep = keep if callable(keep) else list(keep)
-        self.norms = [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Of a graph, the compiler decides what is computed again.
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
-        more: dict[str, Any] = {"context_fn": self._contexts} if self.keep or self.norms else {}
-        return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return what encloses the forward, and the forward in the backward."""
-        first: AbstractContextManager[Any] = nullcontext()
-        again: AbstractContextManager[Any] = nullcontext()
-        if self.keep:
-            policy = self.keep if callable(self.keep) else [operation_of(name) for name in self.keep]
-            first, again = create_selective_checkpoint_contexts(policy)
-        return first, self._with_own_statistics(again)
-
-    @contextmanager
-    def _with_own_statistics(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Move copies of the running statistics, which the first forward has moved already."""
-        buffers = [(norm, name, each) for norm in self.norms for name, each in norm.named_buffers(recurse=False)]
-        try:
-            for norm, name, each in buffers:
-                setattr(norm, name, each.clone())
-            with inner:
-                yield
-        finally:
-            for norm, name, each in buffers:
-                setattr(norm, name, each)
-
-
-def operation_of(name: str) -> Any:
-    """Return an operation by its name, "aten.mm.default"; AttributeError where torch does not have it."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def recompute(blocks: Mapping[str, nn.Module], keep: Any = ()) -> Callable[[], None]:
-    """Let blocks compute their forward again in the backward; return a function that undoes it."""
-    changed = [each for each in blocks.values() if not isinstance(each.forward, Recomputed)]
-    for block in changed:
-        block.forward = Recomputed(block, keep)
-
-    def undo() -> None:
-        for block in changed:
-            vars(block).pop("forward", None)
-
-    return undo
+def choose_outermost(model: nn.Module, wanted: Any, option: str, what: str) -> dict[str, nn.Module]:
+    """Return the modules that an option names, without those in others; refuse where there are none to choose."""
+    found = choose_blocks(model, wanted, option)
+    if not found:
+        raise ConfigError(
+            f"no module of {class_name(model)} is repeated, so none is {what}; name them, for instance "
+            f"{option}=['encoder', 'decoder']"
+        )
+    parents = tuple(f"{name}." for name in found)
+    return {name: each for name, each in found.items() if not name.startswith(parents)}
 
 
 def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> None:
