@@ -1,4 +1,4 @@
-"""Optimizers of today for a trainer: Muon for the hidden matrices of a model, with AdamW for the rest."""
+"""Muon for the hidden matrices of a model, with AdamW for the rest."""
 
 from __future__ import annotations
 
