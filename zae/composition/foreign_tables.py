@@ -27,7 +27,7 @@ OPTIONS = _by_name(
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
         "model.to(dtype), before the trainer is made": "dtype",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), before the trainer is made": "sync_batchnorm",
-        "model.gradient_checkpointing_enable() of Transformers, or activation_checkpointing=True (FSDPAddon)": ""
+        "GradientCheckpointingAddon, or activation_checkpointing=True (FSDPAddon)": ""
         "gradient_checkpointing gradient_checkpointing_kwargs checkpoint_sequential activation_checkpointing "
         "activation_checkpointing_kwargs",
         "CompileAddon": "torch_compile dynamo_backend dynamo_plugin",
@@ -69,18 +69,21 @@ OPTIONS = _by_name(
         "run(n_epoch, loader, max_steps=...)": "max_num_data_epochs",
         "min_epochs (EarlyStoppingAddon)": "min_steps",
         "run(..., valid_every=Every(steps=...) or Every(epochs=...))": "eval_steps eval_strategy evaluation_strategy "
-        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay",
+        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay val_every eval_every "
+        "val_interval",
         "evaluate(loader) before run(n_epoch, loader)": "eval_on_start",
         "try_validation": "num_sanity_val_steps",
         # Precision.
-        "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp autocast mixed_precision fp16_opt_level half_precision",
+        "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp use_amp autocast mixed_precision amp_dtype "
+        "fp16_opt_level half_precision",
         "precision='fp16' (AMPAddon)": "fp16 fp16_full_eval",
         "precision='bf16' (AMPAddon)": "bf16 bf16_full_eval",
         "loss_scale=(initial, smallest) (AMPAddon)": "fp16_loss_scale",
         "torch.set_float32_matmul_precision('high')": "tf32",
         # Optimizer and scheduler.
         "gradient_accumulation_steps (GradientAccumulationAddon)": "accumulate_grad_batches gradient_accumulation "
-        "accumulation_steps grad_accum gradient_accumulation_plugin",
+        "accumulation_steps grad_accum gradient_accumulation_plugin accumulate accumulate_steps accum_steps grad_accum_steps "
+        "accumulate_gradients gradient_accumulation_step",
         "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm",
         "clip(), a method to override": "gradient_clip_algorithm",
         "scheduler": "lr_scheduler lr_schedulers",
@@ -96,10 +99,13 @@ OPTIONS = _by_name(
         f"{_OPTIMIZER} weight_decay": "weight_decay",
         f"{_OPTIMIZER} betas": "adam_beta1 adam_beta2",
         f"{_OPTIMIZER} eps": "adam_epsilon",
+        "averaging='uniform' (EMAAddon)": "swa swa_lr swa_lrs stochastic_weight_avg",
+        "average_start, with averaging='uniform' (EMAAddon)": "swa_start swa_epoch_start",
         # Checkpoints.
         "save_every=Every(steps=...) or Every(epochs=...) (StateManagerAddon)": "save_steps save_strategy "
         "save_interval checkpoint_every_n_steps",
-        "save_path (StateManagerAddon)": "output_dir save_dir save_folder default_root_dir project_dir project_config",
+        "save_path (StateManagerAddon)": "output_dir save_dir save_folder default_root_dir project_dir "
+        "project_config checkpoint_dir checkpoint_path ckpt_dir",
         "keep_last (StateManagerAddon)": "save_total_limit keep_last_n_checkpoints",
         "keep_best (StateManagerAddon)": "keep_best_n_checkpoints save_top_k",
         "StateManagerAddon": "enable_checkpointing checkpoint_manager",
@@ -125,7 +131,7 @@ OPTIONS = _by_name(
         "jsonl_path (JSONLLoggerAddon)": "metrics_dir",
         "a logger add-on, for instance JSONLLoggerAddon": "logger",
         "a logger add-on, for instance WandBLoggerAddon": "report_to log_with",
-        "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project",
+        "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project wandb_project",
         "web_logger={'trackio': {...}} (TrackioLoggerAddon)": "trackio_space_id trackio_bucket_id "
         "trackio_static_space_id",
         "hyperparameters (a logger add-on)": "enable_autolog_hparams",
