@@ -82,8 +82,8 @@ OPTIONS = _by_name(
         "torch.set_float32_matmul_precision('high')": "tf32",
         # Optimizer and scheduler.
         "gradient_accumulation_steps (GradientAccumulationAddon)": "accumulate_grad_batches gradient_accumulation "
-        "accumulation_steps grad_accum gradient_accumulation_plugin accumulate accumulate_steps accum_steps grad_accum_steps "
-        "accumulate_gradients gradient_accumulation_step",
+        "accumulation_steps grad_accum gradient_accumulation_plugin accumulate accumulate_steps accum_steps "
+        "grad_accum_steps accumulate_gradients",
         "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm",
         "clip(), a method to override": "gradient_clip_algorithm",
         "scheduler": "lr_scheduler lr_schedulers",
@@ -280,7 +280,7 @@ ATTRIBUTES = _by_name(
         "apply_weights(path) for the weights, or StateManagerAddon for the whole state": "load",
         "save_state() (StateManagerAddon)": "save_checkpoint",
         "load_state(path) (StateManagerAddon)": "load_checkpoint",
-        "apply_weights(path)": "load_from_checkpoint",
+        "apply_weights(path)": "load_from_checkpoint load_model load_weights",
         "unwrap().save_pretrained(path)": "save_pretrained",
         "unwrap()": "unwrap_model unwrapped_model",
         "model_state()": "get_state_dict",
