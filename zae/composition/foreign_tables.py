@@ -69,8 +69,8 @@ OPTIONS = _by_name(
         "run(n_epoch, loader, max_steps=...)": "max_num_data_epochs",
         "min_epochs (EarlyStoppingAddon)": "min_steps",
         "run(..., valid_every=Every(steps=...) or Every(epochs=...))": "eval_steps eval_strategy evaluation_strategy "
-        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay val_every eval_every "
-        "val_interval",
+        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay "
+        "val_every eval_every val_interval",
         "evaluate(loader) before run(n_epoch, loader)": "eval_on_start",
         "try_validation": "num_sanity_val_steps",
         # Precision.
