@@ -547,6 +547,10 @@ def test_options_that_cannot_be_meant(tmp_path: Path) -> None:
     refused(r"cannot be read as a JSON file", deepspeed_config=tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")
     refused(r"cannot be read as a JSON file", deepspeed_config=str(tmp_path / "broken.json"))
+    (tmp_path / "list.json").write_text("[1]")
+    refused(r"deepspeed_config is \[1\]; give a dict, or the path", deepspeed_config=tmp_path / "list.json")
+    (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
+    refused(r"cannot be read .*it has 'stage' twice in one object", deepspeed_config=tmp_path / "twice.json")
     refused(r"give a dict, or the path", deepspeed_config=3)
     refused(r"one with several groups", optimizer=[adamw, adamw])
     refused(r"write zero_stage=2 without deepspeed_bf16", EMAAddon, zero_stage=3)
@@ -560,6 +564,7 @@ def test_entries_of_a_configuration_that_are_not_used() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"FSDPAddon, cpu_offload=True"),
         ({"zero_optimization": {"stagge": 1}}, r"zero_optimization\.stagge is not used .* did you mean 'stage'"),
         ({"zero_optimization": 2}, r"zero_optimization is 2, and must be a dict"),
+        ({"zero_optimisation": {"stage": 2}}, r"zero_optimisation is not used .* did you mean 'zero_optimization'"),
         ({"curriculum_learning": {}}, r"curriculum_learning is not used"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, r"would compile a kernel .* 'torch_adam': true"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, r"optimizer\.type='Lamb'; available: SGD"),

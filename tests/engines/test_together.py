@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from zae.addons import (
     PipelineAddon,
     PrefetchAddon,
     ReportAddon,
+    SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
     TensorParallelAddon,
@@ -305,3 +307,32 @@ def test_what_one_rank_calls_alone_works_or_ends_in_words(engine: Engine, tmp_pa
     check(trainer, engine)
     with pytest.raises(DistributedError, match=r"called (evaluate|run), and another rank called (evaluate|run)"):
         trainer.evaluate(data(4)) if trainer.is_main else trainer.run(1, data(16))
+
+
+class Spiky(Task):
+    """The loss of one step is far above the others."""
+
+    def train_step(self, batch: Any) -> Any:
+        found = super().train_step(batch)
+        return {"loss": found["loss"] * (1e4 if self.progress_checker.step == 7 else 1.0)}
+
+
+@functools.partial(on_engine, default=[])
+def test_a_spike_is_skipped_or_answered_by_a_return(engine: Engine, tmp_path: Path) -> None:
+    """All ranks decide as one process does, and a return leaves the weights of its return."""
+    for action, skipped in (("skip", 1), ("rollback", 4)):
+        options: dict[str, Any] = {"spike_warmup": 4, "spike_threshold": 100.0, "on_spike": action}
+        trainers = []
+        for each, folder in ((engine, "ranks"), (None, f"one-{dist.get_rank()}")):
+            saved = {"save_path": tmp_path / action / folder, "save_every": 4, "gradient_clip": 0.05}
+            trainers.append(build(each, SpikeGuardAddon, StateManagerAddon, task=Spiky, **options, **saved))
+        trainer, single = trainers
+        here = trainer.run(1, data(12 * 4 * engine.shares))
+        there = single.run(1, data(12 * 4 * engine.shares, 4 * engine.shares))
+        assert [each["step"] for each in single.spikes] == [each["step"] for each in trainer.spikes] == [8]
+        back = [each["rolled_back_to"] for each in trainer.spikes]
+        assert back == [each["rolled_back_to"] for each in single.spikes] == [4 if action == "rollback" else None]
+        assert here["step"] == there["step"] == 12
+        assert trainer.progress_checker.skipped_steps == single.progress_checker.skipped_steps == skipped
+        assert distance(trainer, single) < LIMIT
+        check(trainer, engine)

@@ -113,7 +113,7 @@ class Settings(NamedTuple):
     @classmethod
     def of(cls, accelerator: Any) -> Settings:
         """Read an Accelerator, and its settings from the environment."""
-        plugins = {name for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true"}
+        plugins = set(_launched_plugins())
         kind = _name(accelerator.distributed_type)
         own = {"DEEPSPEED": "deepspeed_plugin", "FSDP": "fsdp_plugin", "MEGATRON_LM": "megatron_lm_plugin"}
         plugins |= {own[kind]} if kind in own else set()
@@ -133,8 +133,8 @@ class Settings(NamedTuple):
         """Refuse what zae does itself, or in another way, beside the add-ons with these names."""
         if self.plugins:
             name = self.plugins[0]
-            raise ConfigError(f"the Accelerator has a {name}, which AccelerateAddon does not use; leave it out, and "
-                              f"{_PLUGINS[name]}")  # fmt: skip
+            raise ConfigError(f"the Accelerator has a {name}, which AccelerateAddon does not use; leave it out, also "
+                              f"of the configuration of accelerate launch, and {_PLUGINS[name]}")  # fmt: skip
         if self.steps > 1:
             raise ConfigError(
                 f"the Accelerator has gradient_accumulation_steps={self.steps}, and zae makes the windows of a step; "
@@ -167,6 +167,11 @@ class Settings(NamedTuple):
         if self.kind not in _KINDS:
             raise ConfigError(f"the Accelerator has the distributed type {self.kind}; AccelerateAddon trains with "
                               f"{', '.join(_KINDS)}")  # fmt: skip
+
+
+def _launched_plugins() -> tuple[str, ...]:
+    """Return the plugins that the environment asks for."""
+    return tuple(name for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true")
 
 
 def _unused(setting: Callable[[str, Any], Any]) -> tuple[str, ...]:
@@ -259,6 +264,7 @@ def check_plain(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
 def make(arguments: Mapping[str, Any], device: torch.device, world: int) -> Any:
     """Make an Accelerator for a rank, which has joined the others."""
     library = load_library()
+    Settings(plugins=_launched_plugins()).check(())  # That of FSDP fails on a CPU, in words of its own.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = {"cpu": device.type == "cpu", **arguments}
     wanted["mixed_precision"] = str(wanted.get("mixed_precision") or precision)

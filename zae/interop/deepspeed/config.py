@@ -70,7 +70,7 @@ def read(given: Any) -> dict[str, Any]:
         return {}
     if isinstance(given, (str, Path)):
         try:
-            found = json.loads(Path(given).read_text(encoding="utf-8"))
+            found = json.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"deepspeed_config={str(given)!r} cannot be read as a JSON file ({error}); give the path of "
@@ -82,6 +82,16 @@ def read(given: Any) -> dict[str, Any]:
         raise ConfigError(f"deepspeed_config is {found!r:.80}; give a dict, or the path of a JSON file with one")
     for section, key, value in _entries(found):
         _check_entry(section, key, value)
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file; refuse an entry that it has twice, as DeepSpeed does."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"it has {twice!r} twice in one object")
     return found
 
 
@@ -114,7 +124,8 @@ def _check_entry(section: str, key: str, value: Any) -> None:
         return
     remedy = {**_INSTEAD, **_OFF}.get(key)
     if remedy is None:
-        known = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section)]
+        sections = () if section else ("zero_optimization", "bf16", "optimizer")
+        known = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section), *sections]
         remedy = f"leave it out{did_you_mean(key, known)}"
     raise ConfigError(f"deepspeed_config: {place} is not used with DeepSpeedAddon; {remedy}")
 

@@ -245,7 +245,7 @@ def _advice(model: nn.Module, error: Exception) -> str:
     """Return what to write instead, for a model whose forward cannot be traced."""
     if "cache_utils" in str(error):
         return "It keeps a cache of keys and values, which training does not need: write model.config.use_cache = False"
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     found = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in stars]
     if found and isinstance(error, LookupError):
         unnamed = " and ".join(f"{stars[each.kind]}{each.name}" for each in found)
