@@ -349,10 +349,11 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
         saved, world, is_known = RankStates.parse(name, own), self._mesh().data_size, self._world > 1
-        super().load_state_dict(saved.state_for(rest, self._data_rank, world, is_known=is_known), strict)
+        super().load_state_dict(saved.state_for(self, rest, self._data_rank, world, is_known=is_known), strict)
         saved.warn_of_others(type(self), self.rank, world)
-        is_waiting = not is_known and saved.world_size == world and self.loader_position.is_restored
-        self._rank_states, self._placed = saved if is_waiting else RankStates(), is_known
+        is_waiting = not is_known and self.loader_position.is_restored
+        self._rank_states = saved.for_ranks(self, rest, world) if is_waiting else RankStates()
+        self._placed = is_known
 
 
 def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from zae.interop.torchmetrics import (
     combine_ranks,
     is_metric,
     load_states,
+    merge_states,
     numbers_of,
     read_states,
     was_updated,
@@ -34,7 +35,8 @@ class TorchMetricsAddon(AddOnBase):
     A metric is computed once at the end of each epoch, or evaluation, over the samples of all ranks, and begins anew
     with the next one. It is recorded under its name, is in every logger, and can be the ``monitor``, by which the best
     checkpoint is kept. A checkpoint within an epoch contains what each rank has counted in it: a resume continues
-    exactly there. On another number of ranks, the rest of that epoch continues from what rank 0 had counted.
+    exactly there. On another number of ranks, rank 0 continues from what all of them had counted, and the others begin
+    at zero, so that each sample of the epoch counts once.
 
     Training is bitwise the same with and without metrics that draw no random numbers. The inputs are not kept: a metric
     holds what it needs. Values that a wrapper of torchmetrics keeps beside its states, those of a MetricTracker for
@@ -126,6 +128,14 @@ class TorchMetricsAddon(AddOnBase):
             )
         for name, each in own.items():
             load_states(each, states[name], name) if states else each.reset()
+
+    def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
+        """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
+        key = "torch_metric_states"
+        counted, own = [each[key] for each in entries if each.get(key)], self._torch_metrics.get("train", {})
+        if rank or len(counted) < 2 or any(each.keys() != own.keys() for each in counted):
+            return {key: counted[0] if counted and not rank else {}}
+        return {key: {name: merge_states(each, [saved[name] for saved in counted]) for name, each in own.items()}}
 
     def setup(self) -> None:
         """Move the metrics to the device."""

@@ -16,7 +16,7 @@ from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declare
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["LAYERS", "AddOnBase", "as_saved", "repeats", "replaces", "seam"]
 
@@ -47,7 +47,7 @@ class AddOnBase(Trainer):
         of them. A private one is saved without its leading underscore.
     rank_state_attributes : tuple of str
         Attributes that checkpoints contain for each rank. A resume on another number of ranks gives all of them the
-        values of rank 0, and warns.
+        values of rank 0, and warns, unless the add-on overrides `merge_ranks`.
     process_attributes : dict of str to object
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
     checks_model : bool
@@ -227,6 +227,27 @@ class AddOnBase(Trainer):
             The entry; not the same object where it is changed.
         """
         return entry
+
+    def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
+        """Return the entry of this class with which a rank continues where another number of ranks has saved it.
+
+        Override it where what the ranks hold can be combined, as counts can: rank 0 continues from those of all ranks,
+        and the others from none. It is called for a class that overrides it, when a state of another number of ranks
+        is loaded. An override does not call ``super()``.
+
+        Parameters
+        ----------
+        entries : sequence of object
+            The saved entry of each rank, in their order; only one where the others were not saved.
+        rank : int
+            The rank, of the new number of them, that continues from what is returned.
+
+        Returns
+        -------
+        object
+            The entry.
+        """
+        return entries[0]
 
     @staticmethod
     def take(state: Mapping[str, Any], name: str, strict: bool = True) -> tuple[Any, dict[str, Any]]:

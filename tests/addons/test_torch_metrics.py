@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from kit import hand
-from kit.ranks import on_ranks
+from kit.rank_tasks import forks
+from kit.ranks import each_rank, on_ranks
 from zae import CheckpointMismatch, ConfigError, MonitorError, StepError, Trainer
 from zae.addons import (
     EarlyStoppingAddon,
@@ -66,7 +68,7 @@ def build(*add_ons: Any, task: Any = Task, **options: Any) -> Any:
     model = nn.Linear(4, 2)
     options = {"torch_metrics": measures(), "log_bar": False, **options}
     made = task.add_on(TorchMetricsAddon, *add_ons)
-    return made(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), **options)
+    return made(model, options.pop("device", "cpu"), optimizer=SGD(model.parameters(), lr=0.1), **options)
 
 
 def loader(size: int = 22, batch: int = 4, **options: Any) -> Any:
@@ -178,6 +180,42 @@ def test_ranks_count_together(world: int, tmp_path: Path) -> None:
     resumed = build(MultiGPUAddon, StateManagerAddon, **saved)
     resumed.run(1, loader(22, 2))
     assert of(resumed.train_metrics) == of(trainer.train_metrics)
+
+
+def partly_trained(folder: Path) -> None:
+    """Train two steps of six, of four batches of two samples, or of three ranks'."""
+    options = {"save_path": folder, "save_every": 1, "torch_metrics_splits": ("train",)}
+    build(MultiGPUAddon, StateManagerAddon, **options).run(1, loader(24, 2), max_steps=2)
+
+
+def continued(folder: Path) -> Any:
+    options = {"save_path": folder, "resume": "auto", "reshard": True, "torch_metrics_splits": ("train",)}
+    trainer = build(MultiGPUAddon, StateManagerAddon, **options)
+    trainer.run(1, loader(24, 2))
+    return trainer.world_size, of(trainer.train_metrics)["lengths"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (2, 1), pytest.param(3, 2, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_another_number_of_ranks_counts_each_sample_of_the_epoch_once(before: int, after: int, tmp_path: Path) -> None:
+    """A checkpoint within an epoch: the counts of all ranks go to rank 0, and the others begin at zero."""
+    for world, function in ((before, partly_trained), (after, continued)):
+        run = function if world == 1 else partial(each_rank, world, function)
+        found = run(tmp_path / "run")
+    assert found in ((after, 24.0), [(after, 24.0)] * after)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_are_started_later_count_each_sample_once(tmp_path: Path) -> None:
+    """The caller of spawned ranks has loaded the state, before it knows of any rank."""
+    partly_trained(tmp_path / "run")
+    trainer = build(MultiGPUAddon, StateManagerAddon, device=["cpu", "cpu"], save_path=tmp_path / "again",
+                    reshard=True, torch_metrics_splits=("train",))  # fmt: skip
+    trainer.load_state(tmp_path / "run" / "step-00000002")
+    with forks():
+        trainer.run(1, loader(24, 2))
+    assert of(trainer.train_metrics)["lengths"] == 24.0
 
 
 def test_a_collection_and_a_single_metric() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,16 @@ from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, StepError
 from zae.loop.epoch_log import to_host
 
-__all__ = ["combine_ranks", "is_metric", "load_states", "metrics_in", "numbers_of", "read_states", "was_updated"]
+__all__ = [
+    "combine_ranks",
+    "is_metric",
+    "load_states",
+    "merge_states",
+    "metrics_in",
+    "numbers_of",
+    "read_states",
+    "was_updated",
+]
 
 
 def is_metric(value: Any) -> bool:
@@ -86,6 +95,19 @@ def combine_ranks(metric: Any, gather: Callable[[Any], list[Any]]) -> None:
             setattr(each, key, copy_of(whole, each.device))
         each._update_count = sum(rank["updates"] for rank in ranks)
         each._computed = None
+
+
+def merge_states(metric: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what ranks have counted together, each as `read_states` returned it."""
+    twin = metric.clone()
+    paths = iter([path for path, _ in _counting(twin)])
+
+    def saved(_: Any) -> list[Any]:
+        path = next(paths)
+        return [each[path] for each in ranks]
+
+    combine_ranks(twin, saved)
+    return read_states(twin)
 
 
 def _updates(metric: Any) -> int:

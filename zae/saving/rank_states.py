@@ -109,7 +109,9 @@ class RankStates:
             return dict(state)
         return {**state, **_complete(state, cls(world, ranks)._entries()[rank])}
 
-    def state_for(self, state: Mapping[str, Any], rank: int, world: int, *, is_known: bool) -> dict[str, Any]:
+    def state_for(
+        self, trainer: Trainer, state: Mapping[str, Any], rank: int, world: int, *, is_known: bool
+    ) -> dict[str, Any]:
         """Return a state as a rank continues from it; before its number is known, that of rank 0."""
         if self.world_size != world:
             if not state["position"].get("may_reshard"):
@@ -118,7 +120,7 @@ class RankStates:
                     f"{world}, which has other batches. Use {self.world_size}, or write reshard=True (an option of "
                     "StateManagerAddon) to distribute the rest of the data again"
                 )
-            state = self._merge(state, rank)
+            state = {**self._merge(state, rank), **self._merge_entries(trainer, state, rank)}
         elif is_known and len(self.ranks) == world:
             own = self.ranks[rank]
             allowed = {key: value for key, value in state["position"].items() if key == "may_reshard"}
@@ -135,6 +137,28 @@ class RankStates:
         if rank or logs:
             records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
         return {**state, "records": records, "position": {"ranks": self.world_size, **state["position"]}}
+
+    def _merge_entries(self, trainer: Trainer, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return the entries of the add-ons that merge those of another number of ranks, as a rank gets them."""
+        merged = {}
+        for owner in declaring(type(trainer)):
+            whole = state.get(name := owner.__name__)
+            if "merge_ranks" in vars(owner) and isinstance(whole, Mapping):
+                is_saved = self.ranks and all("add_ons" in each for each in self.ranks)
+                # Those that were the same on all ranks are saved once.
+                entries = [{**whole, **each.get(name, {})} for each in self._entries()] if is_saved else [whole]
+                merged[name] = owner.merge_ranks(trainer, entries, rank)
+        return merged
+
+    def for_ranks(self, trainer: Trainer, state: Mapping[str, Any], world: int) -> RankStates:
+        """Return the parts with which ranks begin that are still to be started: those saved, or merged from them."""
+        if self.world_size == world:
+            return self
+        ranks = []
+        for rank in range(world):
+            own = self.state_for(trainer, state, rank, world, is_known=True)
+            ranks.append({**self.own_part(own), "add_ons": self._merge_entries(trainer, state, rank)})
+        return RankStates(world, ranks, 0)
 
     def _entries(self) -> list[Mapping[str, Any]]:
         """Return the entries of add-ons that each rank has saved."""
@@ -162,7 +186,8 @@ class RankStates:
     def warn_of_others(self, cls: type, rank: int, world: int) -> None:
         """Warn where add-ons get the state of another rank that may differ from what this rank held."""
         varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
-        names = sorted({name for each in self._entries() for name in each} - {GENERATORS})
+        merging = {owner.__name__ for owner in declaring(cls) if "merge_ranks" in vars(owner)}
+        names = sorted({name for each in self._entries() for name in each} - {GENERATORS} - merging)
         if names and len(self.ranks) != world and not rank:
             _log.warning(
                 "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
