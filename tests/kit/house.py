@@ -68,7 +68,12 @@ class Source:
 
 def read_sources() -> list[Source]:
     """Read every module of the package."""
-    return [Source(path) for folder in OURS for path in sorted((ROOT / folder).rglob("*.py")) if not is_linked(path)]
+    return [Source(path) for path in source_paths()]
+
+
+def source_paths() -> list[Path]:
+    """List the files of the package."""
+    return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py")) if not is_linked(path)]
 
 
 def is_linked(path: Path) -> bool:

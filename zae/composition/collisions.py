@@ -72,7 +72,10 @@ def check_collisions(cls: Any) -> None:
 
 def _check_replaced(cls: Any, mro: list[Any]) -> None:
     """Refuse an add-on that replaces a seam which a class inside of it overrides too."""
-    for name in seams_of(cls):
+    replaced = {n for c in mro if is_add_on(c) for n, value in c.__dict__.items() if is_marked(value, "__replaces__")}
+    for name in seams_of(cls) if replaced else ():
+        if name not in replaced:
+            continue
         holders = [c for c in mro if name in c.__dict__ and not is_base(c)]
         for index, outer in enumerate(holders):
             value = outer.__dict__[name]

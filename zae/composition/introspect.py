@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache, partial, partialmethod
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase
@@ -138,6 +139,8 @@ def _mark(value: Any, mark: str) -> None:
 
 def is_marked(value: Any, mark: str) -> bool:
     """Return whether a method carries a mark, on any of the wrappers around it."""
+    if isinstance(value, FunctionType) and not value.__dict__:
+        return False  # Most methods: neither marked nor around another one.
     return any(getattr(layer, mark, False) is True for layer in _wrappers(value))
 
 
@@ -262,10 +265,22 @@ def seams_of(cls: Any) -> dict[str, Any]:
     """Map each seam of a class to the class that introduced it, in the order of their definition."""
     found: dict[str, Any] = {}
     for klass in reversed(cls.__mro__):
-        for name, value in klass.__dict__.items():
-            if name not in found and is_marked(value, "__seam__"):
-                found[name] = klass
+        for name in _own_seams(klass):
+            found.setdefault(name, klass)
     return found
+
+
+_seams_by_class: WeakKeyDictionary[type, tuple[int, list[str]]] = WeakKeyDictionary()
+
+
+def _own_seams(cls: type) -> list[str]:
+    """List the seams that a class body defines; noted, as each composition looks at the classes that it is made of."""
+    body = cls.__dict__
+    size, names = _seams_by_class.get(cls, (-1, []))
+    if size != len(body):  # What is being made gets more names.
+        names = [name for name, value in body.items() if is_marked(value, "__seam__")]
+        _seams_by_class[cls] = len(body), names
+    return names
 
 
 def names_set_in(function: Any, only_self: bool = True) -> Iterator[str]:
