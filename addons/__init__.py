@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon
     from zae.addons.activation_offload import ActivationOffloadAddon
     from zae.addons.amp import AMPAddon
+    from zae.addons.auto_batch import AutoBatchAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
     from zae.addons.context_parallel import ContextParallelAddon
@@ -45,6 +46,7 @@ __all__ = [
     "AMPAddon",
     "AccelerateAddon",
     "ActivationOffloadAddon",
+    "AutoBatchAddon",
     "CallbackAddon",
     "CompileAddon",
     "ContextParallelAddon",
@@ -81,6 +83,7 @@ _HOMES = {
     "AMPAddon": "amp",
     "AccelerateAddon": "accelerate",
     "ActivationOffloadAddon": "activation_offload",
+    "AutoBatchAddon": "auto_batch",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
     "ContextParallelAddon": "context_parallel",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
 from zae.common.walk import leading_dimension
+from zae.composition.introspect import is_marked
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from zae.preview.eject.script import Script
 
 __all__ = ["GradientAccumulationAddon"]
+
+_REPEATED = ("gradients", "run_batch")
 
 
 class GradientAccumulationAddon(AddOnBase):
@@ -28,7 +31,7 @@ class GradientAccumulationAddon(AddOnBase):
 
     Of a loader with a length, one batch is in memory at a time. Of a loader without one, all batches of a window are,
     because their number must be known before the first backward; so are they where your class overrides ``gradients``,
-    which may compute those of one window twice (SAM, a closure).
+    which may compute those of one window twice (SAM, a closure), and with AutoBatchAddon.
 
     With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
     ranks makes the same steps: those of one process whose batches have that many samples. Each sample of a step has the
@@ -135,9 +138,12 @@ class GradientAccumulationAddon(AddOnBase):
         return samples
 
     def _may_repeat(self) -> bool:
-        """Return whether an override of ``gradients`` may compute those of one window several times."""
-        own = [c for c in type(self).__mro__ if not c.__module__.startswith("zae.")]
-        return any(name in vars(c) for c in own for name in ("gradients", "run_batch"))
+        """Return whether an override may compute the gradients of one window several times."""
+        for kind in type(self).__mro__:
+            is_own = not kind.__module__.startswith("zae.")
+            if any(is_own or is_marked(vars(kind)[name], "__repeats__") for name in _REPEATED if name in vars(kind)):
+                return True
+        return False
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:

@@ -279,7 +279,6 @@ class CallbackAddon(AddOnBase):
     def on_step_begin(self, batch: Any) -> None:
         """Call ``on_step_begin``."""
         super().on_step_begin(batch)
-        self._callbacks.micro_batches = 0
         self.control.reset(*_BY_STEP)
         self._call_plain("on_step_begin", batch)
         self.call_event("on_step_begin")
@@ -287,8 +286,7 @@ class CallbackAddon(AddOnBase):
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Call ``on_substep_end`` after each batch of a window but the last."""
         found = super().micro_step(batch, count)
-        self._callbacks.micro_batches += 1
-        if self._callbacks.micro_batches < count:
+        if self.current_run.micro_index + 1 < count:
             self.call_event("on_substep_end")
         return found
 

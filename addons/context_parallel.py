@@ -203,7 +203,7 @@ class ContextParallelAddon(DistributedAddon):
         """Note which micro-batch of a window it is."""
         inner = super().sync_context(last)
         if self._divided is not None:
-            self._divided.check.is_first, self._divided.check.last = self._micro == 0, last
+            self._divided.check.is_first, self._divided.check.last = self.current_run.micro_index == 0, last
         return inner
 
     def forward_context(self) -> AbstractContextManager[None]:

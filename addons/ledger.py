@@ -153,11 +153,11 @@ class LedgerAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Note the samples of a batch and the hash of each tensor; one hash where the samples are not known."""
-        if self._stages:
-            noted = self._stages["batch"]["data"]
+        noted, index = self._stages["batch"]["data"] if self._stages else [], self.current_run.micro_index
+        if self._stages and len(noted) == index:  # Else the gradients of a window are computed again.
             self._stages["batch"]["content"].append([fingerprint([tensor]) for tensor in _tensors(batch)])
             sampler = getattr(self._loaders[1], "batch_sampler", None)
-            samples = sampler.take(self.progress_checker.epoch_batch + len(noted)) if sampler is not None else None
+            samples = sampler.take(self.progress_checker.epoch_batch + index) if sampler is not None else None
             noted.append(fingerprint(_tensors(batch)) if samples is None else samples)
         return super().to_device(batch)
 

@@ -297,7 +297,8 @@ class PipelineAddon(DistributedAddon):
                 explain_failure(error, out, part, type(self), self.optimizers)
                 raise
 
-        self._runner.run(self.train_step, batch, finish, True, self.progress_checker.batch + self._micro)
+        at = self.progress_checker.batch + self.current_run.micro_index
+        self._runner.run(self.train_step, batch, finish, True, at)
         values, weight = self._runner.share(found.joined(self.log_train.keeps))
         if not weighs and values.get("num_targets") is not None:
             for parameter in self.parameters:

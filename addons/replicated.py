@@ -133,6 +133,8 @@ class ReplicatedAddon(AddOnPart):
         """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
         if self._sparse:
             why = "gradients of the model are sparse; write sparse=False on its embeddings"
+        elif self.averages_late:
+            why = "AutoBatchAddon averages gradients after the backward; leave it out"
         elif self._takes_turns():
             why = "find_unused_parameters=True lets several optimizers take turns; write find_unused_parameters=False"
         if why and self.comm_hook is not None:
@@ -141,7 +143,8 @@ class ReplicatedAddon(AddOnPart):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""
         inner = super().sync_context(last)
-        return inner if self._engine is None or (last and not self._takes_turns()) else self._alone(inner)
+        is_synced = last and not self._takes_turns() and not self.averages_late
+        return inner if self._engine is None or is_synced else self._alone(inner)
 
     def _takes_turns(self) -> bool:
         """Return whether a step may train with some of the optimizers: the wrapper would wait for the others."""

@@ -40,7 +40,7 @@ class ShardingAddon(AddOnPart):
         self._data_rank, self._data_size = 0, 1
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
-        self._micro = self._absent = 0
+        self._absent = 0
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self._leaves_out = self._is_padded = False
 
@@ -79,7 +79,7 @@ class ShardingAddon(AddOnPart):
     def micro_batches(self, batch: Any) -> Sequence[Any]:
         """Leave out, or pad, the batch of a rank without samples; it still counts."""
         found = super().micro_batches(batch)
-        self._micro, self._absent = -1, 0
+        self._absent = 0
         shares = self._shares
         last = self.progress_checker.epoch_batch + len(found)
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
@@ -94,8 +94,7 @@ class ShardingAddon(AddOnPart):
         return [*window[:-1], batch] if self._is_padded else window
 
     def sync_context(self, last: bool) -> Any:
-        """Count the micro-batches of this step."""
-        self._micro += 1
+        """Let a padded batch draw no random numbers."""
         inner = super().sync_context(last)
         return self._undrawn(inner) if last and self._is_padded else inner
 
@@ -114,7 +113,7 @@ class ShardingAddon(AddOnPart):
         loss = super().scale_loss(loss, num_targets, count)
         if self._shares is None or (num_targets is not None and not self._is_padded):
             return loss
-        own, together = self._shares.share(self.progress_checker.epoch_batch + self._micro)
+        own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.micro_index)
         share = own * self._data_size / together
         if share == 1:
             return loss

@@ -32,6 +32,7 @@ class _Meter:
 
     def __init__(self) -> None:
         self.is_warm = False  # Whether the first step of this process is over.
+        self.is_counted = False  # Whether its operations are known.
         self.began: float | None = None
         self.clear()
 
@@ -139,7 +140,7 @@ class ThroughputAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Count the samples of a batch."""
-        if self.mode == "train":
+        if self.mode == "train" and self._meter.new_batches == self.current_run.micro_index:  # Not when it is repeated.
             self._meter.new_samples += leading_dimension(batch) or 1
             self._meter.new_batches += 1
             if self.throughput_tokens is not None and self._meter.is_warm:
@@ -147,12 +148,14 @@ class ThroughputAddon(AddOnBase):
         return super().to_device(batch)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Count the operations of the first step."""
-        if self._meter.is_warm or self._why_not_counted():
+        """Count the operations of the first step; of the next one where AutoBatchAddon had to repeat it."""
+        if self._meter.is_counted or self._why_not_counted():
             return super().gradients(batch)
+        repeated = len(getattr(self, "memory_errors", ()))
         with FlopCounterMode(display=False) as counter:
             found = super().gradients(batch)
-        self.step_flops = counter.get_total_flops()
+        if len(getattr(self, "memory_errors", ())) == repeated:
+            self._meter.is_counted, self.step_flops = True, counter.get_total_flops()
         return found
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:

@@ -158,13 +158,13 @@ class AddOnBase(Trainer):
         ...         x, y = super().to_device(batch)
         ...         return x + 0.1 * torch.randn(x.shape, generator=self.generator("noise"), device=x.device), y
         """
-        generators: Generators = vars(self).setdefault("_add_on_generators", Generators())
-        return generators.get(name, per_rank, self)
+        return self._generators.get(name, per_rank, self)
 
     @property
     def _generators(self) -> Generators:
         """The generators of all add-ons of this trainer; empty until one is asked for."""
-        return vars(self).get("_add_on_generators") or Generators()
+        found: Generators = vars(self).setdefault("_add_on_generators", Generators())
+        return found
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -197,8 +197,6 @@ class AddOnBase(Trainer):
         super().load_state_dict(state, strict)
         for name, value in values.items():
             setattr(self, name, value)
-        if generators:
-            vars(self).setdefault("_add_on_generators", Generators())
         self._generators.load_state_dict(generators or {})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -407,8 +407,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         micro_batches = self.micro_batches(batch)
         run, count = self.current_run, len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
-        for run.batch in micro_batches:
-            with self.sync_context(len(outputs) == count - 1):
+        for run.micro_index, run.batch in enumerate(micro_batches):
+            with self.sync_context(run.micro_index == count - 1):
                 outputs.append(self.micro_step(self.to_device(run.batch), count))
         self.normalize([values.get("num_targets") for values, _ in outputs])
         return outputs

@@ -100,6 +100,7 @@ ELSEWHERE = {
     "ContextParallelAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
+    "AutoBatchAddon": "it refuses the BatchNorm of the network",
     "PEFTAddon": "its adapters make another model",
     "LoggerAddon": "the base of the loggers",
     "WebLoggerAddon": "the base of the loggers that send",

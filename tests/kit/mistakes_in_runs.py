@@ -8,8 +8,10 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
 from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
+from zae import find_batch_size
 from zae.addons import (
     ActivationOffloadAddon,
+    AutoBatchAddon,
     EarlyStoppingAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
@@ -412,6 +414,17 @@ def offloading_within_what_is_computed_again():
 @mistake
 def schedule_of_the_profiler_that_is_too_short():
     trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
+
+
+@mistake
+def parts_of_a_model_that_mixes_samples():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
+    trainer_of(Task.add_on(AutoBatchAddon), model=model).run(1, loader())
+
+
+@mistake
+def search_for_what_fits_with_parts():
+    find_batch_size(trainer_of(Task.add_on(AutoBatchAddon)), loader())
 
 
 @mistake

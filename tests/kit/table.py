@@ -253,6 +253,10 @@ TABLE = [
 ]  # fmt: skip
 
 
+ELSEWHERE = {"AutoBatchAddon": "it refuses the BatchNorm of the network; tests/addons/test_auto_batch.py has a table"}
+"""Add-ons that are not in the table, and why."""
+
+
 class Task(Trainer):
     """A classifier."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 
 from zae.common.torch_private import accelerator, count_devices, has_bf16_of_x86
-from zae.common.walk import children_of, fields_of, is_dataclass
+from zae.common.walk import children_of, fields_of, is_dataclass, with_items
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
     "can_copy_async",
     "cpu_computes_in_bf16",
+    "is_out_of_memory",
     "parse_device",
     "plain_tensors",
+    "release_memory",
     "to_device",
 ]
 
@@ -27,6 +30,10 @@ DeviceSpec: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.d
 HOST = torch.device("cpu")
 """The CPU, as `parse_device` returns it: comparing identities is faster than comparing devices."""
 
+_OUT_OF_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 # Common names of devices that are not similar enough for `did_you_mean`.
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
@@ -89,6 +96,20 @@ def cpu_computes_in_bf16() -> bool:
         found = ask()
         return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return has_bf16_of_x86()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be allocated, on an accelerator or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def release_memory() -> None:
+    """Free what only reference cycles hold, and what torch keeps of an accelerator's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
@@ -215,11 +236,11 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if callable(getattr(type(value), "to", None)) and not isinstance(value, type):
         return _move_by_method(value, device, non_blocking)
     if isinstance(value, (tuple, list)):
-        return _move_sequence(value, [_move(item, device, non_blocking) for item in value])
+        return with_items(value, [_move(item, device, non_blocking) for item in value])
     if isinstance(value, Mapping):
-        return _move_mapping(value, {key: _move(item, device, non_blocking) for key, item in value.items()})
+        return with_items(value, {key: _move(item, device, non_blocking) for key, item in value.items()})
     if is_dataclass(value):
-        return _move_fields(value, {name: _move(item, device, non_blocking) for name, item in fields_of(value).items()})
+        return with_items(value, {name: _move(item, device, non_blocking) for name, item in fields_of(value).items()})
     return value
 
 
@@ -243,53 +264,3 @@ def _shallow_copy(value: Any) -> Any:
         return copy.copy(value)
     except Exception:  # Copying may be code of the user.
         return value
-
-
-def _move_sequence(old: Any, items: list[Any]) -> Any:
-    """Return a tuple or list of the same type with other items."""
-    if all(new is item for new, item in zip(items, old, strict=True)):
-        return old
-    kind = type(old)
-    if kind is list:
-        return items
-    if isinstance(old, list):
-        new = copy.copy(old)
-        new[:] = items
-        return new
-    try:
-        # A named tuple, or a subclass with its own __new__, takes other arguments.
-        moved = tuple.__new__(kind, items)
-    except TypeError:  # Such as torch.return_types.max.
-        return kind(items)
-    if hasattr(old, "__dict__"):
-        moved.__dict__.update(old.__dict__)
-    return moved
-
-
-def _move_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type with other values."""
-    if all(new is item for new, item in zip(items.values(), old.values(), strict=True)):
-        return old
-    if type(old) is dict:
-        return items
-    if isinstance(old, dict):  # A copy keeps default_factory and attributes.
-        new = copy.copy(old)
-        for key, item in items.items():
-            new[key] = item
-        return new
-    try:
-        return type(old)(items)  # type: ignore[call-arg]
-    except TypeError:  # The constructor takes something else.
-        return items
-
-
-def _move_fields(old: Any, fields: dict[str, Any]) -> Any:
-    """Return a dataclass instance with other values in its fields."""
-    changed = {name: item for name, item in fields.items() if item is not getattr(old, name)}
-    if not changed:
-        return old
-    # Not dataclasses.replace: it calls __post_init__ again, and refuses fields with init=False.
-    new = copy.copy(old)
-    for name, item in changed.items():
-        object.__setattr__(new, name, item)
-    return new

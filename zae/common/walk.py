@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
     "map_tensors",
     "search",
     "tensors_in",
+    "with_items",
 ]
 
 _MISSING = object()
@@ -185,19 +186,78 @@ def search(
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to each tensor of dicts, lists and tuples; containers stay the same where nothing differs."""
+    """Apply a function to each tensor in containers, whose types are kept; they stay the same where nothing differs."""
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, (tuple, list)):
+        return with_items(value, [map_tensors(function, each) for each in value])
     if isinstance(value, Mapping):
-        made = {key: map_tensors(function, each) for key, each in value.items()}
-        return value if all(made[key] is each for key, each in value.items()) else made
-    is_named = isinstance(value, tuple) and hasattr(value, "_fields")  # A namedtuple takes its items one by one.
-    if is_named or type(value) in (list, tuple):
-        items = [map_tensors(function, each) for each in value]
-        if all(a is b for a, b in zip(items, value)):
-            return value
-        return type(value)(*items) if is_named else type(value)(items)
+        return with_items(value, {key: map_tensors(function, each) for key, each in value.items()})
+    if is_dataclass(value):
+        return with_items(value, {name: map_tensors(function, each) for name, each in fields_of(value).items()})
     return value
+
+
+def with_items(old: Any, items: Any) -> Any:
+    """Return a container like another one with other items; the same object where none differs.
+
+    Parameters
+    ----------
+    old : tuple, list, mapping or dataclass instance
+        It is not changed. Its class and further attributes are kept.
+    items : list or dict
+        An item for each of its own, by the same key: a list for a tuple or a list.
+    """
+    if isinstance(old, (tuple, list)):
+        return _with_sequence(old, items)
+    if isinstance(old, Mapping):
+        return _with_mapping(old, items)
+    changed = {name: item for name, item in items.items() if item is not getattr(old, name)}
+    if not changed:
+        return old
+    # Not dataclasses.replace: it calls __post_init__ again, and refuses fields with init=False.
+    new = copy.copy(old)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)
+    return new
+
+
+def _with_sequence(old: Any, items: list[Any]) -> Any:
+    """Return a tuple or list of the same type with other items."""
+    if all(new is item for new, item in zip(items, old, strict=True)):
+        return old
+    kind = type(old)
+    if kind is list:
+        return items
+    if isinstance(old, list):
+        new = copy.copy(old)
+        new[:] = items
+        return new
+    try:
+        # A named tuple, or a subclass with its own __new__, takes other arguments.
+        made = tuple.__new__(kind, items)
+    except TypeError:  # Such as torch.return_types.max.
+        return kind(items)
+    if hasattr(old, "__dict__"):
+        made.__dict__.update(old.__dict__)
+    return made
+
+
+def _with_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other values."""
+    if all(new is item for new, item in zip(items.values(), old.values(), strict=True)):
+        return old
+    if type(old) is dict:
+        return items
+    if isinstance(old, MutableMapping):  # A copy keeps default_factory and attributes.
+        new = copy.copy(old)
+        for key, item in items.items():
+            new[key] = item
+        return new
+    try:
+        return type(old)(items)  # type: ignore[call-arg]
+    except TypeError:  # The constructor takes something else.
+        return items
 
 
 def json_safe(value: Any) -> Any:

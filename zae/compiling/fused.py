@@ -64,6 +64,7 @@ def why_not(trainer: Trainer) -> str | None:
         f"parameters of {', '.join(sorted(dtypes))}": dtypes,
         "windows of several batches": getattr(trainer, "gradient_accumulation_steps", 1) > 1
         or getattr(trainer, "global_batch_size", None) is not None,
+        "batches that AutoBatchAddon may compute in parts": "fitting_size" in vars(trainer),
         f"running statistics of BatchNorm or the like ({', '.join(moving)})": moving,
         " and ".join(seams): seams,
     }

@@ -61,8 +61,6 @@ class Callbacks:
         What callbacks of Transformers are given.
     in_epoch : int or None
         Optimizer steps of an epoch.
-    micro_batches : int
-        Batches of the open accumulation window so far.
     run_began, first_step, evaluation_began : float, int, float
         When and at which step the run began, and when the evaluation did.
     evaluated, evaluation : object, dict
@@ -79,7 +77,7 @@ class Callbacks:
         self.was_set_up = self.ends_epoch = False
         self.warned: set[str] = set()
         self.in_epoch: int | None = None
-        self.micro_batches = self.first_step = 0
+        self.first_step = 0
         self.run_began = self.evaluation_began = 0.0
         self.evaluated: Any = None
         self.evaluation: dict[str, Any] = {}

@@ -120,10 +120,14 @@ class Processes:
         Whether a rank without a batch takes part in the forward of the others, with a batch of weight 0.
     can_save_alone : bool
         Whether a rank can save the state without the others, after an error.
+    averages_late : bool
+        Whether ranks exchange gradients only after the backward of a step, so that a rank whose backward fails leaves
+        no other rank waiting.
     """
 
     pads = False
     can_save_alone = True
+    averages_late = False
 
     if TYPE_CHECKING:
         device: torch.device

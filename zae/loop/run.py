@@ -64,6 +64,8 @@ class Run:
         The name of that loader, where they were given by name.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
+    micro_index : int
+        The index in its window of the batch whose gradient is computed.
     batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
     is_loading : bool
@@ -90,6 +92,7 @@ class Run:
         self._logged_at = -1
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
+        self.micro_index = 0
         self.current_loader: Any = None
         self.is_loading = self.is_evaluating = False
         self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from zae.addons.accumulation import GradientAccumulationAddon
 from zae.common.argument_checks import check_count
+from zae.common.device import is_out_of_memory, release_memory
 from zae.data.loaders import describe
 from zae.errors import ConfigError
 from zae.tuning.trials import trial, trial_loader
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = ["BatchSize", "find_batch_size"]
-
-_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
 
 @dataclass
@@ -98,6 +95,11 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             f"find_batch_size makes batches of other sizes, which {describe(loader)} cannot; give a DataLoader with "
             "batch_size=..., over a dataset with a length"
         )
+    if hasattr(trainer, "fitting_size"):
+        raise ConfigError(
+            "find_batch_size tries what does not fit, and AutoBatchAddon would compute it in parts; call it with the "
+            "trainer without AutoBatchAddon"
+        )
     given = loader.batch_size * int(getattr(trainer, "gradient_accumulation_steps", 1))
     given = getattr(trainer, "global_batch_size", None) or given
     effective = check_count("effective_batch_size", effective_batch_size or given)
@@ -125,15 +127,11 @@ def _fits(trainer: Trainer, loader: Any, size: int, count: int) -> bool:
     batches = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, drop_last=True)
     try:
         twin.run(None, batches, max_steps=2)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return False
-    except RuntimeError as error:
-        if any(text in str(error) for text in _TEXTS):
-            return False
-        raise
     finally:
         del twin
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
     return True

@@ -22,6 +22,7 @@ from zae.addon import AddOnBase
 from zae.cli import script
 from zae.cli.certify.jobs import Job
 from zae.common.optim import parameters_of
+from zae.common.walk import map_tensors
 from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
 from zae.composition.leave_out import leave_out
 from zae.composition.metaclass import TrainerMeta, compose, load_installed
@@ -198,7 +199,7 @@ class WitnessAddon(AddOnBase):
     def to_device(self, batch: Any) -> Any:
         """Return floating-point numbers in float64, where the job wants that."""
         batch = super().to_device(batch)
-        return _doubled(batch) if self.job.is_exact else batch
+        return map_tensors(_double, batch) if self.job.is_exact else batch
 
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Note whether a step draws random numbers."""
@@ -404,15 +405,9 @@ def _numbers(loss: Any) -> Any:
     return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
 
 
-def _doubled(batch: Any) -> Any:
-    """Return a nested batch with its floating-point tensors in float64."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return type(batch)({key: _doubled(value) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_doubled, batch))
-    return type(batch)(map(_doubled, batch)) if isinstance(batch, (list, tuple)) else batch
+def _double(tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in float64."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def as_plain(value: Any) -> Any:

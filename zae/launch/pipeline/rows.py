@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common.walk import children_of, fields_of, is_dataclass, with_items
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import combine_parts, is_typed
 
-__all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart"]
+__all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart", "take_rows"]
 
 _TEXT = (str, bytes)
 
@@ -24,28 +24,15 @@ def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return change(value, place)
     if isinstance(value, Mapping):
-        made = {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()}
-        return made if type(value) is dict else _like(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(
-            *(_map(each, change, f"{place}.{key}") for key, each in zip(cast(Any, value)._fields, value))
-        )
+        return with_items(value, {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()})
     if isinstance(value, (list, tuple)):
-        if value and not any(isinstance(each, (Tensor, np.ndarray, Mapping, list, tuple)) for each in value):
+        if value and not any(isinstance(each, (Tensor, np.ndarray)) or children_of(each) for each in value):
             return change(value, place)
-        return type(value)(_map(each, change, f"{place}[{index}]") for index, each in enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{k: _map(v, change, f"{place}.{k}") for k, v in fields.items()})
+        names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{index}]" for index in range(len(value))]
+        return with_items(value, [_map(each, change, place + name) for name, each in zip(names, value)])
+    if is_dataclass(value):
+        return with_items(value, {k: _map(v, change, f"{place}.{k}") for k, v in fields_of(value).items()})
     return value
-
-
-def _like(value: Any, made: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, such as a BatchEncoding or a ModelOutput."""
-    try:
-        return type(value)(made)
-    except TypeError:
-        return type(value)(**made)
 
 
 def take_apart(batch: Any, rows: int | None, count: int) -> tuple[list[Any], list[int], int]:
@@ -72,21 +59,23 @@ def take_apart(batch: Any, rows: int | None, count: int) -> tuple[list[Any], lis
         )
     size = -(-rows // count)
     bounds = [(min(rows, index * size), min(rows, (index + 1) * size)) for index in range(count)]
+    return [take_rows(batch, rows, *each) for each in bounds], [end - start for start, end in bounds], size
 
-    def part(start: int, end: int) -> Any:
-        def cut(value: Any, place: str) -> Any:
-            length = len(value) if isinstance(value, (list, tuple)) else value.shape[0] if value.ndim else None
-            if length != rows:
-                raise ConfigError(
-                    f"batch{place} has {'no rows' if length is None else f'{length} rows'} and the batch has {rows} "
-                    "samples: it cannot be divided into micro-batches. Give one row for each sample, and keep what is "
-                    "the same for all samples on the trainer or in the model"
-                )
-            return value[start:end]
 
-        return _map(batch, cut)
+def take_rows(batch: Any, rows: int, start: int, end: int) -> Any:
+    """Return a batch with some of its samples, from ``start`` to ``end``; the types of its containers are kept."""
 
-    return [part(*each) for each in bounds], [end - start for start, end in bounds], size
+    def cut(value: Any, place: str) -> Any:
+        length = len(value) if isinstance(value, (list, tuple)) else value.shape[0] if value.ndim else None
+        if length != rows:
+            raise ConfigError(
+                f"batch{place} has {'no rows' if length is None else f'{length} rows'} and the batch has {rows} "
+                "samples: it cannot be divided into micro-batches. Give one row for each sample, and keep what is "
+                "the same for all samples on the trainer or in the model"
+            )
+        return value[start:end]
+
+    return _map(batch, cut)
 
 
 def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
@@ -103,11 +92,9 @@ def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
             )
         return torch.cat([values, values[-1:].expand(size - rows, *values.shape[1:])])
     if isinstance(values, Mapping) and isinstance(full, Mapping) and values.keys() == full.keys():
-        made = {key: fill_up(each, full[key], rows, size) for key, each in values.items()}
-        return made if type(values) is dict else _like(values, made)
+        return with_items(values, {key: fill_up(each, full[key], rows, size) for key, each in values.items()})
     if isinstance(values, (list, tuple)) and isinstance(full, (list, tuple)) and len(values) == len(full):
-        made_list = [fill_up(each, other, rows, size) for each, other in zip(values, full)]
-        return type(values)(*made_list) if hasattr(values, "_fields") else type(values)(made_list)
+        return with_items(values, [fill_up(each, other, rows, size) for each, other in zip(values, full)])
     return values
 
 
