@@ -19,7 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import zae
 from kit import matrix, optimizers, oracle
 from zae import ConfigError, Every, MonitorError, Trainer
-from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    CompileAddon,
+    EarlyStoppingAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    StateManagerAddon,
+)
 from zae.common import random_state
 from zae.loop.progress import RunView
 from zae.loop.run import Run
@@ -199,6 +206,41 @@ class Drawing(Task):
         self.seen = getattr(self, "seen", 0) + 1
         self.model.norm.running_mean.add_(1)
         return {**super().test_step(batch), "noise": torch.rand(1).item() + random.random() + np.random.rand()}
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "part"])
+def test_plan_says_what_a_model_that_the_script_has_compiled_means(how: str) -> None:
+    """The weights are the same in each form, and the names in a state are those of the module itself."""
+    ends = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        if compiles and how == "in place":
+            model.compile(backend="eager")
+        elif compiles and how == "part":
+            model[1] = torch.compile(model[1], backend="eager")
+        elif compiles:
+            model = torch.compile(model, backend="eager")
+        batches = [(torch.ones(4, 4), torch.ones(4, 2)), (torch.ones(3, 4), torch.ones(3, 2))]
+        options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "log_bar": False}
+        trainer = PlainTask(model, "cpu", **options)
+        notes = [note for note in trainer.plan(1, batches).notes if "compiled by the script" in note]
+        assert len(notes) == compiles
+        if compiles:
+            begin = (
+                "1 is compiled by the script: each shape"
+                if how == "part"
+                else "the model is compiled by the script: each"
+            )
+            assert notes[0].startswith(begin)
+            options["compile_backend"] = "eager"
+            both = PlainTask.add_on(CompileAddon)(model, "cpu", **options)
+            (note,) = (note for note in both.plan(1, batches).notes if "compiled by the script" in note)
+            assert note.endswith("which takes time for each shape; give the module itself")
+        trainer.run(1, batches)
+        ends.append(trainer.state_dict()["model"])
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
 
 
 @pytest.mark.covers("X-13")

@@ -17,6 +17,7 @@ import torch
 
 from zae.common import optim, random_state
 from zae.common.optimizer_checks import check_schedules
+from zae.common.torch_private import is_compiled
 from zae.composition.introspect import add_ons_of, seam, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
@@ -66,7 +67,7 @@ class Preview:
         self.find_metrics()
         self.measure_memory()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
-        found.notes += found.kernels.values()
+        found.notes += [*found.kernels.values(), *self._describe_compiled()]
         if not found.disk:
             found.bytes_per_checkpoint = 0
         reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
@@ -106,6 +107,20 @@ class Preview:
                     "needs more than one batch, this is not a fault, and try_validation=False skips this trial",
                     type(tried.fault).__name__, tried.fault,
                 )  # fmt: skip
+
+    def _describe_compiled(self) -> list[str]:
+        """Say what follows where the script has compiled the model itself: nothing is wrong, and more is compiled."""
+        trainer = self.trainer
+        parts = {name: each for name, each in trainer.unwrap().named_modules() if name and _is_compiled_by_hand(each)}
+        is_whole = hasattr(trainer.model, "_orig_mod") or _is_compiled_by_hand(trainer.unwrap())
+        if not parts and not is_whole:
+            return []
+        what = "the model is compiled by the script" if is_whole else f"{', '.join(parts)} is compiled by the script"
+        if "compile" in slots_of(type(trainer)):
+            return [f"{what} as well as by CompileAddon: the steps and evaluations that CompileAddon leaves eager are "
+                    "compiled by it too, which takes time for each shape; give the module itself"]  # fmt: skip
+        return [f"{what}: each shape is compiled, also that of a short last batch and of an evaluation; CompileAddon "
+                "compiles one, with the backward. Checkpoints have the names of the module itself"]  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -259,6 +274,10 @@ class Preview:
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
         found.bytes_per_checkpoint, *found._within_epoch = sizes
+
+
+def _is_compiled_by_hand(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or is_compiled(module)
 
 
 # ------------------------------------------------------------------------------------- the methods of the Trainer
