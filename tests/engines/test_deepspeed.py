@@ -11,7 +11,10 @@ import inspect
 import json
 import math
 import os
+import socket
+import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from torch import nn
 
 from kit.engines import Counted, Engine, Net, Task, build, data, distance, net, weights
 from kit.loggers import scalars
+from kit.scripts import Torchrun
 from zae import CheckpointMismatch, ConfigError, DistributedError, Trainer
 from zae.addons import (
     CallbackAddon,
@@ -37,6 +41,7 @@ from zae.addons import (
     PEFTAddon,
     PrefetchAddon,
     ReportAddon,
+    SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
 )
@@ -395,7 +400,95 @@ def test_ranks_that_run_starts_leave_whole_weights_in_the_caller(tmp_path: Path)
     assert distance(trainer, single) < LIMIT
 
 
+SCRIPT = """
+    import argparse, os, signal, sys, torch
+    sys.path.insert(0, {tests!r})
+    from kit.engines import Engine, Task, data, net
+    from zae.addons import DeepSpeedAddon, StateManagerAddon
+
+    class Dies(Task):
+        def train_step(self, batch):
+            if given.kills and not os.path.exists("killed") and self.rank == 1 and self.progress_checker.step == 3:
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train_step(batch)
+
+    if __name__ == "__main__":
+        parser = argparse.ArgumentParser()
+        parser.add_argument("name")
+        parser.add_argument("--kills", action="store_true")
+        parser.add_argument("--local_rank", type=int)  # Of the launcher of DeepSpeed.
+        given = parser.parse_args()
+        torch.manual_seed(0)
+        trainer = Dies.add_on(DeepSpeedAddon, StateManagerAddon)(
+            net(torch.float32), "cpu", optimizer=lambda each: torch.optim.AdamW(each, lr=1e-3, eps=1e-5), seed=0,
+            log_bar=False, zero_stage=2, save_path=given.name, save_every=2, resume="auto", timeout=60.0)
+        trainer.run(2, data(16))
+        if trainer.is_main:
+            print("world", trainer.world_size, "stage", trainer.zero_stage)
+        trainer.save_model(given.name + ".pt")
+"""
+
+
+def write_script() -> None:
+    Path("train.py").write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).resolve().parents[1])))
+
+
+@pytest.mark.deepspeed
+def test_torchrun_and_the_launcher_of_deepspeed() -> None:
+    """The same weights by both, with --local_rank too; torchrun starts the ranks again where one is killed."""
+    import_library()
+    write_script()
+    alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
+    for name, *kills in (("whole",), ("killed", "--kills")):
+        agent = Torchrun(*alone, "--nproc_per_node", 2, "--max-restarts", 1, "train.py", name, *kills)
+        status, out, err = agent.end(600)
+        assert status == 0, err
+        assert "world 2 stage 2" in out
+    assert Path("killed").exists()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    line = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*line, "train.py", "launched"], capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "world 2 stage 2" in done.stdout
+    first, *others = (torch.load(f"{name}.pt", weights_only=True) for name in ("whole", "killed", "launched"))
+    assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
+
+
 # -------------------------------------------------------------------------------------------- with other add-ons
+
+
+class Spiky(Task):
+    """The loss of one step is far above the others."""
+
+    def train_step(self, batch: Any) -> Any:
+        found = super().train_step(batch)
+        return {"loss": found["loss"] * (1e4 if self.progress_checker.step == 7 else 1.0)}
+
+
+@on_ranks(0, 1, 2, 3)
+def test_a_spike_is_skipped_or_answered_by_a_return(stage: int, tmp_path: Path) -> None:
+    """As in one process, with the parts that each rank has."""
+    for action, skipped in (("skip", 1), ("rollback", 4)):
+        options = {"spike_warmup": 4, "spike_threshold": 100.0, "on_spike": action, "task": Spiky, "save_every": 4}
+        trainers = []
+        for each, folder in ((stage, "ranks"), (None, f"one-{dist.get_rank()}")):
+            path = tmp_path / action / folder
+            trainers.append(
+                make(each, SpikeGuardAddon, StateManagerAddon, save_path=path, gradient_clip=0.5, **options)
+            )
+        trainer, single = trainers
+        trainer.run(1, data(96))
+        single.run(1, data(96, 8))
+        assert [each["step"] for each in trainer.spikes] == [each["step"] for each in single.spikes] == [8]
+        assert trainer.progress_checker.skipped_steps == single.progress_checker.skipped_steps == skipped
+        assert trainer.progress_checker.step == 12
+        assert distance(trainer, single) < LIMIT
 
 
 @on_ranks(0, 1, 2)
