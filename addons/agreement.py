@@ -132,7 +132,7 @@ class AgreementAddon(AddOnPart):
         return {shards.name_of_part(name, each): each for name, each in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Compare the weights of the ranks before they are saved."""
+        """Compare the weights that several ranks hold whole before they are saved."""
         if self._world > 1 and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE):
             self._check_drift()
         return super().state_dict()
