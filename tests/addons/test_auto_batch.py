@@ -148,6 +148,8 @@ def test_parts_with_every_other_add_on(entry: Any, tmp_path: Path) -> None:
             folder = tmp_path / str(len(found))
             folder.mkdir()
             given = {**entry.biting(folder), **options}
+            if entry.variant == "fp16":  # From a scale at which neither overflows: parts do so at a larger one.
+                given["loss_scale"] = (2.0**8, 1.0)
             trainer = table.Task.add_on(entry.add_on, *add_ons)(
                 model, "cpu", optimizer=optimizer, log_bar=False, **given
             )

@@ -104,7 +104,7 @@ def check_mean(trainer: Any, batches: Sequence[Any]) -> None:
         if _streams() != before:
             return  # It draws other numbers each time.
     total = sum(weight for _, weight in found)
-    mean = sum(loss * weight for loss, weight in found) / total if total else whole
+    mean = sum(loss * weight for loss, weight in found if weight) / total if total else whole
     dtypes = {each.dtype for each in model.parameters()}
     is_coarse = bool(dtypes & {torch.float16, torch.bfloat16}) or getattr(trainer, "precision", "fp32") != "fp32"
     scale = max(abs(whole), *(abs(loss) for loss, _ in found))
