@@ -82,6 +82,15 @@ def test_only_one_module_reads_private_names():
     assert found == {"zae.common.torch_private"} | libraries
 
 
+def test_a_name_of_torch_is_found_that_is_spelled_like_one_of_ours():
+    tree = ast.parse(
+        "import torch\nfrom torch import nn\n\ndef f(x):\n    return torch.cuda._own, nn.Module._own, x._own\n"
+    )
+    source = house.Source(SOURCE)
+    source.tree = tree
+    assert house.foreign_private_names(source, {"_own"}) == (2, 0)
+
+
 def test_every_name_is_taken_away():
     taken = {*other_torch.IN_PYTHON, *(name for names in other_torch.IN_C.values() for name in names)}
     assert names_read() <= taken | ELSEWHERE

@@ -195,13 +195,32 @@ def own_private_names(sources: list[Source]) -> set[str]:
 def foreign_private_names(source: Source, own: set[str]) -> tuple[int, int]:
     """Count the private names of other packages in a module, and those that are looked up as it is imported."""
     hits: list[ast.AST] = []
+    imported = _foreign_imports(source)
     for node in (n for n in ast.walk(source.tree) if n not in source.type_only):
         if isinstance(node, ast.ImportFrom) and not (node.module or "zae").startswith(("zae", "__future__")):
             hits += [node for a in node.names if is_private(a.name) or "._" in f".{node.module}"]
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
-            hits.append(node)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            hits += [node] * (node.attr not in own or _root_of(node) in imported)
     inside = {n for f in ast.walk(source.tree) if isinstance(f, ast.FunctionDef) for s in f.body for n in ast.walk(s)}
     return len(hits), sum(1 for each in hits if each not in inside)
+
+
+def _foreign_imports(source: Source) -> set[str]:
+    """Return the names under which a module has imported other packages, and what is in them."""
+    found: set[str] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found |= {(a.asname or a.name).partition(".")[0] for a in node.names if not a.name.startswith("zae")}
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "zae").startswith(("zae", "__future__")):
+            found |= {a.asname or a.name for a in node.names}
+    return found
+
+
+def _root_of(node: ast.AST) -> str | None:
+    """Return the name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def is_private(name: str) -> bool:
