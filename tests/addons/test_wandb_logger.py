@@ -17,11 +17,13 @@ import wandb
 
 from kit.faults import wait_for
 from kit.loggers import (
+    Killed,
     Task,
     bare,
     build,
     digest,
     finished_wandb_records,
+    forked,
     lines,
     loader,
     server,
@@ -105,33 +107,24 @@ def test_the_weights_are_those_without_a_logger():
     assert digest(trainer) == digest(plain)
 
 
-SCRIPT = """
-import os, sys, wandb  # Once, for both forks.
-sys.path.insert(0, {tests!r})
-from kit.loggers import Killed, build, forked, loader
-from zae.addons import StateManagerAddon
-from zae.addons.wandb_logger import WandBLoggerAddon
-
-def train(at):
+def train_until(at):
+    """Train, killed at a step or to the end, and leave the identifier of the run."""
     Killed.at = at
-    trainer = build(WandBLoggerAddon, StateManagerAddon, task=Killed, save_path="saved", save_every=3, keep_best=0,
-                    resume="auto", web_logger={{"wandb": {{"project": "p", "mode": "offline"}}}}, logger_timeout=30.0)
+    entries = {"wandb": {"project": "p", "mode": "offline"}}
+    saving = {"save_path": "saved", "save_every": 3, "keep_best": 0, "resume": "auto"}
+    add_ons = (WandBLoggerAddon, StateManagerAddon)
+    trainer = build(*add_ons, task=Killed, web_logger=entries, logger_timeout=120.0, **saving)
     trainer.run(3, loader(), loader(1), valid_every=2)
-    print(trainer.state_dict()["LoggerAddon"]["run_id"], flush=True)
-
-build()  # The first optimizer of a process imports the compiler.
-print(forked(lambda: train(8)), forked(lambda: train(None)))
-"""
+    Path("run_id").write_text(trainer.state_dict()["LoggerAddon"]["run_id"])
 
 
 @pytest.mark.covers("P-12", "P-28")
-def test_killed_and_resumed_no_record_is_lost(tmp_path, monkeypatch):
+def test_killed_and_resumed_no_record_is_lost(monkeypatch):
     """The resumed process continues with the same W&B run, and what a checkpoint counts on is on the disk."""
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # the new ones start the client's service themselves
-    code = SCRIPT.format(tests=str(Path(__file__).parent.parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    run_id, *statuses = done.stdout.split()
-    assert statuses == [str(-signal.SIGKILL), "0"], done.stderr
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # The processes start the client's service themselves.
+    statuses = [forked(lambda at=at: train_until(at)) for at in (8, None)]
+    assert statuses == [-signal.SIGKILL, 0]
+    run_id = Path("run_id").read_text()
     paths = sorted(Path("wandb").glob("*run-*/*.wandb"))
     assert len(paths) == 2
     assert {path.name for path in paths} == {f"run-{run_id}.wandb"}

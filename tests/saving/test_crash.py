@@ -514,7 +514,7 @@ def test_nothing_is_changed_by_what_is_damaged(folder: Path) -> None:
 
 
 @pytest.mark.covers("P-15")
-@pytest.mark.parametrize("lives", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("lives", [25, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_200_kills_at_drawn_operations(folder: Path, lives: int) -> None:
     """P-15: the lives of one run, each killed at a drawn file operation: what was reported as saved is never lost."""
     place, reports = folder / "run", folder / "reports"
