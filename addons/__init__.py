@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zae.addons.prefetch import PrefetchAddon
     from zae.addons.profiler import ProfilerAddon
     from zae.addons.report import ReportAddon
+    from zae.addons.silent_fault_guard import SilentFaultGuardAddon
     from zae.addons.spike_guard import SpikeGuardAddon
     from zae.addons.state_manager import StateManagerAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
@@ -68,6 +69,7 @@ __all__ = [
     "PrefetchAddon",
     "ProfilerAddon",
     "ReportAddon",
+    "SilentFaultGuardAddon",
     "SpikeGuardAddon",
     "StateManagerAddon",
     "TensorBoardLoggerAddon",
@@ -105,6 +107,7 @@ _HOMES = {
     "PrefetchAddon": "prefetch",
     "ProfilerAddon": "profiler",
     "ReportAddon": "report",
+    "SilentFaultGuardAddon": "silent_fault_guard",
     "SpikeGuardAddon": "spike_guard",
     "StateManagerAddon": "state_manager",
     "TensorBoardLoggerAddon": "tensorboard_logger",

@@ -31,7 +31,8 @@ class GradientAccumulationAddon(AddOnBase):
 
     Of a loader with a length, one batch is in memory at a time. Of a loader without one, all batches of a window are,
     because their number must be known before the first backward; so are they where your class overrides ``gradients``,
-    which may compute those of one window twice (SAM, a closure), and with AutoBatchAddon.
+    which may compute those of one window twice (SAM, a closure), with AutoBatchAddon, and in the steps that
+    SilentFaultGuardAddon checks.
 
     With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
     ranks makes the same steps: those of one process whose batches have that many samples. Each sample of a step has the
@@ -102,8 +103,9 @@ class GradientAccumulationAddon(AddOnBase):
         if length is None:
             yield from _look_ahead(batches, count)
             return
-        left, holds = length - self.progress_checker.epoch_batch, self._may_repeat()
+        left, may_repeat = length - self.progress_checker.epoch_batch, self._may_repeat()
         while left > 0:
+            holds = may_repeat or getattr(self, "repeats_gradients", False)
             window = _Window(batches, min(count, left), holds)
             left -= len(window)
             yield window
@@ -141,6 +143,8 @@ class GradientAccumulationAddon(AddOnBase):
         """Return whether an override may compute the gradients of one window several times."""
         for kind in type(self).__mro__:
             is_own = not kind.__module__.startswith("zae.")
+            if "repeats_gradients" in vars(kind):  # Not in every step.
+                continue
             if any(is_own or is_marked(vars(kind)[name], "__repeats__") for name in _REPEATED if name in vars(kind)):
                 return True
         return False

@@ -147,6 +147,8 @@ class LedgerAddon(AddOnBase):
             try:
                 yield
                 entry = {"step": progress.step + 1, "epoch": progress.epoch + 1, "stages": self._stages}
+                faults = [each for each in getattr(self, "faults", ()) if each["step"] == entry["step"]]
+                entry |= {"faults": faults} if faults else {}  # Of SilentFaultGuardAddon.
                 self._write({**entry, "rank": self.rank} if self._is_of_each_rank else entry)
             finally:
                 self._stages = {}
@@ -163,8 +165,8 @@ class LedgerAddon(AddOnBase):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Note the random state after a forward."""
-        inner = super().forward_context()
-        return self._note_forward(inner) if self._stages else inner
+        inner, is_noted = super().forward_context(), self._stages and self.current_run.computation == 1
+        return self._note_forward(inner) if is_noted else inner
 
     @contextmanager
     def _note_forward(self, inner: AbstractContextManager[None]) -> Iterator[None]:
@@ -283,9 +285,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    return value.item() if isinstance(value, Tensor) else value
+    one = value.item() if isinstance(value, Tensor) else value
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else one
 
 
 @contextmanager
@@ -366,6 +367,4 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _numbers(loss: Any) -> Any:
-    if isinstance(loss, Mapping):
-        return {str(key): _numbers(value) for key, value in loss.items()}
-    return loss.item()
+    return {str(k): _numbers(each) for k, each in loss.items()} if isinstance(loss, Mapping) else loss.item()

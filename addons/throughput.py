@@ -155,7 +155,8 @@ class ThroughputAddon(AddOnBase):
         with FlopCounterMode(display=False) as counter:
             found = super().gradients(batch)
         if len(getattr(self, "memory_errors", ())) == repeated:
-            self._meter.is_counted, self.step_flops = True, counter.get_total_flops()
+            flops = counter.get_total_flops() // self.current_run.computation
+            self._meter.is_counted, self.step_flops = True, flops
         return found
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:

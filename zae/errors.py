@@ -12,6 +12,7 @@ The tree, with the built-in family each one also belongs to, so that an
     |-- MonitorError (KeyError, ValueError)  the name of a metric that is not recorded
     |-- RehearsalError (RuntimeError)      parts of a run that would fail, see run(..., rehearse=True)
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
+    |-- SilentFaultError (ArithmeticError) two computations of the same gradients that differ
     |-- TaskError (TypeError)              a trainer class that cannot work
     |   `-- AddOnError                     an add-on, or a composed class, that cannot work
     |       |-- AddOnConflict              two add-ons that exclude each other
@@ -53,6 +54,7 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "RehearsalError",
+    "SilentFaultError",
     "StepError",
     "TaskError",
     "ZaeError",
@@ -103,6 +105,10 @@ class RehearsalError(ZaeError, RuntimeError):
 
 class NonFiniteError(ZaeError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class SilentFaultError(ZaeError, ArithmeticError):
+    """Two computations of the same gradients differ."""
 
 
 class TaskError(ZaeError, TypeError):

@@ -39,6 +39,7 @@ OPTIONS = {
     "PrefetchAddon": "",
     "ProfilerAddon": 'profile_dir="runs/profile"',
     "ReportAddon": 'report_path="runs/report.html"',
+    "SilentFaultGuardAddon": "fault_check_every=3",
     "SpikeGuardAddon": "spike_threshold=10.0",
     "AutoBatchAddon": "micro_batch_size=None",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',

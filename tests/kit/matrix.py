@@ -65,6 +65,7 @@ PIECES: dict[str, Piece] = {
         lambda draw: {"patience": draw.choice([1, 2, 3]), "delta": draw.choice([0.0, 0.05])},
         lambda o, _: {"patience": o.patience, "delta": o.delta},
     ),
+    "SilentFaultGuardAddon": Piece(_nothing, lambda _, folder: {"fault_check_every": 2}),
     "SpikeGuardAddon": Piece(_nothing, lambda _, folder: {"spike_threshold": 1e9}),
     "CallbackAddon": Piece(_nothing, lambda _, folder: {"callbacks": [Watcher]}),
     "StateManagerAddon": Piece(_nothing, lambda _, folder: {"save_path": folder / "save", "save_every": 3}),

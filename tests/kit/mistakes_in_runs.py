@@ -16,6 +16,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     ProfilerAddon,
+    SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TorchMetricsAddon,
@@ -425,6 +426,23 @@ def parts_of_a_model_that_mixes_samples():
 @mistake
 def search_for_what_fits_with_parts():
     find_batch_size(trainer_of(Task.add_on(AutoBatchAddon)), loader())
+
+
+@mistake
+def unknown_answer_to_a_fault():
+    trainer_of(Task.add_on(SilentFaultGuardAddon), on_fault="again")
+
+
+@mistake
+def step_that_computes_something_else_each_time():
+    class Counting(Task):
+        calls = 0
+
+        def train_step(self, batch):
+            self.calls += 1
+            return {"loss": super().train_step(batch)["loss"] * self.calls}
+
+    trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
 
 
 @mistake

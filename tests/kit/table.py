@@ -39,6 +39,7 @@ from zae.addons import (
     PrefetchAddon,
     ProfilerAddon,
     ReportAddon,
+    SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
@@ -173,6 +174,10 @@ TABLE = [
     Entry(
         EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0},
         stateful=True,
+    ),
+    Entry(
+        SilentFaultGuardAddon, fixed(fault_check_every=10**6), fixed(fault_check_every=2, on_fault="repeat"),
+        stateful=True, transient=("_begin",),
     ),
     Entry(
         SpikeGuardAddon, fixed(spike_threshold=1e9), fixed(spike_warmup=3, spike_window=8, spike_threshold=1e6),

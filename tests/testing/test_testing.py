@@ -174,6 +174,7 @@ OWN = {
         "transient": ["_start", "_computing", "_is_last", "_is_divided"],
         "allow": ["exception"],
     },  # The fault of a step in this check is a MemoryError, which it answers.
+    "SilentFaultGuardAddon": {"fault_check_every": 2, "transient": ["_begin"]},
     "SpikeGuardAddon": {
         "spike_threshold": 1e9,
         "transient": ["_found"],

@@ -77,6 +77,7 @@ def _overrides_with_gradients(cls: type, idle: Container[type]) -> list[tuple[st
     for seam in _SEAMS:
         for owner in owners_of(cls, seam):
             harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")
+            harmless = harmless and not (seam == "gradients" and getattr(owner, "reads_gradients", False))
             if owner not in idle and not harmless:
                 found.append((seam, owner))
     return found

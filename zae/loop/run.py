@@ -68,6 +68,9 @@ class Run:
         The index in its window of the batch whose gradient is computed.
     batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
+    computation : int
+        How often the gradients of the present step were computed, this time included: an add-on that notes or counts
+        what a step does, does so for the first one alone.
     is_loading : bool
         For error notes: whether that loader is being asked for a batch.
     loader_use : {"epoch", "evaluation"}
@@ -89,7 +92,7 @@ class Run:
         self.began = time.monotonic()
         self.signals: list[int] = []
         self.requests: set[str] = set()
-        self._logged_at = -1
+        self._logged_at, self.computation = -1, 1
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
         self.micro_index = 0
