@@ -353,7 +353,8 @@ class StateManagerAddon(AddOnBase):
         state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
-        about["info"] = {"monitor": self.monitor, **info}
+        parent = {} if checkpointer.parent is None else {"parent": checkpointer.parent}
+        about["info"] = {"monitor": self.monitor, **parent, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
         group = Group(self.rank, self.gather_beside)
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
@@ -448,6 +449,7 @@ class StateManagerAddon(AddOnBase):
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
         kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
+        kept |= {} if self.checkpointer.parent is None else {"parent": self.checkpointer.parent}
         kept |= self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
         return {**state, "StateManagerAddon": kept}
 
@@ -461,4 +463,5 @@ class StateManagerAddon(AddOnBase):
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpointer.restore(own.get("run_id", ""), own["scores"], scores)
+        self.checkpointer.parent = own.get("parent")
         self._resumption.unsaved.names = list(own.get("unsaved", ()))

@@ -15,8 +15,10 @@ from torch import nn
 from kit import faults, hand, rank_tasks
 from zae import Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, MultiGPUAddon, StateManagerAddon
+from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
-from zae.storage.checkpoint import load_state
+from zae.storage.checkpoint import list_checkpoints, load_state
+from zae.storage.manifest import read_manifest
 
 WSD = ("model", "optimizer", "progress")
 
@@ -141,6 +143,26 @@ def test_killed_at_every_step_it_ends_the_same(source: Any, options: Any, tmp_pa
         if at > 2:
             shutil.rmtree(copied)
         assert play(folder, 0, 3) == whole, at
+
+
+def test_checkpoints_say_what_their_run_started_from(
+    source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run says it too; the report of doctor names the run and the step."""
+    build(tmp_path / "new", start_from=source.save_path).run(1, hand.loader())
+    resumed = build(tmp_path / "new", resume=True)
+    resumed.run(2, hand.loader())
+    saved = [read_manifest(path)["info"]["parent"] for path in list_checkpoints(tmp_path / "new")]
+    origin = read_manifest(source.last_path)
+    wanted = {name: origin[name] for name in ("run_id", "step", "sha256")}  # type: ignore[literal-required]
+    assert saved
+    assert all(each == {"path": str(source.last_path), "parts": ["model"], **wanted} for each in saved)
+    assert resumed.checkpointer.run_id != origin["run_id"]
+    assert main(["doctor", str(tmp_path / "new")]) == 0
+    assert (
+        f"started from {source.last_path}, step {origin['step']} of run {origin['run_id']}" in capsys.readouterr().out
+    )
+    assert "parent" not in origin["info"]
 
 
 def test_a_schedule_brings_its_rates(source: Any, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ class Checkpointer:
     ----------
     run_id : str
         The run whose checkpoints these are.
+    parent : dict or None
+        What the run started from (``start_from``): "path", "parts", and of a checkpoint "run_id", "step" and the
+        "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
@@ -112,6 +115,7 @@ class Checkpointer:
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
         self.run_id, self.has_failed = "", False
+        self.parent: dict[str, Any] | None = None
         self.saved_at: _Moment | None = None
         self.saver = Saver(in_background)
         self._lock = FolderLock(folder)

@@ -66,6 +66,14 @@ class Start:
             _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
         return newest[:2]
 
+    def _describe(self, found: Path) -> dict[str, Any]:
+        """Return what checkpoints of the new run say of the one that it started from."""
+        about: dict[str, Any] = {"path": str(found), "parts": list(self.parts)}
+        if found.is_file():
+            return about
+        manifest = read_manifest(found)
+        return {**about, **{name: manifest[name] for name in ("run_id", "step", "sha256")}}
+
     def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read only the files of a checkpoint that the parts need."""
         model = load_weights(path) if "model" in self.parts else {}
@@ -103,6 +111,7 @@ class Start:
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
             random_state.restore(streams)
+        trainer.checkpointer.parent = self._describe(found)  # type: ignore[attr-defined]
         _log.info("a new run starts from %s of %s", ", ".join(self.parts), found)
 
 

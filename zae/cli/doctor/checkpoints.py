@@ -83,6 +83,8 @@ def _examine_one(path: Path, reads_all: bool) -> dict[str, Any]:
         return {**found, "wrong": _plain(error)}
     kept = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")
     info = {"score": manifest["info"].get("score"), "monitor": manifest["info"].get("monitor")}
+    if isinstance(parent := manifest["info"].get("parent"), dict):
+        info["parent"] = parent
     facts: dict[str, Any] = {key: manifest[key] for key in kept}  # type: ignore[literal-required]
     return {**found, "whole": True, **facts, **info, **({} if reads_all else {"verified": False})}
 
@@ -122,6 +124,8 @@ def _table(report: dict[str, Any]) -> str:
     for each in [*report["checkpoints"], *report["crashes"]]:
         if each["whole"]:
             lines.append(f"{_plain(each['name'])}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
+            if "parent" in each:
+                lines.append(f"{_plain(each['name'])}: started from {_plain(_parent(each['parent']))}")
         else:
             lines.append(f"{_plain(each['name'])}: {each['wrong']}")
     if report["weights"]:
@@ -144,6 +148,12 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
     score = "-" if value is None else f"{_plain(each['monitor'])} {shown}"
     numbers = (str(each["step"]), str(each["epoch"]), score, str(each["world_size"]))
     return (_plain(each["name"]), *numbers, size, _plain(each["zae"]), "whole")
+
+
+def _parent(parent: dict[str, Any]) -> str:
+    """Return what a run has started from; a manifest may be forged."""
+    step = f", step {parent['step']} of run {parent.get('run_id')}" if "step" in parent else ""
+    return f"{parent.get('path')}{step}"
 
 
 def _left_behind(folder: Path) -> list[str]:
