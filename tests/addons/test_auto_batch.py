@@ -300,13 +300,13 @@ def test_ranks_divide_alike_where_one_has_no_memory(world: int) -> None:
     """Only the last rank has a limit; the short last step has fewer samples on some ranks."""
     import torch.distributed as dist
 
-    whole = weights(_train_wide(Wide, "cpu", 48 * world, 48 * world * 2 + 13))
+    whole = weights(_train_wide(Wide, "cpu", 48 * world, 48 * world + 13))
     if dist.get_rank() == world - 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + (60 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
     task = Wide.add_on(AutoBatchAddon, MultiGPUAddon)
-    trainer = _train_wide(task, ["cpu"] * world, 48, 48 * world * 2 + 13)
+    trainer = _train_wide(task, ["cpu"] * world, 48, 48 * world + 13)
     assert trainer.world_size == 1 or dist.get_world_size() == world
     assert trainer.memory_errors[0]["samples"] == 48
     found: list[Any] = [None] * world
