@@ -17,8 +17,8 @@ from zae.common.device import is_out_of_memory, release_memory
 from zae.common.walk import leading_dimension, map_tensors
 from zae.errors import ConfigError, DistributedError, StepError
 from zae.launch.pipeline.rows import join, take_apart, take_rows
+from zae.loop.repeating.parts import StepStart, check_layers, check_mean, largest_part
 from zae.loop.step_output import StepOutput
-from zae.tuning.parts import StepStart, check_layers, check_mean, largest_part
 
 if TYPE_CHECKING:
     from zae.preview.eject.script import Script

@@ -283,12 +283,10 @@ class PipelineAddon(DistributedAddon):
         weighs, found = count > 1 or self._data_size > 1, Found(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
-            given = self.sample_weight, type(self), self.mode, self.count_targets
-            values, weight = read_output(out, part, *given)
+            values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
             try:
                 loss, targets = values["loss"], values.get("num_targets")
-                if not getattr(loss, "requires_grad", False):  # Torch would leave the backward out.
-                    raise TypeError("the loss cannot be differentiated")
+                parts.check_loss(loss)
                 found.add(values, rows, float(weight))
                 if targets is None:
                     return cast(Tensor, self.scale_loss(loss * (rows / total), None, count))

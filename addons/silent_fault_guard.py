@@ -14,7 +14,7 @@ from zae.addon import AddOnBase, repeats
 from zae.common import optim
 from zae.errors import ConfigError, SilentFaultError, did_you_mean
 from zae.loop.progress import Every
-from zae.loop.same_gradients import Computed, Start, compare
+from zae.loop.repeating.same_gradients import Computed, Start, compare
 
 __all__ = ["SilentFaultGuardAddon"]
 

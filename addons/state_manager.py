@@ -353,8 +353,7 @@ class StateManagerAddon(AddOnBase):
         state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
         about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
-        parent = {} if checkpointer.parent is None else {"parent": checkpointer.parent}
-        about["info"] = {"monitor": self.monitor, **parent, **info}
+        about["info"] = {"monitor": self.monitor, **checkpointer.lineage, **info}
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
         group = Group(self.rank, self.gather_beside)
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
@@ -449,8 +448,7 @@ class StateManagerAddon(AddOnBase):
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
         kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
-        kept |= {} if self.checkpointer.parent is None else {"parent": self.checkpointer.parent}
-        kept |= self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
+        kept |= self.checkpointer.lineage | self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
         return {**state, "StateManagerAddon": kept}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -462,6 +460,5 @@ class StateManagerAddon(AddOnBase):
         if own is None:
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
-        self.checkpointer.restore(own.get("run_id", ""), own["scores"], scores)
-        self.checkpointer.parent = own.get("parent")
+        self.checkpointer.restore(own, scores)
         self._resumption.unsaved.names = list(own.get("unsaved", ()))

@@ -92,10 +92,9 @@ class Run:
         self.began = time.monotonic()
         self.signals: list[int] = []
         self.requests: set[str] = set()
-        self._logged_at, self.computation = -1, 1
+        self._logged_at, self.computation, self.micro_index = -1, 1, 0
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
-        self.micro_index = 0
         self.current_loader: Any = None
         self.is_loading = self.is_evaluating = False
         self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)

@@ -246,7 +246,7 @@ def float32_weights(model: nn.Module, *optimizers: Optimizer) -> dict[str, Tenso
         for optimizer in wrapped:
             if _MASTER in optimizer.state.get(parameter, {}):
                 masters[name] = optimizer._master(parameter)
-    found = {name: masters.get(name, each) for name, each in model.state_dict().items()}
+    found: dict[str, Any] = {name: masters.get(name, each) for name, each in model.state_dict().items()}
     return {
         name: each.detach().to(torch.float32 if each.is_floating_point() else each.dtype, copy=True)
         for name, each in found.items()

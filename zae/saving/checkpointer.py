@@ -456,19 +456,22 @@ class Checkpointer:
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
 
-    def restore(
-        self, run_id: str, scores: Mapping[str, float | None], by_step: Mapping[int, Mapping[str, Any]] | None
-    ) -> None:
-        """Load the name of the run, and the scores of those of its checkpoints that still exist.
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """Where the run has started from, as checkpoints contain it."""
+        return {} if self.parent is None else {"parent": self.parent}
+
+    def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:
+        """Load the name of the run, its start, and the scores of those of its checkpoints that still exist.
 
         ``by_step`` has the rows of the history by another monitor than the one that the scores were saved with.
         """
         there = self._names()
-        scores = {name: score for name, score in scores.items() if name in there}
+        scores = {name: score for name, score in saved["scores"].items() if name in there}
         if by_step is not None:
             rows = {name: by_step.get(step_of(name) or 0) for name in scores}
             scores = {name: None if row is None else row["score"] for name, row in rows.items()}
-        self.run_id, self.retention.scores = run_id, scores
+        self.run_id, self.parent, self.retention.scores = saved.get("run_id", ""), saved.get("parent"), scores
 
     def require_best(self, monitor: str) -> Path:
         """Return the checkpoint with the best score; raise CheckpointNotFound if no checkpoint of the run has one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zae.launch.ddp import group_alike
 
-__all__ = ["average", "fill_states", "gradient_norm", "keep_own", "make_whole", "own_states"]
+__all__ = ["average", "check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole", "own_states"]
 
 
 def keep_own(model: nn.Module, kept: Collection[int]) -> None:
@@ -105,6 +105,12 @@ def _empty(kind: str, *rest: Any) -> Any:
 def own_states(states: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
     """Return the states of the parameters that this rank has."""
     return {index: state for index, state in states.items() if not parameters[index].is_meta}
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss without a graph, of which torch would leave the backward out."""
+    if not getattr(loss, "requires_grad", False):
+        raise TypeError("the loss cannot be differentiated")
 
 
 def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], group: Any, device: Any) -> Tensor:

@@ -127,9 +127,8 @@ class Start:
     def computed(self, local: dict[str, Tensor], losses: list[Any]) -> Computed:
         """Return what a computation has made; the next one does not change it."""
         made = {name: _unshared(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        buffers = {
-            name: owner[key].detach().clone() for owner, key, name, *_ in self._buffers if owner[key] is not None
-        }
+        present = ((name, owner[key]) for owner, key, name, *_ in self._buffers)
+        buffers = {name: each.detach().clone() for name, each in present if each is not None}
         found = [each.detach().clone() for each in tensors_in(losses)]
         named = {f"batch {number} of the step": each for number, each in enumerate(found, 1)}
         return Computed(local, named, buffers, made) if self._has_ranks else Computed(made, named, buffers, {})
