@@ -126,7 +126,7 @@ class AutoBatchAddon(AddOnBase):
     @repeats
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Compute the gradients; where memory runs out on a rank, again with smaller parts."""
-        start = self._start = None if self._is_fixed else StepStart(self, self._generators)
+        start = self._start = None if self._is_fixed else StepStart(self, self._open_generators())
         while True:
             self._is_divided, self._computing = False, 0
             try:
@@ -216,7 +216,7 @@ class AutoBatchAddon(AddOnBase):
             self._check_parts(batch, samples)
         self._is_divided, is_last = True, self._is_last
         divided, rows, _ = take_apart(batch, samples, parts)
-        outputs, rewind = [], self._generators.rewind_shared()
+        outputs, rewind = [], self._open_generators().rewind_shared()
         for index, part in enumerate(divided):
             rewind()  # What all ranks draw alike is the same in each part, and moves on as for one batch.
             # A rank with few samples takes part in the exchanges of the others, with a weight of 0.

@@ -158,11 +158,15 @@ class AddOnBase(Trainer):
         ...         x, y = super().to_device(batch)
         ...         return x + 0.1 * torch.randn(x.shape, generator=self.generator("noise"), device=x.device), y
         """
-        return self._generators.get(name, per_rank, self)
+        return self._open_generators().get(name, per_rank, self)
 
     @property
     def _generators(self) -> Generators:
         """The generators of all add-ons of this trainer; empty until one is asked for."""
+        return vars(self).get("_add_on_generators") or Generators()
+
+    def _open_generators(self) -> Generators:
+        """Return the generators of all add-ons, to which those are added that are asked for from now on."""
         found: Generators = vars(self).setdefault("_add_on_generators", Generators())
         return found
 
@@ -197,6 +201,8 @@ class AddOnBase(Trainer):
         super().load_state_dict(state, strict)
         for name, value in values.items():
             setattr(self, name, value)
+        if generators:
+            self._open_generators()
         self._generators.load_state_dict(generators or {})
 
     def __getstate__(self) -> dict[str, Any]:
