@@ -17,7 +17,7 @@ import zae
 from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
-from zae import AddOnBase, Trainer, replaces
+from zae import AddOnBase, Every, Trainer, replaces
 from zae.composition.binding import Binding
 from zae.composition.introspect import function_of, seams_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
@@ -151,6 +151,8 @@ def test_explain_is_what_a_real_run_does(
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)
     lines = lines_of(cls)
     trainer.try_validation = False  # It is of copies, before the run.
+    if "SilentFaultGuardAddon" in chosen:
+        trainer.fault_check_every = Every(steps=10**6)  # In a step that it checks, the gradients are computed twice.
     with Trace(cls) as trace:
         trainer.run(1, loader, valid, valid_every=options.validate)
     window = options.accumulate or 1

@@ -166,7 +166,8 @@ OWN = {
             "_profiled",
             "profile_table",
         ],
-    },
+        "allow": ["ranks"],
+    },  # Each rank writes a trace of its own.
     "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "AutoBatchAddon": {
