@@ -36,6 +36,7 @@ COMMANDS = {
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
     "eject": "write the training of a script as plain PyTorch, without zae",
     "certify": "prove the promises of zae for the trainer of a script, by short runs",
+    "replay": "run to a step of a run again, and show what happens in it",
     "launch": "start the ranks of a script by torchrun, or write a job of SLURM that does",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
@@ -46,7 +47,7 @@ COMMANDS = {
 }
 """Each command with its line in the help."""
 
-_SCRIPT = ("plan", "explain", "eject", "certify", "launch")  # What takes arguments for a script.
+_SCRIPT = ("plan", "explain", "eject", "certify", "replay", "launch")  # What takes arguments for a script.
 _STATUS = """\
 exit status:
   0  nothing wrong was found

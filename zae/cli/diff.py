@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
-__all__ = ["STAGES", "Difference", "add_arguments", "compare", "read_ledger", "run"]
+__all__ = ["STAGES", "Difference", "add_arguments", "compare", "describe", "read_ledger", "run"]
 
 STAGES = ("batch", "forward", "backward", "clip", "step")
 """The parts of a step in the order in which they happen."""
@@ -126,13 +126,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     is_same = difference is None and ends[0] == ends[1]
     data: dict[str, Any] = {"same": is_same, "compared": len(common), "ends": ends}
     if difference is not None:
-        return Answer({**data, **difference._asdict()}, _describe(difference, common), 1)
+        return Answer({**data, **difference._asdict()}, describe(difference, common), 1)
     longer = "" if is_same else f"; runA ends at step {ends[0]}, runB at step {ends[1]}"
     text = f"the same in all {len(common)} common steps, up to step {common[-1]}{longer}"
     return Answer(data, text, 0 if is_same else 1)
 
 
-def _describe(found: Difference, common: list[int]) -> str:
+def describe(found: Difference, common: list[int]) -> str:
     """Describe a difference in words."""
     before = [step for step in common if step < found.step]
     same = f"the same up to step {before[-1]}" if before else "the first step that was compared"

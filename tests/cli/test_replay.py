@@ -1,0 +1,312 @@
+"""`python -m zae replay`: a step of a run is computed again, bitwise, and shown; nothing is written into the run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zae.cli import main
+from zae.cli.diff import read_ledger
+from zae.errors import NonFiniteError
+
+SCRIPT = '''
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from zae import Trainer
+from zae.addons import JSONLLoggerAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+class Task(Trainer):
+    def train_step(self, batch):
+        x, y = batch
+        return {"loss": mse_loss(self.model(x), y)}
+
+    test_step = train_step
+
+
+def make_trainer(bad=37, **options):
+    torch.manual_seed(0)
+    x = torch.rand(64, 3) + 0.1
+    if bad is not None:
+        x[bad] = -1.0  # A row that was measured wrongly.
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    model = nn.Sequential(Log(), nn.Linear(3, 8), nn.Dropout(0.25), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    given = {"seed": 1, "log_bar": False, "save_path": "run", "save_every": 4, "keep_last": None,
+             "ledger_path": "run/ledger.jsonl", "jsonl_path": "run/log.jsonl"}
+    task = Task.add_on(StateManagerAddon, LedgerAddon, JSONLLoggerAddon)
+    return task(model, "cpu", optimizer=optimizer, **{**given, **options}), {"n_epoch": 2, "loader": loader}
+
+
+def make_good():
+    return make_trainer(None)
+
+
+def make_root():
+    """The derivative of the root is infinite at 0: the loss is finite, and the gradient is not."""
+    class Root(Task):
+        def train_step(self, batch):
+            out = super().train_step(batch)
+            return {"loss": out["loss"] + 0 * (self.model[4].bias - self.model[4].bias.detach()).abs().sqrt().sum()}
+
+    trainer, arguments = make_good()
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    return Root(trainer.model, "cpu", optimizer=optimizer, seed=1, log_bar=False), arguments
+
+
+def make_devices():
+    trainer, arguments = make_good()
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    return Task.add_on(MultiGPUAddon)(trainer.model, ["cpu", "cpu"], optimizer=optimizer), arguments
+
+
+def make_only():
+    return make_good()[0]
+
+
+EARLY = make_good()
+
+
+def make_early():
+    make_good()
+    return EARLY
+'''
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of the script: "nan" ends at a NaN, and "good" comes to its end."""
+    folder, working = tmp_path_factory.mktemp("replay"), Path.cwd()
+    for name in ("nan", "good"):
+        (folder / name).mkdir()
+        (folder / name / "train.py").write_text(SCRIPT, encoding="utf-8")
+        os.chdir(folder / name)
+        try:
+            script = runpy.run_path("train.py")
+            trainer, arguments = script["make_trainer" if name == "nan" else "make_good"]()
+            if name == "good":
+                trainer.run(**arguments)
+            else:
+                with pytest.raises(NonFiniteError):
+                    trainer.run(**arguments)
+        finally:
+            os.chdir(working)
+    return folder
+
+
+@pytest.fixture
+def runs(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of both runs, as the working folder; the copy must not change in the test."""
+    shutil.copytree(origin, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path / "runs" / "good")
+    return tmp_path / "runs"
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+            for path in sorted(folder.rglob("*"))}  # fmt: skip
+
+
+def replay(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> dict[str, Any]:
+    """Replay in the working folder, which may not change; return the answer."""
+    capsys.readouterr()
+    before, level = hashes(Path.cwd()), sys.dont_write_bytecode
+    assert main(["replay", *words, "--json"]) == status
+    assert hashes(Path.cwd()) == before
+    assert sys.dont_write_bytecode == level
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    before = hashes(Path.cwd())
+    assert main(["replay", *words]) == 2
+    assert hashes(Path.cwd()) == before
+    return capsys.readouterr().err
+
+
+def test_a_nan_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step that ended the run: its samples, the first module, the first gradient; the steps before are equal."""
+    monkeypatch.chdir(runs / "nan")
+    last = max(read_ledger("run"))
+    answer = replay(capsys, "train.py", "--step", str(last + 1), status=1)
+    assert Path(answer["checkpoint"]).name == f"step-{last // 4 * 4:08}"
+    assert answer["began_after"] == last // 4 * 4
+    assert answer["same"] is True
+    assert answer["compared"] == last - last // 4 * 4
+    assert answer["failed"] is None
+    (row,) = answer["steps"]
+    assert row["step"] == last + 1
+    assert 37 in row["samples"][0]
+    assert str(row["losses"][0]) == "nan"
+    assert row["module"] == {"name": "0", "type": "Log", "finite_inputs": True, "finite_weights": True}
+    assert row["gradient"] == "4.bias"
+    assert row["outputs"]["0"]["not_finite"] == 3
+    assert answer["notes"] == [f"the run itself ends at step {last + 1}: on_nonfinite='raise'"]
+
+    assert main(["replay", "train.py", "--step", str(last + 1)]) == 1
+    out, err = capsys.readouterr()
+    assert "the first output is that of 0, a Log; its inputs are finite, its weights are finite" in out
+    assert "in the order of the backward, is that of 4.bias" in out
+    assert "3 of 12 not finite" in out
+    assert err == ""
+    assert f"step {last + 1} (epoch 1, batch {last + 1}) is not finite" in refuse(capsys, "train.py", "--step", "30")
+
+
+def test_the_steps_are_those_of_the_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over the end of an epoch, each stage of each step is that of the ledger; so are the shown losses and samples."""
+    answer = replay(capsys, "train.py:make_good", "--step", "15", "--to", "18")
+    known = read_ledger("run")
+    assert answer["began_after"] == 12
+    assert answer["compared"] == 6
+    assert answer["same"] is True
+    assert not answer["losses"]
+    assert [(row["step"], row["epoch"], row["batch"]) for row in answer["steps"]] == [
+        (15, 1, 15), (16, 1, 16), (17, 2, 1), (18, 2, 2)]  # fmt: skip
+    for row in answer["steps"]:
+        stages = known[row["step"]]["stages"]
+        assert row["losses"] == stages["forward"]["loss"]
+        assert row["samples"] == stages["batch"]["data"]
+        assert list(row["outputs"]) == ["0", "1", "2", "3", "4", ""]
+        assert row["is_finite"]
+        assert row["module"] is None
+        assert list(row["gradients"]) == ["1.weight", "1.bias", "4.weight", "4.bias"]
+        assert all(norm > 0 for norm in row["gradients"].values())
+        assert -1 <= row["outputs"]["3"]["least"] < row["outputs"]["3"]["largest"] <= 1  # Of Tanh.
+
+
+def test_a_difference_is_told(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data of another script, and a ledger that is not that of the run; both in words."""
+    answer = replay(capsys, "train.py:make_good", "--step", "6", "--ledger", "../nan/run/ledger.jsonl")
+    assert answer["same"] is True  # Neither run has seen the bad sample yet.
+    text = Path("run/ledger.jsonl").read_text(encoding="utf-8")
+    loss = str(read_ledger("run")[6]["stages"]["forward"]["loss"])
+    Path("other.jsonl").write_text(text.replace(loss, "[0.5]"), encoding="utf-8")
+    answer = replay(capsys, "train.py:make_good", "--step", "6", "--ledger", "other.jsonl", status=1)
+    assert answer["same"] is False
+    assert main(["replay", "train.py:make_good", "--step", "6", "--ledger", "other.jsonl"]) == 1
+    out = capsys.readouterr().out
+    assert "the runs differ at step 6, in the stage 'forward': the loss differs (the same up to step 5)" in out
+    assert "ledger: [0.5]" in out
+    assert f"replay: {loss}" in out
+
+
+def test_what_if(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting of the optimizers begins at the step, an option of the trainer at the checkpoint."""
+    known = read_ledger("run")
+    answer = replay(capsys, "train.py:make_good", "--step", "6", "--to", "8", "--with", "lr=0.5")
+    assert answer["same"] is True
+    assert answer["compared"] == 1
+    losses = answer["losses"]
+    assert list(losses) == ["6", "7", "8"]
+    assert losses["6"][0] == losses["6"][1]
+    assert losses["7"][0] == known[7]["stages"]["forward"]["loss"]
+    assert losses["7"][0] != losses["7"][1]
+    same = replay(capsys, "train.py:make_good", "--step", "6", "--to", "8", "--with", "lr=0.01")["losses"]
+    assert all(old == new for old, new in same.values())
+
+    answer = replay(capsys, "train.py:make_good", "--step", "6", "--to", "8", "--with", "gradient_clip=0.01")
+    assert answer["same"] is None
+    assert answer["compared"] == 0
+    assert answer["steps"][0]["norm"] > 0
+    assert answer["losses"]["8"][0] != answer["losses"]["8"][1]
+
+
+def test_where_it_begins(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the nearest whole checkpoint, at one that is given, or at the beginning; each is equal to the ledger."""
+    answer = replay(capsys, "train.py:make_good", "--step", "8", "--from", "run/step-00000004")
+    assert answer["began_after"] == 4
+    assert answer["same"] is True
+    answer = replay(capsys, "train.py:make_good", "--step", "4")
+    assert answer["checkpoint"] is None
+    assert answer["same"] is True
+    assert answer["compared"] == 4
+    assert answer["notes"] == ["run has no checkpoint before step 4"]
+    weights = Path("run/step-00000008/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    answer = replay(capsys, "train.py:make_good", "--step", "9")
+    assert answer["began_after"] == 4
+    assert answer["same"] is True
+    assert "passed over run/step-00000008: " in answer["notes"][0]
+    shutil.rmtree("run")
+    answer = replay(capsys, "train.py:make_good", "--step", "2")
+    assert answer["same"] is None
+    assert not Path("run").exists()
+
+
+def test_a_gradient_that_is_not_finite(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No module made it: the answer says so, and names the parameter; without checkpoints and ledger."""
+    answer = replay(capsys, "train.py:make_root", "--step", "1", status=1)
+    (row,) = answer["steps"]
+    assert row["module"] is None
+    assert row["gradient"] == "4.bias"
+    assert not row["is_finite"]
+    assert row["losses"][0] > 0
+    assert row["gradients"]["4.weight"] > 0
+    assert answer["notes"] == ["the trainer has no save_path, and thus no checkpoint to begin with"]
+    assert main(["replay", "train.py:make_root", "--step", "1"]) == 1
+    assert "the outputs of all modules are finite; it arises in train_step" in capsys.readouterr().out
+
+
+def test_the_debugger(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stops in each step, before the optimizer steps; q ends the replay after that step."""
+    lines = ["print('at', row['step'], trainer.progress_checker.step)", "print(trainer.model[4].bias.grad.shape)", "c"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, lines[0], "q", ""])))
+    tracing = sys.gettrace()
+    try:
+        assert main(["replay", "train.py:make_good", "--step", "6", "--to", "9", "--pdb"]) == 0
+    finally:
+        sys.settrace(tracing)
+    out = capsys.readouterr().out
+    assert "at 6 5\n" in out
+    assert "torch.Size([1])" in out
+    assert "at 7 6\n" in out
+    assert "replayed  3 steps, up to step 7" in out
+    assert "equal to the ledger in all 3 steps" in out
+    assert "the run failed" not in out
+
+
+def test_what_cannot_be_replayed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in words, and nothing is written."""
+    good = "train.py:make_good"
+    assert "give a step of at least 1" in refuse(capsys, good, "--step", "0")
+    assert "--to not before it" in refuse(capsys, good, "--step", "5", "--to", "4")
+    assert "the run ends at step 32, before step 99" in refuse(capsys, good, "--step", "99")
+    assert "tran.py does not exist; did you mean 'train.py'" in refuse(capsys, "tran.py", "--step", "1")
+    assert "no-such" in refuse(capsys, good, "--step", "5", "--from", "run/no-such")
+    assert "the checkpoint has step 8; give one before step 5" in refuse(
+        capsys, good, "--step", "5", "--from", "run/step-00000008"
+    )
+    assert "no-such.jsonl contains no ledger" in refuse(capsys, good, "--step", "5", "--ledger", "no-such.jsonl")
+    assert "write a name and a value: --with lr=0.01" in refuse(capsys, good, "--step", "5", "--with", "lr")
+    assert "momentum is neither an option of the trainer nor a setting" in refuse(
+        capsys, good, "--step", "5", "--with", "momentum=0.9"
+    )
+    assert "without the arguments of its run" in refuse(capsys, "train.py:make_only", "--step", "5")
+    assert "is not the last one that it made" in refuse(capsys, "train.py:make_early", "--step", "5")
+    assert "the trainer has 2 devices, and a replay is one process" in refuse(
+        capsys, "train.py:make_devices", "--step", "5"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in refuse(capsys, good, "--step", "5")

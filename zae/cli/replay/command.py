@@ -1,0 +1,197 @@
+"""The command: its arguments, the run to the last step, the comparison with the ledger, and the answer."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zae.cli import Answer, script
+from zae.errors import ConfigError, ZaeError
+
+__all__ = ["add_arguments", "run"]
+
+_ABOUT = """\
+The run is repeated from its nearest checkpoint before the step, bitwise, and
+what happens in the step is shown: samples, losses, gradient norms, ranges of
+the outputs of modules, and the first output and the first gradient that are not
+finite. Nothing is written into the folders of the run: the loggers of zae are
+left out, and options named ..._path, ..._dir, ..._file or ..._folder lead to a
+temporary folder. Where the run has a ledger (LedgerAddon), each step is
+compared with it. The exit status is 1 if a step differs from the ledger or is
+not finite, or if the run fails."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    script.add_arguments(parser)
+    parser.description = f"{parser.description}\n\n{_ABOUT}"
+    parser.add_argument("--step", type=int, required=True, help="the optimizer step to look at")
+    parser.add_argument("--to", type=int, help="look at all steps up to this one")
+    parser.add_argument("--from", dest="checkpoint", metavar="PATH", help="the checkpoint to begin with (default: the "
+                        "nearest one in save_path; without any, the beginning of the run)")  # fmt: skip
+    parser.add_argument("--ledger", metavar="FILE", help="the ledger to compare with (default: ledger_path)")
+    parser.add_argument("--with", dest="changes", metavar="NAME=VALUE", action="append", default=[],
+                        help="what if: an option of the trainer, from the checkpoint on, or a setting of the "
+                        "optimizers (lr=0.01), from --step on; may be repeated")  # fmt: skip
+    parser.add_argument("--pdb", action="store_true", help="stop in the debugger in each of these steps, before the "
+                        "optimizer steps")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Replay the steps, and show them."""
+    if arguments.to is None:
+        arguments.to = arguments.step
+    if not 1 <= arguments.step <= arguments.to:
+        raise ConfigError(f"--step {arguments.step} --to {arguments.to}; give a step of at least 1, and --to not "
+                          "before it")  # fmt: skip
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("a replay is one process; start it without torchrun")
+    changes = dict(map(_parse, arguments.changes))
+    from zae.cli.replay.trainer import making
+
+    folder = Path(tempfile.mkdtemp(prefix="zae-replay-"))
+    try:
+        with making(arguments, changes, folder) as made, script.trainer_of(arguments) as (trainer, given):
+            return _replay(arguments, trainer, given, made, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=VALUE."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise ConfigError(f"--with {text}; write a name and a value: --with lr=0.01")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+def _replay(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[str, Any], folder: Path) -> Answer:
+    """Run to the last step, and compare."""
+    from zae.cli.diff import read_ledger
+
+    _check(arguments, trainer, given, made)
+    plan, failed, log = made["plan"], None, logging.getLogger("zae")
+    level = log.level
+    log.setLevel(logging.ERROR)  # The warnings are about a step that the answer shows, or about temporary files.
+    try:
+        trainer.run(**{name: value for name, value in given.items() if name not in ("max_time", "rehearse")})
+    except Exception as error:
+        if not plan.rows and isinstance(error, ZaeError):
+            raise
+        failed = script.explain_failure(error)
+    finally:
+        log.setLevel(level)
+    ledger = read_ledger(folder / "replay.jsonl") if (folder / "replay.jsonl").exists() else {}
+    for row in plan.rows:
+        row["samples"] = ledger[row["step"]]["stages"]["batch"]["data"] if row["step"] in ledger else None
+    if not plan.rows and failed is None:
+        raise ConfigError(f"the run ends at step {trainer.progress_checker.step}, before step {plan.first}")
+    found = _compare(arguments, made, ledger)
+    data = {"checkpoint": made["checkpoint"], "began_after": plan.began, "steps": plan.rows, **found["data"],
+            "failed": failed, "notes": [*made["notes"], *plan.notes]}  # fmt: skip
+    is_wrong = found["data"]["same"] is False or failed is not None or not all(row["is_finite"] for row in plan.rows)
+    return Answer(data, _text(data, found["text"]), int(is_wrong))
+
+
+def _check(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[str, Any]) -> None:
+    """Refuse a trainer that cannot be replayed."""
+    if given is None:
+        raise ConfigError(f"{arguments.script} returned a trainer without the arguments of its run; write: "
+                          'return trainer, {"n_epoch": 3, "loader": loader}')  # fmt: skip
+    if "trainer" not in made or made["trainer"] is not trainer:
+        raise ConfigError(f"the trainer that {arguments.script} returned is not the last one that it made, while the "
+                          "function ran; make it in the function, after any other")  # fmt: skip
+    if trainer.mode == "test":
+        raise ConfigError("the trainer has mode='test': there is nothing to replay")
+    if len(trainer.devices) > 1:
+        raise ConfigError(f"the trainer has {len(trainer.devices)} devices, and a replay is one process: the steps of "
+                          "a run of several ranks cannot be replayed")  # fmt: skip
+
+
+def _compare(arguments: argparse.Namespace, made: Mapping[str, Any], replayed: Mapping[int, Any]) -> dict[str, Any]:
+    """Compare with the ledger of the run; of the steps that a change reaches, list the losses beside each other."""
+    from zae.cli.diff import compare, describe, read_ledger
+
+    path = arguments.ledger or made["ledger"]
+    if path is None or (arguments.ledger is None and not Path(path).exists()):
+        return {"data": {"same": None, "compared": 0, "losses": {}}, "text": "the run has no ledger to compare with"}
+    known, plan = read_ledger(path), made["plan"]
+    changed_from = made["changed_from"]
+    both = sorted(known.keys() & replayed.keys())
+    alike = {step: known[step] for step in both if step < changed_from}
+    losses = {step: [each[step]["stages"]["forward"]["loss"] for each in (known, replayed)]
+              for step in both if step >= max(changed_from, plan.first)}  # fmt: skip
+    difference = compare(alike, replayed)
+    if difference is not None:
+        text = describe(difference, sorted(alike)).replace("runA", "ledger").replace("runB", "replay")
+    elif alike:
+        text = f"equal to the ledger in all {len(alike)} steps that both have, up to step {max(alike)}"
+    else:
+        text = "no step is compared with the ledger"
+    return {"data": {"same": difference is None if alike else None, "compared": len(alike), "losses": losses},
+            "text": text}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- the text
+
+
+def _text(data: Mapping[str, Any], compared: str) -> str:
+    """Return the answer as text."""
+    last = max([row["step"] for row in data["steps"]], default=data["began_after"])
+    lines = [f"begins    after step {data['began_after']}: {data['checkpoint'] or 'the beginning of the run'}",
+             f"replayed  {last - data['began_after']} steps, up to step {last}", f"compared  {compared}",
+             *(f"note      {note}" for note in data["notes"])]  # fmt: skip
+    for row in data["steps"]:
+        lines += ["", *_step(row)]
+    if data["losses"]:
+        lines += ["", "loss: step, in the ledger, in the replay"]
+        lines += [f"  {step:>6}  {_join(old)}  {_join(new)}" for step, (old, new) in data["losses"].items()]
+    return "\n".join([*lines, *(["", "the run failed:", data["failed"]] if data["failed"] else [])])
+
+
+def _step(row: Mapping[str, Any]) -> list[str]:
+    """Return what happens in a step, as lines."""
+    lines = [f"step {row['step']} (epoch {row['epoch']}, batch {row['batch']})"]
+    lines += [f"  samples   {str(row['samples'])[:300]}"] if row["samples"] is not None else []
+    lines += [f"  loss      {_join(row['losses'])}"]
+    lines += [f"  norm      {row['norm']:.6g}"] if row["norm"] is not None else []
+    lines += [f"  NOT FINITE: {each}" for each in _births(row)]
+    width = max(map(len, [*row["outputs"], *row["gradients"], "(model)"]))
+    if row["outputs"]:
+        lines += ["  outputs of the modules, in the order in which they return: least and largest finite value"]
+    for name, each in row["outputs"].items():
+        ends = "".join(f"  {each[end]:>12.6g}" if each[end] is not None else f"  {'-':>12}"
+                       for end in ("least", "largest"))  # fmt: skip
+        bad = f"  {each['not_finite']} of {each['count']} not finite" if each["not_finite"] else ""
+        lines += [f"    {name or '(model)':<{width}}{ends}{bad}"]
+    lines += ["  norms of the gradients"]
+    return lines + [f"    {name:<{width}}  {norm:>12.6g}" for name, norm in row["gradients"].items()]
+
+
+def _births(row: Mapping[str, Any]) -> list[str]:
+    """Say where the first value that is not finite was made."""
+    lines, module = [], row["module"]
+    if module is not None:
+        inputs = "are finite" if module["finite_inputs"] else "are not"
+        weights = "are finite" if module["finite_weights"] else "are not"
+        lines += [f"the first output is that of {module['name'] or '(model)'}, a {module['type']}; "
+                  f"its inputs {inputs}, its weights {weights}"]  # fmt: skip
+    elif not row["is_finite"] and row["outputs"]:
+        lines += ["the outputs of all modules are finite; it arises in train_step or in the backward"]
+    if row["gradient"] is not None:
+        lines += [f"the first gradient, in the order of the backward, is that of {row['gradient']}"]
+    return lines
+
+
+def _join(losses: list[Any]) -> str:
+    return ", ".join(map(str, losses))

@@ -1,0 +1,126 @@
+"""The trainer of the script as the replay needs it: without loggers, with a ledger, writing to a temporary folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zae.cli.replay.observe import Replay, ReplayAddon
+from zae.composition.introspect import add_ons_of, recipe_of
+from zae.composition.metaclass import TrainerMeta, compose, load_installed
+from zae.composition.options import options_of
+from zae.errors import CheckpointDamaged, ConfigError
+from zae.loop.progress import Every
+from zae.saving.checkpointer import Checkpointer
+from zae.storage.checkpoint import list_checkpoints, load_checkpoint
+from zae.storage.names import original_name, step_of
+
+__all__ = ["making"]
+
+_READ = ("start_from", "resume", "init_method")  # Options that name what is read.
+_WRITTEN = ("path", "dir", "file", "folder")  # The ends of the names of those that name what is written.
+_KEPT = ("CallbackAddon",)  # An observer that may change the run.
+_ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
+
+
+@contextlib.contextmanager
+def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """Let the script make its trainer as the replay needs it; what was found out is in the dict that is yielded."""
+    meta: Any = TrainerMeta
+    original, made = meta.__call__, dict[str, Any]()
+
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(name in kwargs for name, _ in zip(names, args)):
+            return original(cls, *args, **kwargs)  # It refuses an argument that is given twice.
+        given, args = cls.expand_options({**dict(zip(names, args)), **kwargs}), args[len(names) :]
+        made.clear()
+        made.update(_plan(cls, given, arguments, changes))
+        variant = _variant(cls, made["plan"])
+        made["trainer"] = original(variant, *args, **_options(cls, variant, given, made, folder))
+        return made["trainer"]
+
+    meta.__call__ = make
+    try:
+        yield made
+    finally:
+        meta.__call__ = original
+
+
+def _plan(cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Any:
+    """Return what to look at, where to begin, and which changes are options of the trainer."""
+    gone = frozenset(kind.__name__ for each in add_ons_of(cls) if _is_left_out(each) for kind in each.__mro__)
+    options = {name: value for name, value in changes.items() if name in options_of(cls)}
+    settings = {name: value for name, value in changes.items() if name not in options}
+    plan = Replay(arguments.step, arguments.to, settings, gone, arguments.pdb)
+    plan.raises = {**given, **options}.get("on_nonfinite", "raise") == "raise"
+    checkpoint, notes = _checkpoint(arguments, given)
+    if checkpoint is None and given.get("seed") is None:
+        notes.append("the trainer has no seed: from its beginning, the replay is another run")
+    changed_from = 0 if options else arguments.step if settings else sys.maxsize
+    return {"plan": plan, "checkpoint": None if checkpoint is None else str(checkpoint), "notes": notes,
+            "options": options, "changed_from": changed_from, "ledger": given.get("ledger_path")}  # fmt: skip
+
+
+def _checkpoint(arguments: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Path | None, list[str]]:
+    """Return the nearest whole checkpoint before the step; None where there is none."""
+    if arguments.checkpoint is not None:
+        return Path(arguments.checkpoint), []
+    if given.get("checkpointer", Checkpointer) is not Checkpointer:
+        raise ConfigError("the checkpoints of this run are not in a folder; copy the one to begin with into a folder, "
+                          "and give it: --from FOLDER")  # fmt: skip
+    if given.get("save_path") is None:
+        return None, ["the trainer has no save_path, and thus no checkpoint to begin with"]
+    saved = list_checkpoints(given["save_path"])
+    notes: list[str] = []
+    for path in saved:  # The highest step first.
+        step = step_of(original_name(path.name))
+        if step is None or step >= arguments.step:
+            continue
+        try:
+            load_checkpoint(path)
+        except CheckpointDamaged as error:
+            notes.append(f"passed over {path}: {error}")
+        else:
+            return path, notes
+    return None, [*notes, f"{given['save_path']} has no checkpoint before step {arguments.step}"]
+
+
+def _is_left_out(add_on: Any) -> bool:
+    """Return whether an add-on only writes down what a run does."""
+    return add_on.layer == "observe" and add_on.__module__.startswith("zae.") and add_on.__name__ not in _KEPT
+
+
+def _variant(cls: Any, plan: Replay) -> Any:
+    """Return the class without its loggers, with a ledger, and with what looks at the steps."""
+    engines = [each.__name__ for each in add_ons_of(cls) if each.__name__ in _ENGINES]
+    if engines:
+        raise ConfigError(f"the trainer has {engines[0]}, whose engine computes the steps: a replay cannot look at one")
+    root, present = recipe_of(cls)
+    ReplayAddon.replay = plan
+    return compose(root, [*(each for each in present if not _is_left_out(each)), load_installed("LedgerAddon"),
+                          ReplayAddon])  # fmt: skip
+
+
+def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the options of the trainer: what it writes lies in a folder of the replay."""
+    known, own = options_of(variant), options_of(cls)
+    found = {name: value for name, value in given.items() if name in known or name not in own} | made["options"]
+    for name, value in found.items():
+        if isinstance(value, (str, Path)) and name.endswith(_WRITTEN) and name not in _READ:
+            found[name] = type(value)(str(folder / name / Path(value).name))
+    found |= {"ledger_path": folder / "replay.jsonl", "ledger_every": 1}
+    if "save_path" in known:
+        found |= {"resume": made["checkpoint"] or False, "save_every": Every(steps=2**62), "keep_weights": None,
+                  "save_weights_every": None, "save_on_signal": False}  # fmt: skip
+        if made["checkpoint"]:
+            found |= {"start_from": None, "start_with": None}
+    elif made["checkpoint"]:
+        raise ConfigError("--from needs a trainer with StateManagerAddon, which reads the checkpoint")
+    if made["plan"].raises:
+        found["on_nonfinite"] = "warn"  # ReplayAddon says from which step on.
+    return {**found, "log_bar": False}
