@@ -47,7 +47,7 @@ class AddOnBase(Trainer):
         of them. A private one is saved without its leading underscore.
     rank_state_attributes : tuple of str
         Attributes that checkpoints contain for each rank. A resume on another number of ranks gives all of them the
-        values of rank 0, and warns, unless the add-on overrides `merge_ranks`.
+        values of rank 0, and warns, unless the add-on overrides ``merge_ranks``.
     process_attributes : dict of str to object
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
     checks_model : bool
