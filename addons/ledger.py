@@ -31,6 +31,7 @@ from zae.data.loaders import Proxy, length_of
 from zae.errors import ConfigError
 from zae.launch import shards
 from zae.loop.progress import Every
+from zae.loop.step_output import loss_numbers
 from zae.sinks.fingerprint import fingerprint
 from zae.storage.hashed_io import reason
 from zae.trainer import Trainer
@@ -178,7 +179,7 @@ class LedgerAddon(AddOnBase):
         """Note the losses, and the gradients after the backward."""
         outputs = super().gradients(batch)
         if self._stages:
-            self._stages["forward"]["loss"] = [_numbers(out["loss"]) for out, _ in outputs]
+            self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
             self._stages["backward"] = {"gradients": self._gradients(), "random": random_state()}
         return outputs
 
@@ -285,8 +286,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    one = value.item() if isinstance(value, Tensor) else value
-    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else one
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) else value
 
 
 @contextmanager
@@ -364,7 +366,3 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield leaf
         elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
             yield torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-
-
-def _numbers(loss: Any) -> Any:
-    return {str(k): _numbers(each) for k, each in loss.items()} if isinstance(loss, Mapping) else loss.item()

@@ -196,7 +196,7 @@ class LoggerAddon(AddOnBase):
 
         ``trainer.clients["wandb"]`` is the run of wandb, ``["tensorboard"]`` the SummaryWriter, ``["neptune"]`` and
         ``["trackio"]`` their runs, ``["mlflow"]`` a pair of the MlflowClient and the id of the run. Records are written
-        by another thread, which the client must allow. There are none before a run and after it.
+        by another thread, which the client must allow. The dict is empty before and after a run.
         """
         clients = {worker.sink.name: worker.sink.client for worker in self._workers}
         return {name: client for name, client in clients.items() if client is not None}

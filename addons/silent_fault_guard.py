@@ -39,7 +39,7 @@ class SilentFaultGuardAddon(AddOnBase):
 
     ``train_step`` is called twice for a batch of such a step: what it counts or writes itself, it does twice. A step
     that is checked takes the time of two forwards and backwards, with their communication, and the memory of the
-    gradients once more, on several ranks up to three times more.
+    gradients a second time, on several ranks up to three times more.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class SilentFaultGuardAddon(AddOnBase):
         return super().sync_context(last)
 
     def to_device(self, batch: Any) -> Any:
-        """Give each computation containers of its own, with the same tensors."""
+        """Give each computation new containers of the same tensors."""
         moved = super().to_device(batch)
         return moved if self._begin is None else self._begin.keep_batch(batch, moved)
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from kit.ranks import on_ranks
-from zae import ConfigError, Every, SilentFaultError, StepError, Trainer
+from kit.regression import Float32Regression as Task
+from kit.regression import NoisyNet as Net
+from zae import ConfigError, Every, SilentFaultError, StepError
 from zae.addons import (
     AMPAddon,
     CallbackAddon,
@@ -31,27 +33,6 @@ from zae.addons import (
     ThroughputAddon,
 )
 from zae.testing.watch import difference, streams
-
-
-class Net(nn.Module):
-    """Dropout draws, and BatchNorm changes buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class Task(Trainer):
-    def train_step(self, batch: Any) -> Any:
-        x, y = batch
-        return {"loss": nn.functional.mse_loss(self.model(x).float(), y)}
-
-    def test_step(self, batch: Any) -> Any:
-        return self.train_step(batch)
 
 
 class Fault:

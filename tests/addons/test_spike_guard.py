@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.ranks import on_ranks
-from zae import ConfigError, Trainer
+from kit.regression import Float32Regression as Task
+from kit.regression import NoisyNet as Net
+from zae import ConfigError
 from zae.addons import (
     AMPAddon,
     EMAAddon,
@@ -31,25 +33,6 @@ from zae.storage.checkpoint import load_checkpoint
 from zae.testing.watch import difference, streams
 
 BAD = 13  # The batch with the spike: that of step 14.
-
-
-class Net(nn.Module):
-    def __init__(self, norm: bool = True) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class Task(Trainer):
-    def train_step(self, batch: Any) -> Any:
-        x, y = batch
-        return {"loss": nn.functional.mse_loss(self.model(x).float(), y)}
-
-    def test_step(self, batch: Any) -> Any:
-        return self.train_step(batch)
 
 
 class Killed(Task):

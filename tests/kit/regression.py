@@ -35,6 +35,26 @@ class Regression(Trainer):
         return self.train_step(batch)
 
 
+class NoisyNet(nn.Module):
+    """Dropout draws, and BatchNorm changes buffers."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Float32Regression(Regression):
+    """The same, with outputs in float32, whatever the model computes in."""
+
+    def train_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return {"loss": nn.functional.mse_loss(self.model(inputs).float(), targets)}
+
+
 def line(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

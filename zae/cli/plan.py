@@ -25,12 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the plan of the run, or what it would refuse; the status is 1 where it would refuse something, or fail."""
-    with script.trainer_of(arguments) as (trainer, options):
-        if options is None:
-            raise ConfigError(
-                f"{arguments.script} returned a trainer without the arguments of its run; write: return trainer, "
-                '{"n_epoch": 3, "loader": loader}'
-            )
+    with script.trainer_of(arguments) as made:
+        trainer, options = made.trainer, script.require_arguments(made, arguments.script)
         _check(trainer.plan, options)
         status, found = 0, {}
         try:

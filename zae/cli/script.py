@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -28,6 +28,9 @@ __all__ = [
     "explain_failure",
     "import_file",
     "maker_of",
+    "making",
+    "redirect",
+    "require_arguments",
     "split",
     "trainer_of",
 ]
@@ -45,6 +48,8 @@ It returns the trainer and the arguments of its `run`."""
 
 _MOST = 12  # Frames of a traceback.
 _RETURN = 'return trainer, {"n_epoch": 3, "loader": loader}'
+_READ = ("start_from", "resume", "init_method")  # Options that name what is read.
+_WRITTEN = ("path", "dir", "file", "folder")  # The ends of the names of those that name what is written.
 
 
 class ScriptTrainer(NamedTuple):
@@ -90,6 +95,45 @@ def trainer_of(arguments: argparse.Namespace) -> Iterator[ScriptTrainer]:
     finally:
         sys.argv, sys.path[:], sys.dont_write_bytecode = kept
         sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def making(make: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let a function make each trainer of the block.
+
+    It gets what makes one, the class, and its arguments: further ones by position, and all that have a name by name.
+    """
+    from zae.composition.metaclass import TrainerMeta
+    from zae.composition.options import options_of
+
+    meta: Any = TrainerMeta
+    original = meta.__call__
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(name in kwargs for name, _ in zip(names, args)):
+            return original(cls, *args, **kwargs)  # It refuses an argument that is given twice.
+        return make(original, cls, args[len(names) :], {**dict(zip(names, args)), **kwargs})
+
+    meta.__call__ = call
+    try:
+        yield
+    finally:
+        meta.__call__ = original
+
+
+def redirect(options: dict[str, Any], place: Callable[[str, str], Path | str]) -> None:
+    """Change the options that name what is written to the place of the name of the option and of the file."""
+    for name, value in options.items():
+        if isinstance(value, (str, Path)) and name.endswith(_WRITTEN) and name not in _READ:
+            options[name] = type(value)(str(place(name, Path(value).name)))
+
+
+def require_arguments(found: ScriptTrainer, target: str) -> dict[str, Any]:
+    """Return the arguments of the run of a script's trainer; ConfigError where the script returned none."""
+    if found.arguments is None:
+        raise ConfigError(f"{target} returned a trainer without the arguments of its run; write: {_RETURN}")
+    return found.arguments
 
 
 def maker_of(text: str) -> tuple[str, ModuleType]:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "children_of",
     "copy_of",
+    "dense_part",
     "fields_of",
     "flatten",
     "has_same_bits",
@@ -126,6 +127,12 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; any other tensor itself."""
     made: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return made
+
+
+def dense_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a dense one."""
+    part = local_part(tensor)
+    return part if part.layout is torch.strided else part.to_dense()
 
 
 def has_same_bits(a: Any, b: Any) -> bool:

@@ -188,8 +188,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     if near:
         return near
     for option, of in owners.items():
-        prefix = name.removesuffix(f"_{option}").replace("_", "")  # Of ema_decay: ema, as in EMAAddon.
-        if prefix != name.replace("_", "") and prefix in of.__name__.lower():
+        prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
+        if prefix != name and prefix.replace("_", "") in of.__name__.lower():
             return f"; did you mean {option!r}, an option of {of.__name__}? Add it with .add_on({of.__name__})"
     near = did_you_mean(name, owners)
     if near:

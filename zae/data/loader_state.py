@@ -29,6 +29,7 @@ __all__ = [
     "preserve_streams",
     "read_stream",
     "restore_parts",
+    "write_stream",
 ]
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -90,7 +91,7 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
         owner = found[place]
         try:
             if isinstance(owner, STREAMS) or not (only_streams or has_same_bits(read_stream(owner), state)):
-                _write(owner, state)
+                write_stream(owner, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
                 f"the state of the loader's {place} does not fit ({error}); build it as it was"
@@ -123,7 +124,7 @@ def preserve_streams(loader: Any) -> Iterator[None]:
         yield
     finally:
         for owner, state in kept:
-            _write(owner, state)
+            write_stream(owner, state)
         known = {id(owner) for owner, _ in kept}
         for owner in [each for each in _streams_in(loader) if id(each) not in known]:
             _seed_again(owner)
@@ -166,7 +167,7 @@ def _seed_again(stream: Any) -> None:
     elif isinstance(stream, np.random.Generator):
         bits: Any = stream.bit_generator
         with contextlib.suppress(AttributeError, TypeError):  # It was created from a state, without a seed.
-            _write(stream, type(bits)(bits.seed_seq).state)
+            write_stream(stream, type(bits)(bits.seed_seq).state)
 
 
 def _is_part(place: str) -> bool:
@@ -199,7 +200,8 @@ def read_stream(stream: Any) -> Any:
     return stream.get_state() if isinstance(stream, torch.Generator) else stream.state_dict()
 
 
-def _write(stream: Any, state: Any) -> None:
+def write_stream(stream: Any, state: Any) -> None:
+    """Set a random stream, or a part with a ``state_dict``, to a state that `read_stream` returned."""
     if isinstance(stream, np.random.Generator):
         stream.bit_generator.state = state
     elif isinstance(stream, (np.random.RandomState, torch.Generator)):

@@ -15,7 +15,7 @@ from zae.common.walk import leading_dimension
 from zae.composition.introspect import seam
 from zae.errors import StepError
 
-__all__ = ["StepOutput", "count_targets", "explain_failure", "read_output", "sample_weight"]
+__all__ = ["StepOutput", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -50,6 +50,13 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
     def num_targets(self) -> Any:
         """The number of targets that the loss is the mean over; None where the step did not count them."""
         return self[0].get("num_targets")
+
+
+def loss_numbers(loss: Any) -> Any:
+    """Return a loss as a float; one for each optimizer as a dict by their names."""
+    if isinstance(loss, Mapping):
+        return {str(key): loss_numbers(each) for key, each in loss.items()}
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
 def read_output(

@@ -141,9 +141,9 @@ class RankStates:
     def _merge_entries(self, trainer: Trainer, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Return the entries of the add-ons that merge those of another number of ranks, as a rank gets them."""
         merged = {}
-        for owner in declaring(type(trainer)):
-            whole = state.get(name := owner.__name__)
-            if "merge_ranks" in vars(owner) and isinstance(whole, Mapping):
+        for name, owner in _merging(type(trainer)).items():
+            whole = state.get(name)
+            if isinstance(whole, Mapping):
                 is_saved = self.ranks and all("add_ons" in each for each in self.ranks)
                 # Those that were the same on all ranks are saved once.
                 entries = [{**whole, **each.get(name, {})} for each in self._entries()] if is_saved else [whole]
@@ -154,10 +154,10 @@ class RankStates:
         """Return the parts with which ranks begin that are still to be started: those saved, or merged from them."""
         if self.world_size == world:
             return self
-        ranks = []
+        ranks, merged = [], [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
         for rank in range(world):
             own = self.state_for(trainer, state, rank, world, is_known=True)
-            ranks.append({**self.own_part(own), "add_ons": self._merge_entries(trainer, state, rank)})
+            ranks.append({**self.own_part(own), "add_ons": {name: own[name] for name in merged}})
         return RankStates(world, ranks, 0)
 
     def _entries(self) -> list[Mapping[str, Any]]:
@@ -186,8 +186,7 @@ class RankStates:
     def warn_of_others(self, cls: type, rank: int, world: int) -> None:
         """Warn where add-ons get the state of another rank that may differ from what this rank held."""
         varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
-        merging = {owner.__name__ for owner in declaring(cls) if "merge_ranks" in vars(owner)}
-        names = sorted({name for each in self._entries() for name in each} - {GENERATORS} - merging)
+        names = sorted({name for each in self._entries() for name in each} - {GENERATORS} - _merging(cls).keys())
         if names and len(self.ranks) != world and not rank:
             _log.warning(
                 "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
@@ -242,6 +241,11 @@ def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if rank:
         present = {**present, "random": random_state.of_rank(rank, present["random"])}
     return {**position, "present": present}
+
+
+def _merging(cls: type) -> dict[str, Any]:
+    """Map the names of the entries that another number of ranks merges to their classes."""
+    return {owner.__name__: owner for owner in declaring(cls) if "merge_ranks" in vars(owner)}
 
 
 def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:

@@ -25,18 +25,16 @@ from zae.common.optim import parameters_of
 from zae.common.walk import map_tensors
 from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
 from zae.composition.leave_out import leave_out
-from zae.composition.metaclass import TrainerMeta, compose, load_installed
+from zae.composition.metaclass import compose, load_installed
 from zae.composition.options import options_of
 from zae.data.loaders import copy_with, length_of
 from zae.errors import ConfigError, ZaeError
 from zae.loop.addon_state import GENERATORS
-from zae.loop.step_output import StepOutput
+from zae.loop.step_output import StepOutput, loss_numbers
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["work"]
 
-_IN = ("start_from", "resume", "init_method")  # Options that name what is read.
-_OUT = ("path", "dir", "file", "folder")  # The ends of the names of those that name what is written.
 _VALID = 4  # Batches of a validation of a shortened run.
 _notes: dict[str, Any] = {}
 
@@ -87,34 +85,22 @@ def _enter(job: Job) -> None:
 @contextlib.contextmanager
 def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Yield the script's trainer as the job wants it, the arguments of its run, and the options it was given."""
-    meta: Any = TrainerMeta
-    original = meta.__call__
     seen: dict[int, Any] = {}
 
-    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if any(name in kwargs for name, _ in zip(names, args)):
-            return original(cls, *args, **kwargs)  # which refuses an argument that is given twice
-        kwargs, args = {**dict(zip(names, args)), **kwargs}, args[len(names) :]
+    def make(original: Any, cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         made = _variant(cls, job, has_witness)
-        options = _options(cls, made, kwargs, job)
+        options = _options(cls, made, given, job)
         trainer = original(made, *args, **options)
-        seen[id(trainer)] = (cls, {**kwargs, **options})
+        seen[id(trainer)] = (cls, {**given, **options})
         return trainer
 
-    meta.__call__ = make
     given = argparse.Namespace(script=job.script, given=list(job.given), json=False)
-    try:
-        with script.trainer_of(given) as (trainer, arguments):
-            if arguments is None:
-                raise ConfigError(f"{job.script} returned a trainer without the arguments of its run; write: "
-                                  'return trainer, {"n_epoch": 3, "loader": loader}')  # fmt: skip
-            if trainer.mode == "test":
-                raise ConfigError("the trainer has mode='test': there is no training to certify")
-            _notes["class"], options = seen.get(id(trainer), (type(trainer), {}))
-            yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job), options
-    finally:
-        meta.__call__ = original
+    with script.making(make), script.trainer_of(given) as found:
+        trainer, arguments = found.trainer, script.require_arguments(found, job.script)
+        if trainer.mode == "test":
+            raise ConfigError("the trainer has mode='test': there is no training to certify")
+        _notes["class"], options = seen.get(id(trainer), (type(trainer), {}))
+        yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job), options
 
 
 def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
@@ -137,12 +123,9 @@ def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[st
         name: value for name, value in given.items() if name in known or name not in own
     }  # A wrong one is refused.
     found |= {name: value for name, value in job.options.items() if name in known}
-    for name, value in found.items():
-        if isinstance(value, (str, Path)) and name.endswith(_OUT) and name not in _IN:
-            where = Path(job.folder, "out")
-            found[name] = type(value)(value.name if isinstance(value, Path) else Path(value).name)
-            if job.kind != "contract":
-                found[name] = type(value)(str(where / found[name]))
+    # The check of an add-on works in a new folder for each trainer.
+    where = Path() if job.kind == "contract" else Path(job.folder, "out")
+    script.redirect(found, lambda option, file: where / file)
     devices = found.get("device")
     if job.is_exact:
         found |= {"device": "cpu", "try_validation": False}  # It takes a batch that is not in float64.
@@ -214,7 +197,7 @@ class WitnessAddon(AddOnBase):
         weights = fingerprint(self.optimization.parameters) if self.world_size == 1 else ""
         row: dict[str, Any] = {"weights": weights}
         row |= {"step": self.progress_checker.step, "skipped": self.progress_checker.skipped_steps}
-        row |= {"loss": repr([_numbers(each.loss) for each in outputs]), "random streams": _streams()}
+        row |= {"loss": repr([loss_numbers(each.loss) for each in outputs]), "random streams": _streams()}
         _notes["steps"].append(row)
         if self.job.seconds and time.monotonic() - _notes["began"] > self.job.seconds:
             self.stop("certify has no more time for this run")
@@ -397,12 +380,6 @@ def _streams() -> str:
     from zae.testing.watch import streams
 
     return hashlib.sha256(repr(sorted(streams().items())).encode()).hexdigest()[:16]
-
-
-def _numbers(loss: Any) -> Any:
-    if isinstance(loss, Mapping):
-        return {str(key): _numbers(value) for key, value in loss.items()}
-    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
 
 
 def _double(tensor: Tensor) -> Tensor:

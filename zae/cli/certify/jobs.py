@@ -72,7 +72,8 @@ class Job:
 class Workshop:
     """Runs jobs, each in its own process and folder, until a deadline.
 
-    The processes are forked from a server that has imported torch and done nothing; on Windows each is started anew.
+    The processes are forked from a server that has imported torch and done nothing. On Windows each is a new
+    interpreter.
     """
 
     def __init__(self, folder: Path, deadline: float, **common: Any) -> None:

@@ -59,8 +59,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     folder = Path(tempfile.mkdtemp(prefix="zae-replay-"))
     try:
-        with making(arguments, changes, folder) as made, script.trainer_of(arguments) as (trainer, given):
-            return _replay(arguments, trainer, given, made, folder)
+        with making(arguments, changes, folder) as made, script.trainer_of(arguments) as found:
+            given = script.require_arguments(found, arguments.script)
+            return _replay(arguments, found.trainer, given, made, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -79,7 +80,7 @@ def _replay(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[
     """Run to the last step, and compare."""
     from zae.cli.diff import read_ledger
 
-    _check(arguments, trainer, given, made)
+    _check(arguments, trainer, made)
     plan, failed, log = made["plan"], None, logging.getLogger("zae")
     level = log.level
     log.setLevel(logging.ERROR)  # The warnings are about a step that the answer shows, or about temporary files.
@@ -103,11 +104,8 @@ def _replay(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[
     return Answer(data, _text(data, found["text"]), int(is_wrong))
 
 
-def _check(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[str, Any]) -> None:
+def _check(arguments: argparse.Namespace, trainer: Any, made: dict[str, Any]) -> None:
     """Refuse a trainer that cannot be replayed."""
-    if given is None:
-        raise ConfigError(f"{arguments.script} returned a trainer without the arguments of its run; write: "
-                          'return trainer, {"n_epoch": 3, "loader": loader}')  # fmt: skip
     if "trainer" not in made or made["trainer"] is not trainer:
         raise ConfigError(f"the trainer that {arguments.script} returned is not the last one that it made, while the "
                           "function ran; make it in the function, after any other")  # fmt: skip

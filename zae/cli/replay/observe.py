@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import contextlib
+import math
 import pdb
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase
 from zae.common.model_weights import named_parameters
-from zae.common.walk import local_part, tensors_in
+from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError
-from zae.loop.step_output import StepOutput
+from zae.loop.step_output import StepOutput, loss_numbers
 
 __all__ = ["Replay", "ReplayAddon"]
 
@@ -90,7 +91,7 @@ class ReplayAddon(AddOnBase):
         is_compiled = getattr(self, "compile_report", {}).get("kept", "eager") != "eager"
         with contextlib.nullcontext() if is_compiled else _watching(self.unwrap(), row):
             outputs = super().gradients(batch)
-        row["losses"] = [_numbers(values["loss"]) for values, _ in outputs]
+        row["losses"] = [loss_numbers(values["loss"]) for values, _ in outputs]
         self._row = row
         return outputs
 
@@ -98,7 +99,7 @@ class ReplayAddon(AddOnBase):
         """Note the norm of each gradient, without a loss scale and before they are clipped."""
         if self._row is not None:
             self._row["gradients"] = {
-                name: float(torch.linalg.vector_norm(_dense(p.grad).float()))
+                name: float(torch.linalg.vector_norm(dense_part(p.grad.detach()).float()))
                 for name, p in named_parameters(self.unwrap()).items()
                 if p.grad is not None
             }
@@ -110,9 +111,9 @@ class ReplayAddon(AddOnBase):
         if row is not None:
             row["norm"] = None if self.grad_norm is None else float(self.grad_norm)
             losses = [each for loss in row["losses"] for each in (loss.values() if isinstance(loss, dict) else [loss])]
-            bad = [name for name, norm in row["gradients"].items() if not _is_finite(norm)]
+            bad = [name for name, norm in row["gradients"].items() if not math.isfinite(norm)]
             row["gradient"] = row["gradient"] or (bad[-1] if bad else None)
-            ends = not all(map(_is_finite, [*losses, *([] if row["norm"] is None else [row["norm"]])]))
+            ends = not all(map(math.isfinite, [*losses, *([] if row["norm"] is None else [row["norm"]])]))
             row["is_finite"] = not (ends or bad or row["module"])
             self.replay.rows.append(row)
             if ends and self.replay.raises:
@@ -188,24 +189,10 @@ def _note_output(row: dict[str, Any], name: str, module: nn.Module, inputs: Any,
 
 def _note_gradient(row: dict[str, Any], name: str, parameter: Tensor) -> None:
     """Note the first parameter whose gradient is not finite."""
-    if row["gradient"] is None and parameter.grad is not None and not _dense(parameter.grad).isfinite().all():
+    gradient = parameter.grad
+    if row["gradient"] is None and gradient is not None and not dense_part(gradient).isfinite().all():
         row["gradient"] = name
 
 
 def _floats(values: Any) -> list[Tensor]:
     return [local_part(each.detach()) for each in tensors_in(values) if each.is_floating_point() and each.numel()]
-
-
-def _is_finite(number: float) -> bool:
-    return number - number == 0
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    each = gradient.detach()
-    return local_part(each) if each.layout is torch.strided else each.to_dense()
-
-
-def _numbers(loss: Any) -> Any:
-    if isinstance(loss, Mapping):
-        return {str(key): _numbers(each) for key, each in loss.items()}
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zae.cli import script
 from zae.cli.replay.observe import Replay, ReplayAddon
 from zae.composition.introspect import add_ons_of, recipe_of
-from zae.composition.metaclass import TrainerMeta, compose, load_installed
+from zae.composition.metaclass import compose, load_installed
 from zae.composition.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every
@@ -21,8 +22,6 @@ from zae.storage.names import original_name, step_of
 
 __all__ = ["making"]
 
-_READ = ("start_from", "resume", "init_method")  # Options that name what is read.
-_WRITTEN = ("path", "dir", "file", "folder")  # The ends of the names of those that name what is written.
 _KEPT = ("CallbackAddon",)  # An observer that may change the run.
 _ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
 
@@ -30,25 +29,18 @@ _ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
 @contextlib.contextmanager
 def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """Let the script make its trainer as the replay needs it; what was found out is in the dict that is yielded."""
-    meta: Any = TrainerMeta
-    original, made = meta.__call__, dict[str, Any]()
+    made = dict[str, Any]()
 
-    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        names = [name for name, (p, _) in options_of(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if any(name in kwargs for name, _ in zip(names, args)):
-            return original(cls, *args, **kwargs)  # It refuses an argument that is given twice.
-        given, args = cls.expand_options({**dict(zip(names, args)), **kwargs}), args[len(names) :]
+    def make(original: Any, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = cls.expand_options(named)
         made.clear()
         made.update(_plan(cls, given, arguments, changes))
         variant = _variant(cls, made["plan"])
         made["trainer"] = original(variant, *args, **_options(cls, variant, given, made, folder))
         return made["trainer"]
 
-    meta.__call__ = make
-    try:
+    with script.making(make):
         yield made
-    finally:
-        meta.__call__ = original
 
 
 def _plan(cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Any:
@@ -110,9 +102,7 @@ def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str
     """Return the options of the trainer: what it writes lies in a folder of the replay."""
     known, own = options_of(variant), options_of(cls)
     found = {name: value for name, value in given.items() if name in known or name not in own} | made["options"]
-    for name, value in found.items():
-        if isinstance(value, (str, Path)) and name.endswith(_WRITTEN) and name not in _READ:
-            found[name] = type(value)(str(folder / name / Path(value).name))
+    script.redirect(found, lambda option, file: folder / option / file)
     found |= {"ledger_path": folder / "replay.jsonl", "ledger_every": 1}
     if "save_path" in known:
         found |= {"resume": made["checkpoint"] or False, "save_every": Every(steps=2**62), "keep_weights": None,

@@ -309,7 +309,7 @@ class Uploader:
         return True
 
     def replaced(self, folder: Path, token: str | None, revision: str | None, private: bool | None) -> Uploader:
-        """Return an uploader with other settings; itself where there are none."""
+        """Return an uploader with other settings, or this one if no setting is given."""
         if not self.repo_id:
             self.repo_id = folder.absolute().name
         if token is None and revision is None and private is None:

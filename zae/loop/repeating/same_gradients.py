@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zae.common import random_state
 from zae.common.model_weights import named_parameters
 from zae.common.torch_private import version_of
-from zae.common.walk import is_sharded, local_part, tensors_in
-from zae.data.loader_state import STREAMS
+from zae.common.walk import dense_part, is_sharded, local_part, tensors_in
+from zae.data.loader_state import STREAMS, read_stream, write_stream
 from zae.errors import StepError
 
 __all__ = ["Computed", "Start", "compare"]
@@ -59,7 +59,8 @@ class Start:
         self._number = self._given = 0  # The batches that this computation has begun, and was given.
 
     def _capture(self) -> list[Callable[[], Any]]:
-        return [random_state.rewind(), self._rewind_others(), *map(_rewind, self._generators)]
+        streams = [partial(write_stream, each, read_stream(each)) for each in self._generators]
+        return [random_state.rewind(), self._rewind_others(), *streams]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -134,19 +135,6 @@ class Start:
         return Computed(local, named, buffers, made) if self._has_ranks else Computed(made, named, buffers, {})
 
 
-def _rewind(stream: Any) -> Callable[[], Any]:
-    """Return a function that puts a generator back to where it is now."""
-    if isinstance(stream, torch.Generator):
-        return partial(stream.set_state, stream.get_state())
-    if hasattr(stream, "getstate"):
-        return partial(stream.setstate, stream.getstate())
-    owner = getattr(stream, "bit_generator", stream)  # Of numpy: a Generator, or a RandomState.
-    if hasattr(stream, "get_state"):
-        return partial(stream.set_state, stream.get_state(legacy=False))
-    state = copy.deepcopy(owner.state)
-    return lambda: setattr(owner, "state", state)
-
-
 def _with_new_containers(value: Any) -> Any:
     """Return a value with its dicts, lists and tuples copied, as a step may take entries out of them."""
     if isinstance(value, Mapping):
@@ -191,10 +179,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
     """Return the part of a tensor that this rank has, without gaps."""
-    if tensor is None or tensor.is_meta:
-        return None
-    part = local_part(tensor)
-    return part if part.layout is torch.strided else part.to_dense()
+    return None if tensor is None or tensor.is_meta else dense_part(tensor)
 
 
 def _count_different(a: Tensor | None, b: Tensor | None) -> int:
