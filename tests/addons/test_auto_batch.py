@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit import hand, table
+from kit.limits import leave_memory
 from kit.ranks import on_ranks
 from kit.scripts import Script
 from zae import AddOnBase, ConfigError, StepError, Trainer
@@ -301,13 +301,13 @@ def test_ranks_divide_alike_where_one_has_no_memory(world: int) -> None:
     import torch.distributed as dist
 
     whole = weights(_train_wide(Wide, "cpu", 48 * world, 48 * world + 13))
-    if dist.get_rank() == world - 1:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + (60 << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    blocks = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(48)]  # Free places in the heap, as tests leave.
+    del blocks[:-1]
+    held = leave_memory(60 << 20) if dist.get_rank() == world - 1 else []
     task = Wide.add_on(AutoBatchAddon, MultiGPUAddon)
     trainer = _train_wide(task, ["cpu"] * world, 48, 48 * world + 13)
     assert trainer.world_size == 1 or dist.get_world_size() == world
+    del held, blocks
     assert trainer.memory_errors[0]["samples"] == 48
     found: list[Any] = [None] * world
     dist.all_gather_object(found, (trainer.memory_errors, trainer.fitting_size))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 
 from kit.faults import forked
 from kit.hand import data, digest, loader, network
+from kit.limits import leave_memory
 from kit.ranks import on_ranks
 from kit.table import Task
 from zae import CheckpointError, ConfigError, StepError
@@ -111,15 +110,14 @@ def test_many_samples_take_no_memory_in_a_file(tmp_path: Path) -> None:
         trainer = build(Wide)
         several = [(torch.zeros(4, 4), torch.full((4,), index)) for index in range(50)]
         trainer.predict(several[:1], tmp_path / "first.npy")
-        (held,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        limit = (int(held) + (70 << 10)) << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        held = leave_memory(70 << 20, files=False)
         with pytest.raises(RuntimeError, match="memory"):
             torch.ones(100 << 18)
         trainer.predict(several, tmp_path / "out.npy")
         array = np.load(tmp_path / "out.npy", mmap_mode="r")
         assert array.shape == (200, 1 << 18)
         assert array[::4, 7].tolist() == list(range(50))
+        del held  # Until here, nothing was free within the heap.
 
     outcome = forked(write)
     assert outcome.status == 0, outcome.error
