@@ -17,6 +17,7 @@ from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
+from zae.preview.describe import describe_options
 from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
@@ -25,6 +26,7 @@ from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
+from zae.sinks.redact import redact
 from zae.storage.share import Group
 
 __all__ = ["StateManagerAddon"]
@@ -347,18 +349,16 @@ class StateManagerAddon(AddOnBase):
 
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
         """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
-        checkpointer, progress, has_failed = self.checkpointer, self.progress_checker, self.checkpointer.has_failed
+        checkpointer, has_failed = self.checkpointer, self.checkpointer.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
         state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
-        about = {"run_id": checkpointer.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
-        about |= {"composition": [each.__name__ for each in add_ons_of(type(self))], "world_size": self.world_size}
-        about["info"] = {"monitor": self.monitor, **checkpointer.lineage, **info}
+        info = {"monitor": self.monitor, "options": describe_options(self, redact), **info}
+        about = checkpointer.describe(self.progress_checker, add_ons_of(type(self)), self.world_size, info)
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        group = Group(self.rank, self.gather_beside)
+        group, is_writer = Group(self.rank, self.gather_beside), self.is_main or has_failed
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
-        check = partial(check_optimizer_states, self.optimizers, state["optimizer"])
-        checkpointer.write(job, self.is_main or has_failed, check)
+        checkpointer.write(job, is_writer, partial(check_optimizer_states, self.optimizers, state["optimizer"]))
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 import zae
 from zae.common.optim import has_lazy
+from zae.common.walk import flatten
 from zae.composition.introspect import add_ons_of, is_add_on
 from zae.composition.options import option_values, options_of, own_options
 from zae.display.html import block, escape, facts_html, rows_html
@@ -18,10 +21,13 @@ from zae.display.text import number
 from zae.loop.progress import Every
 from zae.preview.explain import shown_option
 
-__all__ = ["describe", "trainer_html"]
+__all__ = ["describe", "describe_options", "trainer_html"]
 
 _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 _INFERRED = ("device", "mode", "monitor_mode")  # Options that are shown elsewhere, or follow from others.
+_ASIDE = ("allow_partial", "checkpointer", "log_bar", "overwrite", "resume")  # Of no effect on what is computed.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_LONG, _MOST = 200, 200  # Characters of an option, and options, that are recorded as they are.
 
 
 def describe(instance: Any) -> dict[str, Any]:
@@ -34,12 +40,52 @@ def describe(instance: Any) -> dict[str, Any]:
     config["model"] = type(module).__name__
     if not has_lazy(module.parameters()):  # Else the first batch creates them.
         config["parameters"] = sum(parameter.numel() for parameter in module.parameters())
-    for name, optimizer in instance.optimizers.items():
-        rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
-        config["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
+    config |= _optimizers(instance)
     config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(instance))]
     config["world_size"] = instance.world_size
     return {"config": config, "explain": str(instance.explain()), "environment": _environment(instance.device)}
+
+
+def describe_options(instance: Any, hide: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what a checkpoint records of how a trainer was made: options that are not the defaults, as plain values.
+
+    Left out is where and how a run is saved, resumed and shown. ``hide`` removes secrets.
+    """
+    cls, values = type(instance), option_values(instance)
+    found = {
+        name: _plain(value)
+        for name, value in values.items()
+        if name not in (*_OBJECTS, *_ASIDE) and not isinstance(value, os.PathLike) and _differs(cls, name, value)
+    }
+    found |= {"monitor_mode": values["monitor_mode"], "model": type(instance.unwrap()).__name__}
+    optimizers = {
+        name: {key: value for key, value in entries.items() if value is not False}
+        for name, entries in _optimizers(instance).items()
+    }
+    # Those with many entries, as hyperparameters may have, come last: a manifest does not take any number of them.
+    found = dict(sorted(found.items(), key=lambda item: isinstance(item[1], dict)))
+    flat = flatten(hide(optimizers | found), ".")
+    rest = {name: flat.pop(name) for name in list(flat)[_MOST:]}
+    return {name: _shortened(value) for name, value in (flat | ({"...": rest} if rest else {})).items()}
+
+
+def _optimizers(instance: Any) -> dict[str, dict[str, Any]]:
+    """Return the class of each optimizer, and its numbers."""
+    found = {}
+    for name, optimizer in instance.optimizers.items():
+        rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
+        found["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
+    return found
+
+
+def _shortened(value: Any) -> Any:
+    """Return a number as it is, and anything else as text: if that is long, its beginning and its hash."""
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    data = _ADDRESS.sub("", str(value)).encode(errors="backslashreplace")
+    text, digest = data.decode(), hashlib.sha256(data).hexdigest()[:12]
+    return text if len(text) <= _LONG else f"{text[:_LONG]}... (sha256 {digest})"
 
 
 def trainer_html(instance: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,7 @@ Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
 _Held: TypeAlias = Mapping[str, Tensor]
 _NONE: _Held = MappingProxyType({})
 _Moment: TypeAlias = "tuple[int, int, str]"
+_RESUMES = 999  # As many as a manifest lists.
 
 
 class Checkpointer:
@@ -79,6 +80,8 @@ class Checkpointer:
     parent : dict or None
         What the run started from (``start_from``): "path", "parts", and of a checkpoint "run_id", "step" and the
         "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
+    resumed_at : list of int
+        The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
@@ -116,6 +119,7 @@ class Checkpointer:
         self.on_save_error, self.warns_of_nonfinite = on_save_error, warns_of_nonfinite
         self.run_id, self.has_failed = "", False
         self.parent: dict[str, Any] | None = None
+        self.resumed_at: list[int] = []
         self.saved_at: _Moment | None = None
         self.saver = Saver(in_background)
         self._lock = FolderLock(folder)
@@ -452,6 +456,8 @@ class Checkpointer:
     def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
         self.run_id, self.saved_at = manifest["run_id"], moment
+        earlier = manifest["info"].get("resumed_at")  # An older zae did not write it.
+        self.resumed_at = [*(earlier[-_RESUMES:] if isinstance(earlier, list) else []), manifest["step"]]
         name = original_name(path.name)
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
@@ -460,6 +466,15 @@ class Checkpointer:
     def lineage(self) -> dict[str, Any]:
         """Where the run has started from, as checkpoints contain it."""
         return {} if self.parent is None else {"parent": self.parent}
+
+    def describe(
+        self, progress: ProgressChecker, add_ons: Sequence[type], world_size: int, info: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a manifest says of the run, beside its files."""
+        at = {"run_id": self.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
+        composition = [each.__name__ for each in add_ons]
+        whole = {"resumed_at": list(self.resumed_at), **self.lineage, **info}
+        return {**at, "composition": composition, "world_size": world_size, "info": whole}
 
     def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:
         """Load the name of the run, its start, and the scores of those of its checkpoints that still exist.
