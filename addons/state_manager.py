@@ -17,7 +17,7 @@ from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
-from zae.preview.describe import describe_options
+from zae.preview.provenance import describe_code, describe_run
 from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
@@ -215,7 +215,7 @@ class StateManagerAddon(AddOnBase):
                 resumption.path = found[0]
                 self._resume_from(*found)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
-        self.checkpointer.run_id = self.checkpointer.run_id or secrets.token_hex(8)
+        self.checkpointer.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
 
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
@@ -353,7 +353,7 @@ class StateManagerAddon(AddOnBase):
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
         state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
-        info = {"monitor": self.monitor, "options": describe_options(self, redact), **info}
+        info = {**describe_run(self, redact), **info}
         about = checkpointer.describe(self.progress_checker, add_ons_of(type(self)), self.world_size, info)
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
         group, is_writer = Group(self.rank, self.gather_beside), self.is_main or has_failed

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from kit import faults, hand
+from kit.pages import Page
 from zae.addons import EMAAddon, LoggerAddon, StateManagerAddon
 from zae.cli import main
+from zae.cli.script import import_file
 from zae.storage.manifest import read_manifest, seal
 
 
@@ -54,6 +56,85 @@ def look(capsys: pytest.CaptureFixture[str], *folders: Path | str) -> tuple[int,
     text = capsys.readouterr().out
     assert all(each.isprintable() for each in text.splitlines())
     return status, {"by_name": {Path(each["folder"]).name: each for each in data["runs"]}, **data}, text
+
+
+DEFINED = """
+import torch
+from zae import AddOnBase, Trainer
+
+class Block(torch.nn.Linear):
+    pass
+
+class Task(Trainer):
+    def train_step(self, batch):
+        x, y = batch  # The comment {comment}.
+        return {{"loss": {factor} * torch.nn.functional.cross_entropy(self.model(x), y)}}
+
+    test_step = train_step
+
+class CountAddon(AddOnBase):
+    "Count."
+    state_attributes = ("count",)
+    count = 0
+
+def loader(size):
+    data = torch.utils.data.TensorDataset(torch.ones(size, 3), torch.zeros(size, dtype=torch.long))
+    data.fingerprint = str(size)
+    return torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(4)), 2)
+
+def train(size, **options):
+    model = torch.nn.Sequential(torch.nn.Flatten(), Block(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Task.add_on("StateManagerAddon", CountAddon)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
+    trainer.run(1, loader(size))
+"""
+
+
+def test_code_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Classes of the user count by their source, without comments, and datasets by their fingerprint."""
+    for name, comment, factor, size, start in [
+        ("base", "a", 1, 8, None), ("same", "b", 1, 8, "base"), ("code", "a", 2, 8, "base"), ("data", "a", 2, 9, "code")
+    ]:  # fmt: skip
+        file = tmp_path / f"{name}.py"
+        file.write_text(DEFINED.format(comment=comment, factor=factor))
+        start_from = None if start is None else tmp_path / start
+        import_file(file, f"of_{name}").train(size, save_path=tmp_path / name, start_from=start_from)  # type: ignore[attr-defined]
+    found = look(capsys, tmp_path)[1]["by_name"]
+    code = {name: found[name]["code"] for name in found}
+    assert code["base"].keys() == {"Task", "CountAddon", "Block"}
+    assert found["base"]["versions"]["torch"] == torch.__version__
+    assert found["base"]["versions"].keys() == {"python", "torch"}
+    assert found["base"]["data"].items() >= {"dataset": "Subset", "dataset length": 4, "fingerprint": "8"}.items()
+    assert found["same"]["differs"] == []
+    differs = [{"name": "code of Task", "before": code["base"]["Task"], "after": code["code"]["Task"]}]
+    assert found["code"]["differs"] == differs
+    assert found["data"]["differs"] == [{"name": "data: fingerprint", "before": "8", "after": "9"}]
+    assert f"code of Task {code['base']['Task']} -> {code['code']['Task']}\n" in look(capsys, tmp_path)[2]
+
+
+def test_a_report_of_a_folder_of_runs(top: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page has the curves of all runs, and the tree with what differs, each run marked in its colour."""
+    assert main(["report", str(top), "-o", str(top / "page.html")]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "base: " in line]
+    page = Page((top / "page.html").read_text(encoding="utf-8"))
+    names = [run["name"] for run in page.data["runs"]]
+    assert names == ["base", "late", "mean", "deep", "moved"]
+    assert page.texts["b"] == ["base", "moved", "mean", "more/deep", "late"]
+    marks = [found["class"] for tag, found in page.elements if tag == "span"]
+    tree = [marks.index(f"swatch c{names.index(name)}") for name in ("base", "moved", "mean", "deep", "late")]
+    assert len(set(tree)) == 5
+    assert [tag for tag, found in page.elements if found.get("class") == "tree"] == ["ul"] * 3
+    assert "started at step 6 with model: decay 0.9 -> 0.8" in page.texts["p"]
+    assert "Tree of the runs" in page.texts["h2"]
+    assert main(["report", str(top / "more" / "deep"), "-o", str(top / "page.html")]) == 0
+    page = Page((top / "page.html").read_text(encoding="utf-8"))
+    assert any(each.startswith("started from a run that is not here: ") for each in page.texts["p"])
+    shutil.rmtree(top / "late")
+    assert main(["report", str(top / "base"), str(top / "mean"), "-o", str(top / "page.html")]) == 0
+    text = (top / "page.html").read_text(encoding="utf-8")
+    assert "started at step 12 with model: +EMAAddon" in text
+    assert main(["report", str(top / "base"), "-o", str(top / "page.html")]) == 0
+    assert "Tree of the runs" not in (top / "page.html").read_text(encoding="utf-8")
 
 
 def forge(checkpoint: Path, **changed: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kit.pages import ABOUT, Page, curves, rows, unpacked
 from zae.report.page import render
 from zae.report.records import Records, Run
+from zae.report.tree import Branch
 
 
 @pytest.mark.covers("X-9")
@@ -102,7 +103,8 @@ def test_hostile_names_are_only_text(name: str) -> None:
     def of(name: str, about: dict[str, Any], runs: int) -> Page:
         given = [{"step": 0, "run": about}, {"step": 1, name: 1.0, f"train/{name}": 2.0}, {"step": 2, "run": about}]
         records = Records.of([*given, {"step": 3, f"train/{name}": 2.0}])
-        return Page(render([Run(name, records, [doctor], [name], name) for _ in range(runs)]))
+        tree = [Branch(depth, name, [name], [name], depth) for depth in range(runs)]
+        return Page(render([Run(name, records, [doctor], [name], name) for _ in range(runs)], tree))
 
     for runs in (1, 2):
         page = of(name, about, runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ __all__ = ["add_arguments", "load_run", "names_of", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run, or the file of its JSONLLoggerAddon"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        type=Path,
+        help="the folder of a run, a folder of runs, or a log of JSONLLoggerAddon",
     )
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
@@ -28,14 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Write the page of all runs together; ConfigError or CheckpointError where one cannot be read."""
+    from zae.cli.runs import branches_of
     from zae.report.page import write
 
     out: Path = arguments.out.expanduser()
     if out.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {out} would not be opened as a page; end it with .html")
-    paths = [path.expanduser() for path in arguments.runs]
-    runs = [load_run(path, name) for path, name in zip(paths, names_of(paths))]
-    size = write(out, runs)
+    given = [path.expanduser() for path in arguments.runs]
+    paths = list(dict.fromkeys(each for path in given for each in _runs_in(path)))
+    runs = [load_run(path, name, paths) for path, name in zip(paths, names_of(paths))]
+    places = {Path(report["path"]).resolve(): at for at, each in enumerate(runs) for report in each.checkpoints}
+    size = write(out, runs, branches_of([path for path in given if path.is_dir()], places))
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
     points = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
     text = f"{printable(str(out), kept='')} ({format_size(size)}; {points})"
@@ -53,8 +61,11 @@ def names_of(paths: list[Path]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def load_run(path: Path, name: str) -> Run:
-    """Read what a folder, or a log, tells about a run; ConfigError where there is nothing."""
+def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
+    """Read what a folder, or a log, tells about a run; ConfigError where there is nothing.
+
+    The checkpoints in folders of ``others`` are not those of this run.
+    """
     from zae.report.records import Run, find_log, read_log
 
     if not path.exists():
@@ -64,7 +75,7 @@ def load_run(path: Path, name: str) -> Run:
         path = _only_run_in(path)
         log = find_log(path)
     records = None if log is None else read_log(log)
-    reports = _examine_all(path, records)
+    reports = _examine_all(path, records, others)
     if records is None and not reports:
         raise ConfigError(
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
@@ -75,6 +86,27 @@ def load_run(path: Path, name: str) -> Run:
     if records is None:
         records = _records_in(newest)
     return Run(name, records, reports, newest[1]["composition"] if newest else [])
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs in a folder, at any depth, if it is not a run itself; else the path."""
+    from zae.report.records import find_log
+    from zae.storage.checkpoint import list_checkpoints
+
+    found, waiting = list[Path](), [path] if path.is_dir() else []
+    while waiting:
+        folder = waiting.pop()
+        if (folder / "manifest.json").exists():
+            continue
+        has_log = find_log(folder) is not None
+        if has_log or list_checkpoints(folder):
+            found.append(folder)
+            if folder == path:
+                return [path]
+        below = [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink() and each.name[0] != "."]
+        # Checkpoints beside a log belong to its run.
+        waiting += [each for each in below if not (has_log and find_log(each) is None and list_checkpoints(each))]
+    return sorted(found) if len(found) > 1 else [path]
 
 
 def _only_run_in(folder: Path) -> Path:
@@ -93,7 +125,7 @@ def _only_run_in(folder: Path) -> Path:
     return logged[0] if logged else folder
 
 
-def _examine_all(path: Path, records: Records | None) -> list[dict[str, Any]]:
+def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) -> list[dict[str, Any]]:
     """Return what doctor reports of the checkpoints in a folder and in those in it, or where a log says they are."""
     from zae.cli.doctor import examine  # It imports torch, which takes seconds: not for --help.
     from zae.storage.checkpoint import list_checkpoints
@@ -103,7 +135,7 @@ def _examine_all(path: Path, records: Records | None) -> list[dict[str, Any]]:
     else:
         saved = records.description_of("config").get("save_path") if records is not None else None
         folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
-    folders = [each for each in folders if each.is_dir()]
+    folders = [each for each in folders if each.is_dir() and (each == path or each not in others)]
     found = [each for each in folders if (each / "manifest.json").exists() or list_checkpoints(each)]
     inner = {folder for folder in found if folder.parent in found}  # A checkpoint is not a folder of checkpoints.
     return [examine(each) for each in dict.fromkeys(each.absolute() for each in found if each not in inner)]

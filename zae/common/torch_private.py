@@ -1,10 +1,11 @@
-"""Look up private names of torch, each with a fallback where a release does not have it: slower, never wrong.
+"""Look up private names of torch and of its datasets, each with a fallback where a release does not have it.
 
 No other module reads them. A name is looked up when it is used, so that a missing one cannot fail an import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -36,6 +37,7 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "find",
+    "fingerprint_of",
     "flatten_tree",
     "found_overflow",
     "function_modes",
@@ -99,6 +101,16 @@ def unflatten_tree(leaves: Sequence[Any], spec: Any) -> Any:
     ends = list(itertools.accumulate(size for _, size in parts))
     made = [unflatten_tree(leaves[end - size : end], each) for (each, size), end in zip(parts, ends)]
     return kind(made) if keys is None else dict(zip(keys, made))
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """Return the fingerprint of a dataset, its own or that of a Hugging Face one; None if it has none."""
+    for name in ("fingerprint", "_fingerprint"):
+        with contextlib.suppress(Exception):  # It may be a property, which is computed from a file that is gone.
+            found = getattr(dataset, name, None)
+            if isinstance(found, str):
+                return found
+    return None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -82,6 +82,8 @@ class Checkpointer:
         "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
     resumed_at : list of int
         The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
+    code : dict
+        What `zae.preview.provenance.describe_code` returned when the run was set up; it is in the ``info`` too.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
@@ -120,6 +122,7 @@ class Checkpointer:
         self.run_id, self.has_failed = "", False
         self.parent: dict[str, Any] | None = None
         self.resumed_at: list[int] = []
+        self.code: dict[str, dict[str, str]] = {}
         self.saved_at: _Moment | None = None
         self.saver = Saver(in_background)
         self._lock = FolderLock(folder)
@@ -457,10 +460,15 @@ class Checkpointer:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
         self.run_id, self.saved_at = manifest["run_id"], moment
         earlier = manifest["info"].get("resumed_at")  # An older zae did not write it.
-        self.resumed_at = [*(earlier[-_RESUMES:] if isinstance(earlier, list) else []), manifest["step"]]
+        steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
+        self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
         name = original_name(path.name)
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
+
+    def begin_run(self, name: str, describe_code: Callable[[], dict[str, dict[str, str]]]) -> None:
+        """Name the run unless it continues another one, and note its code the first time."""
+        self.run_id, self.code = self.run_id or name, self.code or describe_code()
 
     @property
     def lineage(self) -> dict[str, Any]:
@@ -473,7 +481,7 @@ class Checkpointer:
         """Return what a manifest says of the run, beside its files."""
         at = {"run_id": self.run_id or "unset", "step": progress.step, "epoch": progress.epoch}
         composition = [each.__name__ for each in add_ons]
-        whole = {"resumed_at": list(self.resumed_at), **self.lineage, **info}
+        whole = {"resumed_at": list(self.resumed_at), **self.code, **self.lineage, **info}
         return {**at, "composition": composition, "world_size": world_size, "info": whole}
 
     def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:

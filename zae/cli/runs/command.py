@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae.cli import Answer
 from zae.cli.runs.scan import Found, Run, find_runs
 from zae.cli.runs.tree import Node, connect, differences
 from zae.errors import ConfigError, printable
 
-__all__ = ["add_arguments", "run"]
+if TYPE_CHECKING:
+    from zae.report.tree import Branch
 
+__all__ = ["add_arguments", "branches_of", "run"]
+
+_FORK, _LAST = "├─ ", "└─ "
 _MOST = 12  # Differences, damaged checkpoints and the like that are shown; --json has all of them.
 
 
@@ -42,6 +46,24 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(data, _draw(folders, nodes, found), 1 if found.damaged else 0)
 
 
+def branches_of(folders: Sequence[Path], places: Mapping[Path, int]) -> list[Branch]:
+    """Return the tree of the runs below the folders for a report; none for a single run that started from no other.
+
+    ``places`` has the folders of checkpoints that are on the page, with the place of their run on it.
+    """
+    from zae.report.tree import Branch
+
+    nodes = _in_order(connect(find_runs(folders).runs))
+    if len(nodes) < 2 and all(node.relation == "new" for node, _ in nodes):
+        return []
+    found = []
+    for node, prefix in nodes:
+        folder, *facts = _headline(node.run, shows_top=len(folders) > 1)
+        at = places.get(node.run.folder.resolve())
+        found.append(Branch(len(prefix) // len(_FORK), folder, facts, _details(node), at))
+    return found
+
+
 def _in_order(nodes: Sequence[Node]) -> list[tuple[Node, str]]:
     """Return each node after the one that it is drawn under, with the lines of the tree before its name."""
     below: dict[int | None, list[Node]] = {}
@@ -53,16 +75,17 @@ def _in_order(nodes: Sequence[Node]) -> list[tuple[Node, str]]:
     while waiting:
         node, prefix = waiting.pop()
         ordered.append((node, prefix))
-        inner = prefix.replace("├─ ", "│  ").replace("└─ ", "   ")
+        inner = prefix.replace(_FORK, "│  ").replace(_LAST, "   ")
         children = below.get(id(node.run), [])
-        waiting += [(each, inner + ("└─ " if number == 0 else "├─ ")) for number, each in enumerate(children)]
+        waiting += [(each, inner + (_LAST if number == 0 else _FORK)) for number, each in enumerate(children)]
     return ordered
 
 
 def _entry(node: Node) -> dict[str, Any]:
     """Return a run as data."""
     run, newest, best, above = node.run, node.run.newest, node.run.best, node.parent
-    kept = ("epoch", "composition", "world_size", "zae", "monitor", "options", "parent", "resumed_at")
+    kept = ("epoch", "composition", "world_size", "zae", "monitor", "options", "code", "versions", "data", "parent",
+            "resumed_at")  # fmt: skip
     return {
         "folder": str(run.folder),
         "run_id": run.run_id,
@@ -90,22 +113,22 @@ def _draw(folders: Sequence[Path], nodes: Sequence[tuple[Node, str]], found: Fou
     lines = [str(folders[0])] if len(folders) == 1 else []
     parents = {id(node.parent) for node, _ in nodes if node.parent is not None}
     for node, prefix in nodes:
-        lines.append(prefix + _headline(node.run, shows_top=len(folders) > 1))
-        inner = prefix.replace("├─ ", "│  ").replace("└─ ", "   ") + ("│  " if id(node.run) in parents else "   ")
+        lines.append(prefix + "  ".join(_headline(node.run, shows_top=len(folders) > 1)))
+        inner = prefix.replace(_FORK, "│  ").replace(_LAST, "   ") + ("│  " if id(node.run) in parents else "   ")
         lines += [inner + each for each in _details(node)]
     lines += _shortened([f"damaged: {path}: {why}" for path, why in found.damaged.items()], "damaged")
     lines += _shortened([f"no checkpoint: {path}: {why}" for path, why in found.foreign.items()], "no checkpoints")
     return "\n".join(printable(line, kept="") for line in lines)
 
 
-def _headline(run: Run, shows_top: bool) -> str:
-    """Return the folder of a run, its id, its steps and its best score."""
+def _headline(run: Run, shows_top: bool) -> list[str]:
+    """Return the folder of a run, its id, its steps, and its best score if it has one."""
     folder = run.folder if shows_top or not run.folder.is_relative_to(run.top) else run.folder.relative_to(run.top)
     steps = [each["step"] for each in run.all]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     best = run.best
-    score = "" if best is None else f"  best {best['monitor']} {best['score']:.6g} at step {best['step']}"
-    return f"{folder}  run {run.run_id[:8]}  {span}{score}"
+    score = [] if best is None else [f"best {best['monitor']} {best['score']:.6g} at step {best['step']}"]
+    return [str(folder), f"run {run.run_id[:8]}", span, *score]
 
 
 def _details(node: Node) -> list[str]:

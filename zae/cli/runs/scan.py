@@ -131,10 +131,15 @@ def _facts(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "monitor": _plain(info.get("monitor")),
         "score": score if type(score := _plain(score)) in (int, float) else None,
         "error": _plain(info.get("error")),
-        "options": {str(key): _plain(value) for key, value in options.items()} if isinstance(options, dict) else None,
-        "parent": {str(key): _plain(value) for key, value in parent.items()} if isinstance(parent, dict) else None,
+        "options": _entries(options),
+        "parent": _entries(parent),
         "resumed_at": [_plain(step) for step in resumed if type(step) is int] if isinstance(resumed, list) else [],
+        **{part: _entries(info.get(part)) or {} for part in ("code", "versions", "data")},
     }
+
+
+def _entries(found: Any) -> dict[str, Any] | None:
+    return {str(key): _plain(value) for key, value in found.items()} if isinstance(found, dict) else None
 
 
 def _plain(value: Any) -> Any:

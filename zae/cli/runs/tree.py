@@ -83,7 +83,7 @@ def _at(run: Run, step: int | None) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """List what two manifests say differently: the name, and both values; None is the default, or nothing.
 
-    Options are compared where both have recorded them.
+    Options, code, versions and data are compared where both have recorded them.
     """
     found: list[tuple[str, Any, Any]] = []
     old, new = before["composition"], after["composition"]
@@ -93,7 +93,11 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
         found.append(("composition", ", ".join(old), ", ".join(new)))
     found += [(key, before[key], after[key]) for key in ("world_size", "monitor") if before[key] != after[key]]
     first, second = before["options"], after["options"]
-    if first is None or second is None:
-        return found
-    names = [name for name in {**first, **second} if name != "monitor"]
-    return found + [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
+    if first is not None and second is not None:
+        names = [name for name in {**first, **second} if name != "monitor"]
+        found += [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
+    for part, prefix in (("code", "code of "), ("data", "data: "), ("versions", "")):
+        first, second = before[part], after[part]
+        both = [name for name in first if name in second and first[name] != second[name]]
+        found += [(prefix + name, first[name], second[name]) for name in both]
+    return found + [("zae", before["zae"], after["zae"])] * (before["zae"] != after["zae"])

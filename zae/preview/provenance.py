@@ -1,0 +1,123 @@
+"""Describe the code and the data of a run, so that two runs can be compared by them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import linecache
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zae.common.torch_private import fingerprint_of
+from zae.composition.introspect import add_ons_of, recipe_of
+from zae.data.loader_state import facts_of
+from zae.preview.describe import describe_options
+
+__all__ = ["describe_code", "describe_data", "describe_run"]
+
+_MOST = 100  # Classes that are listed; the others have one hash together.
+_DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
+
+
+def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]:
+    """Return "code", a hash of the source of each class of the user, and "versions" of what is installed.
+
+    The classes are those of the task, of the add-ons and of the modules of the model. Comments and layout do not
+    count. A class whose source is not known is left out, as are functions that these classes call.
+    """
+    code = dict[str, list[str]]()
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    files = dict[str, dict[str, ast.ClassDef]]()
+    for each in _classes(cls, model):
+        package = each.__module__.partition(".")[0]
+        if _is_installed(each):
+            version = getattr(sys.modules.get(package), "__version__", None)
+            versions |= {package: version} if type(version) is str and package not in versions else {}
+        elif (file := _file_of(each)) is not None:
+            files[file] = known = files[file] if file in files else _definitions(file)
+            if each.__qualname__ not in known:  # Made by another class, or typed into a console.
+                continue
+            source = ast.unparse(known[each.__qualname__]).encode(errors="backslashreplace")
+            digest = hashlib.sha256(source).hexdigest()[:16]
+            code.setdefault(each.__qualname__.rpartition("<locals>.")[2], []).append(digest)
+    hashes = {name: _joined(each) for name, each in code.items()}
+    rest = [hashes.pop(name) for name in list(hashes)[_MOST:]]
+    versions.pop("zae", None)  # Each manifest has it.
+    return {"code": hashes | ({"...": _joined(rest)} if rest else {}), "versions": versions}
+
+
+def describe_run(instance: Any, hide: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint has of a trainer: "monitor", "options" and "data"."""
+    data = describe_data(instance.loader_position.loader)
+    return {"monitor": instance.monitor, "options": describe_options(instance, hide), "data": data}
+
+
+def describe_data(loader: Any) -> dict[str, Any]:
+    """Return what decides the batches of an epoch, and the kind and the fingerprint of the dataset if it has one."""
+    if loader is None:
+        return {}
+    found, dataset = facts_of(loader), getattr(loader, "dataset", None)
+    for _ in range(_DEPTH):
+        if (mark := fingerprint_of(dataset)) is not None:
+            found["fingerprint"] = mark
+            break
+        dataset = getattr(dataset, "dataset", None)
+    if hasattr(loader, "dataset"):
+        found["dataset"] = type(loader.dataset).__name__
+    return found
+
+
+def _classes(cls: Any, model: torch.nn.Module) -> list[type]:
+    """Return the classes of a run, the task first, without those of zae and without doubles."""
+    roots = [recipe_of(cls)[0], *add_ons_of(cls), *dict.fromkeys(map(type, model.modules()))]
+    found = dict.fromkeys(base for root in roots for base in root.__mro__)
+    return [each for each in found if each.__module__.partition(".")[0] not in ("zae", "builtins", "abc", "typing")]
+
+
+def _is_installed(cls: type) -> bool:
+    """Return whether a class belongs to an installed package or to Python."""
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if path is None:
+        return cls.__module__ in sys.builtin_module_names
+    inside = {"site-packages", "dist-packages"} & set(Path(path).parts)
+    return bool(inside) or Path(path).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _file_of(cls: type) -> str | None:
+    """Return the file, or the cell of a notebook, that a class is defined in."""
+    for value in vars(cls).values():
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        if code is not None and code.co_qualname.startswith(cls.__qualname__):
+            return str(code.co_filename)
+    return getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+
+def _definitions(file: str) -> dict[str, ast.ClassDef]:
+    """Return the classes that a file defines, by their qualified names."""
+    found = dict[str, ast.ClassDef]()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.ClassDef):
+                found[prefix + each.name] = each
+                visit(each, f"{prefix}{each.name}.")
+            elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                visit(each, f"{prefix}{each.name}.<locals>.")
+            else:
+                visit(each, prefix)
+
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        visit(ast.parse("".join(linecache.getlines(file))), "")
+    return found
+
+
+def _joined(hashes: list[str]) -> str:
+    """Return one hash for several, in any order."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
