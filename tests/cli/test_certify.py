@@ -112,6 +112,14 @@ class MainOnlyAddon(AddOnBase):
         super().backward(loss * 2 if self.rank == 0 and self.world_size > 1 else loss, **kwargs)
 
 
+class Derived(Task.add_on(HalvingLogger)):
+    """A task that has an add-on in itself."""
+
+
+class DerivedEngine(Task.add_on(MultiGPUAddon)):
+    """A task with its engine in itself."""
+
+
 def make(*more, task=Task, device="cpu", batches=None, **options):
     torch.manual_seed(3)
     model = Net()
@@ -142,6 +150,8 @@ def third(): return make(ThirdAddon)
 def declared(): return make(DeclaredThirdAddon)
 def main_only(): return make(MainOnlyAddon)
 def restless(): return make(task=Restless)
+def derived(): return make(task=Derived)
+def derived_engine(): return make(task=DerivedEngine, device=["cpu", "cpu"])
 def engine(): return make(MultiGPUAddon, device=["cpu", "cpu"])
 def streams(): return make(batches=[(torch.randn(4, 4), torch.zeros(4).long())] * 6)
 def failing(): return make(batches=[(torch.randn(4, 5), torch.zeros(4).long())] * 6, try_validation=False)
@@ -210,12 +220,31 @@ def test_a_right_composition_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 kills by SIGKILL" in found["resume is exact"][1]
 
 
+@pytest.mark.exhaustive
+def test_what_eject_writes_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the add-on that eject does not write, on both sides."""
+    maker = (
+        SCRIPT.partition("def make_trainer")[2].partition("def noisy")[0].replace("EMAAddon", "NoiseAddon, EMAAddon")
+    )
+    add_on = SCRIPT.partition("class NoiseAddon")[2].partition("class Third")[0]
+    Path("noise.py").write_text(
+        f"{SCRIPT.partition('class Restless')[0]}class NoiseAddon{add_on}def make_trainer{maker}"
+    )
+    status, found = certify(capsys, "noise.py", "--only", "loop")
+    result, words = found["your loop"]
+    assert (status, result) == (0, "passed")
+    assert words.startswith("20 updates in plain PyTorch")
+    assert words.endswith("; both are without NoiseAddon, which eject does not write")
+
+
 FAULTS: dict[str, dict[str, tuple[str, str]]] = {
     "noisy": {
         "contract of add-ons": ("failed", "on_step_end draws from the global random stream 'torch'"),
         "observers are neutral": ("failed", "NoisyLogger changes training"),
     },
     "halving": {"observers are neutral": ("failed", "HalvingLogger changes training: weights")},
+    "derived": {"observers are neutral": ("failed", "HalvingLogger changes training: weights")},
+    "derived_engine": {"ranks equal one process": ("passed", "its own engine")},
     "noise": {
         "contract of add-ons": ("failed", "unscale draws from the global random stream 'torch'"),
         "ranks equal one process": ("failed", "drifted apart"),

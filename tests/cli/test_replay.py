@@ -61,6 +61,20 @@ def make_good():
     return make_trainer(None)
 
 
+class Logging(Task.add_on(JSONLLoggerAddon, StateManagerAddon)):
+    """A task that has add-ons in itself."""
+
+
+def make_derived():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.rand(16, 3), torch.rand(16, 1)), batch_size=4, shuffle=True)
+    trainer = Logging.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, seed=1, log_bar=False, save_path="derived",
+                                          ledger_path="derived/ledger.jsonl", jsonl_path="derived/log.jsonl")
+    return trainer, {"n_epoch": 2, "loader": loader}
+
+
 def make_root():
     """The derivative of the root is infinite at 0: the loss is finite, and the gradient is not."""
     class Root(Task):
@@ -142,6 +156,15 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["replay", *words]) == 2
     assert hashes(Path.cwd()) == before
     return capsys.readouterr().err
+
+
+def test_loggers_of_the_task_itself_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The task is derived from a class with a logger and checkpoints; nothing is logged into the folder of the run."""
+    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+    trainer, arguments = runpy.run_path("train.py")["make_derived"]()
+    trainer.run(**arguments)
+    answer = replay(capsys, "train.py:make_derived", "--step", "6")
+    assert (answer["same"], answer["compared"], answer["began_after"]) == (True, 2, 4)
 
 
 def test_a_nan_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

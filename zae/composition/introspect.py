@@ -238,7 +238,7 @@ def kinds_of(add_on: Any) -> list[Any]:
 def add_ons_of(cls: Any) -> list[Any]:
     """List the add-ons of a class, outermost first."""
     mixed = [c for c in cls.__mro__ if is_add_on(c)]
-    leaves = [a for a in mixed if not any(b is not a and a in b.__mro__ for b in mixed)]
+    leaves = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
     applied = [a for c in cls.__mro__ for a in c.__dict__.get("_applied", ())]
     return leaves + [a for a in applied if a not in leaves]
 

@@ -11,15 +11,16 @@ from zae.composition.introspect import add_ons_of, kinds_of
 __all__ = ["leave_out"]
 
 
-def leave_out(cls: Any, layers: Container[str]) -> Any:
-    """Return a class like this one without its add-ons of these layers; their public methods do nothing.
+def leave_out(cls: Any, layers: Container[str] = (), add_ons: Container[Any] = ()) -> Any:
+    """Return a class like this one without its add-ons of these layers, and without these; their methods do nothing.
 
     A class that derives from such an add-on keeps its own methods: the method resolution order passes by the add-on.
     Other public attributes of the add-on are None.
     """
-    add_ons = add_ons_of(cls)
-    kept = {kind for add_on in add_ons if add_on.layer not in layers for kind in kinds_of(add_on)}
-    gone = {kind for add_on in add_ons if add_on.layer in layers for kind in kinds_of(add_on)} - kept
+    present = add_ons_of(cls)
+    left_out = [each for each in present if each.layer in layers or each in add_ons]
+    kept = {kind for add_on in present if add_on not in left_out for kind in kinds_of(add_on)}
+    gone = {kind for add_on in left_out for kind in kinds_of(add_on)} - kept
     if not gone:
         return cls
 

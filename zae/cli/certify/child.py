@@ -113,7 +113,7 @@ def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
     added = [each for each in added if each.slot not in held and not (has_engine and is_engine_slot(each.slot))]
     witness = [WitnessAddon] if has_witness else []
     made = compose(root, [*(each for each in present if each not in gone), *added, *witness])
-    return leave_out(made, gone) if any(each in gone for each in add_ons_of(made)) else made
+    return leave_out(made, add_ons=gone)  # The task itself may be derived from a class with add-ons.
 
 
 def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[str, Any]:
@@ -311,8 +311,11 @@ def _eject(job: Job) -> dict[str, Any]:
 
     with _made(job, has_witness=False) as (trainer, arguments, _):
         made = write_script(trainer, arguments, *script.maker_of(job.script))
+        names = [each.__name__ for each in add_ons_of(type(trainer))]
     Path(job.plain).write_text(made, encoding="utf-8")
-    return {"missing": [[what, changes] for what, changes in made.missing]}
+    missing = [[what, changes] for what, changes in made.missing]
+    without = [name for name in names if any(what.startswith(f"{name} (") and changes for what, changes in missing)]
+    return {"missing": missing, "add_ons": without}
 
 
 def _plain(job: Job) -> dict[str, Any]:

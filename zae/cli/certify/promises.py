@@ -87,17 +87,26 @@ _REPEAT = "Look for time, threads, unordered sets and unseeded generators (docs/
 def loop(found: Certificate) -> Iterator[Finding]:
     """The weights are those of the loop in plain PyTorch."""
     file = str(found.shop.folder / "plain.py")
-    missing = found.shop.run(kind="eject", steps=found.steps, plain=file, is_shortened=False)["missing"]
+    given: dict[str, Any] = {"kind": "eject", "steps": found.steps, "plain": file, "is_shortened": False}
+    ejected = found.shop.run(**given)
+    without = tuple(ejected["add_ons"])
+    if without:  # The rest of the trainer is compared.
+        ejected = found.shop.run(**given, leave_out=without)
+    missing = ejected["missing"]
     differing = [what for what, changes in missing if changes]
     if differing:
         yield Finding(NOT_TRIED, f"eject does not write {'; '.join(differing)}, without which the weights differ")
         return
-    ours = found.train(is_shortened=False) if found.base["is_shortened"] else found.base
+    ours = found.base
+    if without or found.base["is_shortened"]:
+        ours = found.train(is_shortened=False, leave_out=without)
     plain = found.shop.run(kind="plain", plain=file)
     if text := update_difference(ours, plain):
+        text += f" (both without {', '.join(without)}, which eject does not write)" if without else ""
         yield Finding(FAILED, f"{text}. Keep the script to compare: python -m zae eject SCRIPT -o plain.py")
         return
     left = f"; the script leaves out {'; '.join(what for what, _ in missing)}" if missing else ""
+    left += f"; both are without {', '.join(without)}, which eject does not write" if without else ""
     yield Finding(
         PASSED,
         f"{len(plain['updates'])} updates in plain PyTorch, as eject writes it, leave bitwise the same weights{left}",

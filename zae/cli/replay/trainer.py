@@ -12,6 +12,7 @@ from typing import Any
 from zae.cli import script
 from zae.cli.replay.observe import Replay, ReplayAddon
 from zae.composition.introspect import add_ons_of, recipe_of
+from zae.composition.leave_out import leave_out
 from zae.composition.metaclass import compose, load_installed
 from zae.composition.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
@@ -94,8 +95,10 @@ def _variant(cls: Any, plan: Replay) -> Any:
         raise ConfigError(f"the trainer has {engines[0]}, whose engine computes the steps: a replay cannot look at one")
     root, present = recipe_of(cls)
     ReplayAddon.replay = plan
-    return compose(root, [*(each for each in present if not _is_left_out(each)), load_installed("LedgerAddon"),
-                          ReplayAddon])  # fmt: skip
+    ledger = load_installed("LedgerAddon")
+    made = compose(root, [*(each for each in present if not _is_left_out(each)), ledger, ReplayAddon])
+    held = add_ons_of(root)  # The task itself may be derived from a class with add-ons.
+    return leave_out(made, add_ons=[each for each in held if _is_left_out(each) and each is not ledger])
 
 
 def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str, Any], folder: Path) -> dict[str, Any]:
