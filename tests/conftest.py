@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,6 +31,8 @@ from xdist.scheduler import LoadFileScheduling
 from kit import faults, huge_pages, sample
 
 torch.set_num_threads(1)
+# Its grammars take jsonschema, which does without, 3 s: Neptune imports that, and nbformat.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 gc.set_threshold(50_000, 20, 50)  # A tenth of the time went into collections that found next to nothing.
 # What earlier tests left to the collector has threads (a process group's, say) that a fork does not inherit: to free it
 # there would wait for them for ever, or abort.

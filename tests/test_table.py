@@ -208,7 +208,7 @@ def test_classes_pickle(pair: Any) -> None:
     assert pickle.loads(pickle.dumps(composed(*pair))) is composed(*pair)
 
 
-@pytest.mark.sample(covering=2)
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + ACTING_PAIRS, ids=together)
 def test_trainers_are_copied(entries: Any, tmp_path: Any) -> None:
     """P-38: a trainer that was pickled or copied continues where it was."""
@@ -239,7 +239,7 @@ def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: An
     assert trainer.train_history == plain.train_history
 
 
-@pytest.mark.sample(covering=3)
+@pytest.mark.sample(covering=2)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS + TRAINED, ids=together)
 def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
     """P-01, P-05, P-06, P-10, P-48: bitwise the weights, the epoch means and the validation's losses."""
@@ -309,7 +309,7 @@ def test_state_round_trips_at_every_step(entry: Any, apart: int, tmp_path: Any) 
         assert own_states((entry,), fresh) == own_states((entry,), whole), f"a stop after step {step}"
 
 
-@pytest.mark.sample(covering=2)
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
 def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any, straight: Any) -> None:
     """P-12, F-B3: in the middle of an epoch."""

@@ -78,7 +78,6 @@ def shown() -> tuple[list[list[Any]], dict[int, int]]:
 
     And the number of the updates of each cell.
     """
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # Its grammars take jsonschema 4 s.
     import nbformat
     from nbclient import NotebookClient
 

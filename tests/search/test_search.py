@@ -296,7 +296,7 @@ def test_processes_share_a_search(tmp_path, caplog):
 
 
 def test_processes_that_meet_a_fault_end_the_search(tmp_path):
-    with pytest.raises(RuntimeError, match="a fault of trial 1") as caught:
+    with forks(), pytest.raises(RuntimeError, match="a fault of trial 1") as caught:
         search(make_or_fail, SPACE, 3, run=run, folder=tmp_path, n_jobs=2, catch=())
     assert "make_or_fail" in "".join(caught.value.__notes__)
     with pytest.raises(ConfigError, match="sends run to other processes, and it cannot be pickled"):
