@@ -10,21 +10,19 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zae.addon import AddOnBase
-from zae.common import optim
 from zae.common import random_state as rng
-from zae.common.argument_checks import check_file
+from zae.common.argument_checks import check_file, check_flags
 from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
 from zae.data.loaders import Proxy, length_of
@@ -33,6 +31,7 @@ from zae.launch import shards
 from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.sinks.fingerprint import fingerprint
+from zae.sinks.step_record import gradient_hashes, note_settings, settings_of, state_hashes, weight_hashes
 from zae.storage.hashed_io import reason
 from zae.trainer import Trainer
 
@@ -57,6 +56,10 @@ class LedgerAddon(AddOnBase):
     ledger_every : Every or int
         Which steps are written: steps, ``Every(steps=1)`` for all. Hashing takes about 0.1 ms for a megabyte of
         weights, gradients or batch.
+    ledger_tensors : bool
+        Whether each line also has a hash for each weight, gradient and tensor of an optimizer, so that
+        ``python -m zae diff --deep`` names the first tensor that differs. The file grows by about 40 bytes for each of
+        them, and the weights are hashed before the step too. A ledger of each rank of a sharded model has none.
 
     Raises
     ------
@@ -93,6 +96,7 @@ class LedgerAddon(AddOnBase):
         *args: Any,
         ledger_path: str | Path,
         ledger_every: Every | int = Every(steps=1),  # noqa: B008  (it is frozen)
+        ledger_tensors: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -100,6 +104,7 @@ class LedgerAddon(AddOnBase):
         self.ledger_every = Every.parse(ledger_every, "ledger_every", Every(steps=1))
         if self.ledger_every.steps is None:
             raise ConfigError(f"ledger_every={ledger_every!r}; a ledger counts in steps: write ledger_every=10")
+        (self.ledger_tensors,) = check_flags(ledger_tensors=ledger_tensors)
         self._file: Any = None
         self._writes = True  # Whether a step of this epoch may be written.
         self._stages: dict[str, dict[str, Any]] = {}  # Of this step, where it is written.
@@ -143,7 +148,7 @@ class LedgerAddon(AddOnBase):
         """Collect and write the line of one step."""
         progress = self.progress_checker
         with inner:
-            batch = {"data": [], "content": [], "random": random_state()}
+            batch = {"data": [], "content": [], "random": random_state(), **self._each(weight_hashes)}
             self._stages = {"batch": batch, "forward": {"loss": [], "random": []}}
             try:
                 yield
@@ -180,7 +185,8 @@ class LedgerAddon(AddOnBase):
         outputs = super().gradients(batch)
         if self._stages:
             self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
-            self._stages["backward"] = {"gradients": self._gradients(), "random": random_state()}
+            hashes = {"gradients": self._gradients(), "random": random_state(), **self._each(gradient_hashes)}
+            self._stages["backward"] = hashes
         return outputs
 
     def clip(self) -> None:
@@ -189,17 +195,19 @@ class LedgerAddon(AddOnBase):
         if self._stages:
             norm = None if self.grad_norm is None else float(self.grad_norm)
             same = not self._is_clipped and self._stages["backward"]["gradients"]
-            self._stages["clip"] = {"norm": norm, "gradients": same or self._gradients(), "random": random_state()}
+            hashes = {"norm": norm, "gradients": same or self._gradients(), "random": random_state()}
+            self._stages["clip"] = hashes | (self._each(gradient_hashes) if self._is_clipped else {})
 
     def optimizer_step(self) -> bool:
         """Note the settings of the optimizers, and the weights after the step."""
         if not self._stages:
             return super().optimizer_step()
-        noted = self._stages["step"] = _settings(self.optimizers)
-        with _noting_settings(self.optimizers, noted):
+        noted = self._stages["step"] = settings_of(self.optimizers)
+        with note_settings(self.optimizers, noted):
             stepped = super().optimizer_step()
         weights = self._hash([*self.unwrap().state_dict().values()])
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())
+        noted.update(self._each(weight_hashes, lambda model: state_hashes(model, self.optimizers)))
         return stepped
 
     @property
@@ -215,6 +223,13 @@ class LedgerAddon(AddOnBase):
         """Whether the gradients may have changed since the backward."""
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
         return bool(self.gradient_clip) or not alone
+
+    def _each(self, *hashes: Callable[[nn.Module], dict[str, str]]) -> dict[str, Any]:
+        """Return an entry with the hash of each tensor, where they are written."""
+        model = self.unwrap()
+        if not self.ledger_tensors or (self._is_of_each_rank and any(shards.by_part([*model.parameters()]))):
+            return {}
+        return {"tensors": {name: value for each in hashes for name, value in each(model).items()}}
 
     def _gradients(self) -> Any:
         return self._hash([p.grad for p in self.parameters if p.grad is not None])
@@ -264,49 +279,6 @@ class LedgerAddon(AddOnBase):
             self._file.close()
             self._file = None
         super().teardown()
-
-
-def _settings(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the learning rates and the other numeric settings of each group."""
-    others = {
-        name: [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
-            for group in optimizer.param_groups
-        ]
-        for name, optimizer in optimizers.items()
-    }
-    return {"lr": optim.learning_rates(optimizers), "settings": others}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a setting is a number, or a few of them."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    return value.item() if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _noting_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) -> Iterator[None]:
-    """Note the settings again when each optimizer steps, as ``step_one`` may change them before."""
-
-    def note(name: str) -> None:
-        now = _settings(optimizers)
-        own = {key for key in now["lr"] if len(optimizers) == 1 or key.split("/")[1] == name}
-        noted["lr"] |= {key: now["lr"][key] for key in own}
-        noted["settings"][name] = now["settings"][name]
-
-    hooks = [each.register_step_pre_hook(lambda *_, name=name: note(name)) for name, each in optimizers.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _is_cut_short(path: Path) -> bool:

@@ -23,6 +23,12 @@ from zae.cli import main
 from zae.cli.diff import STAGES, compare, read_ledger
 
 
+def flip(tensor: Any) -> None:
+    """Flip a bit of the first element."""
+    with torch.no_grad():
+        tensor.view(torch.int32).view(-1)[0] ^= 1 << 20
+
+
 class Task(Trainer):
     """A task that notes what it trained on, and goes astray on demand."""
 
@@ -40,6 +46,11 @@ class Task(Trainer):
 
     def _now(self, place: str) -> bool:
         return self.astray == (place, self.progress_checker.step + 1)
+
+    def on_step_begin(self, batch: Any) -> None:
+        super().on_step_begin(batch)
+        if self._now("between"):
+            flip(self.model[2].weight)
 
     def normalize(self, num_targets: Any) -> None:
         super().normalize(num_targets)
@@ -67,6 +78,8 @@ class Task(Trainer):
         if self._now("step"):
             with torch.no_grad():
                 self.parameters[0].view(torch.int32)[0, 0] += 1  # The last bit of one weight.
+        if self._now("state"):
+            flip(self.optimizer.state[self.model[2].bias]["exp_avg_sq"])
         return stepped
 
 
@@ -248,6 +261,52 @@ def test_ledger_diff_names_the_step_and_the_stage(place: str, stage: str, what: 
     found = compare(read_ledger(tmp_path / "a"), read_ledger(tmp_path / "b"))
     assert found is not None
     assert (found.step, found.stage, found.what) == (7, stage, what)
+
+
+@pytest.mark.parametrize(
+    ("place", "stage", "names"),
+    [
+        ("between", "batch", ["weight:2.weight"]),
+        ("backward", "backward", ["gradient:0.weight"]),
+        ("clip", "clip", ["gradient:0.weight"]),
+        ("step", "step", ["weight:0.weight"]),
+        ("state", "step", ["exp_avg_sq:2.bias"]),
+        ("loss", "backward", ["gradient:2.bias", "gradient:2.weight", "gradient:0.bias", "gradient:0.weight"]),
+    ],
+)
+def test_a_deep_diff_names_the_first_tensor(
+    place: str, stage: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of one element is flipped at step 7, each time of another tensor."""
+    train(tmp_path / "a", ledger_tensors=True)
+    plain = train(tmp_path / "plain")
+    train(tmp_path / "b", astray=(place, 7), ledger_tensors=True)
+    assert fingerprint(train(tmp_path / "a2", ledger_tensors=True).unwrap().parameters()) == fingerprint(
+        plain.unwrap().parameters()
+    )
+    assert main(["diff", "--deep", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], [f"{each['kind']}:{each['name']}" for each in found["tensors"]]) == (7, names)
+    assert {each["stage"] for each in found["tensors"]} == {stage}
+    assert main(["diff", "--deep", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    kind, _, name = names[0].partition(":")
+    shown = {"weight": f"weight {name}", "gradient": f"gradient of {name}"}.get(kind, f"{kind} of {name}")
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("  the first tensor that differs, ")
+    assert said.endswith(f": {shown}") or f": {shown}; {len(names)} differ there: " in said
+    assert main(["diff", "--deep", str(tmp_path / "a"), str(tmp_path / "a2")]) == 0
+    assert main(["diff", "--deep", str(tmp_path / "a"), str(tmp_path / "plain")]) == 2
+    wanted = "plain has no hashes of single tensors; write the ledgers with ledger_tensors=True"
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_deep_diff_names_a_tensor_of_the_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader, other = loader_of(), loader_of()
+    other.dataset.tensors[1][:] *= 2
+    train(tmp_path / "a", loader=loader, ledger_tensors=True)
+    train(tmp_path / "b", loader=other, ledger_tensors=True)
+    assert main(["diff", "--deep", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "the first tensor that differs, before the step: tensor 0.1 of the batch" in capsys.readouterr().out
 
 
 def test_ledger_diff_names_other_data_first(tmp_path: Path) -> None:

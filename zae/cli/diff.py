@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zae.cli import Answer
 from zae.errors import ConfigError, printable
 
-__all__ = ["STAGES", "Difference", "add_arguments", "compare", "describe", "read_ledger", "run"]
+__all__ = ["STAGES", "Difference", "add_arguments", "compare", "describe", "first_tensors", "read_ledger", "run"]
 
 STAGES = ("batch", "forward", "backward", "clip", "step")
 """The parts of a step in the order in which they happen."""
@@ -29,14 +29,18 @@ _NAMES = {
     "stepped": "the optimizer stepped in one of the runs only",
     "weights": "the weights differ",
 }
+_TENSORS = {"batch": "a weight has changed between two steps", "step": "the state of an optimizer differs"}
 
 
-_ALIKE = ("gradients", "norm", "lr", "settings", "stepped", "weights")
+_ALIKE = ("gradients", "norm", "lr", "settings", "stepped", "weights", "tensors")
 """What two ranks of one run have in common; their batches, losses and random streams differ."""
 
 
 _BY_PART = ("gradients", "weights")
 """What a rank of a sharded model writes for each part of the tensors that it holds."""
+
+
+_MOST = 12  # Tensors that are listed; --json has all of them.
 
 
 class Difference(NamedTuple):
@@ -94,9 +98,17 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
                 values = a.get(what), b.get(what)
                 if are_ranks and what in _BY_PART:
                     values = _common_parts(*values)
+                if what == "tensors" and values[0] and values[1]:
+                    values = _differing(*values)
                 if repr(values[0]) != repr(values[1]):  # NaN equals NaN.
                     return Difference(step, stage, what, *values)
     return None
+
+
+def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[Any, Any]:
+    """Return the hashes that differ."""
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    return {name: first.get(name) for name in names}, {name: second.get(name) for name in names}
 
 
 def _common_parts(first: Any, second: Any) -> tuple[Any, Any]:
@@ -111,6 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("first", metavar="runA", type=Path, help="a ledger, or a folder with a ledger.jsonl")
     parser.add_argument("second", metavar="runB", type=Path, help="the same, of the other run")
+    parser.add_argument("--deep", action="store_true", help="name the tensors that differ first: weights, gradients, "
+                        "optimizer state (the runs need ledger_tensors=True)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -125,11 +139,54 @@ def run(arguments: argparse.Namespace) -> Answer:
     ends = max(first), max(second)
     is_same = difference is None and ends[0] == ends[1]
     data: dict[str, Any] = {"same": is_same, "compared": len(common), "ends": ends}
+    if arguments.deep:
+        _require_tensors(arguments, first, second)
     if difference is not None:
-        return Answer({**data, **difference._asdict()}, describe(difference, common), 1)
+        text = describe(difference, common)
+        if arguments.deep:
+            data["tensors"] = tensors = first_tensors(first[difference.step], second[difference.step])
+            text += f"\n{_describe_tensors(tensors)}"
+        return Answer({**data, **difference._asdict()}, text, 1)
     longer = "" if is_same else f"; runA ends at step {ends[0]}, runB at step {ends[1]}"
     text = f"the same in all {len(common)} common steps, up to step {common[-1]}{longer}"
     return Answer(data, text, 0 if is_same else 1)
+
+
+def _require_tensors(arguments: argparse.Namespace, *ledgers: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse ledgers without hashes of single tensors."""
+    for path, ledger in zip((arguments.first, arguments.second), ledgers):
+        if not any("tensors" in stage for entry in ledger.values() for stage in entry["stages"].values()):
+            raise ConfigError(f"{path} has no hashes of single tensors; write the ledgers with ledger_tensors=True, an "
+                              "option of LedgerAddon (of a sharded model, without {rank} in ledger_path)")  # fmt: skip
+
+
+def first_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, str]]:
+    """List the tensors that differ in the first stage of a step in which any does, in the order of the stage."""
+    for stage in STAGES:
+        both = [entry["stages"].get(stage, {}) for entry in (first, second)]
+        found = [(micro, index) for micro, pair in enumerate(zip(*(each.get("content", []) for each in both)))
+                 for index, (a, b) in enumerate(zip(*pair)) if a != b]  # fmt: skip
+        if found and first.get("rank") == second.get("rank"):
+            return [{"stage": stage, "kind": "batch", "name": f"{micro}.{index}"} for micro, index in found]
+        a, b = (each.get("tensors", {}) for each in both)
+        differing = [name.partition(":") for name in _differing(a, b)[0]] if a and b else []
+        if differing:
+            return [{"stage": stage, "kind": kind, "name": name} for kind, _, name in differing]
+    return []
+
+
+def _describe_tensors(found: list[dict[str, str]]) -> str:
+    """Name the tensors that differ first."""
+    if not found:
+        return "no tensor differs in this step; look at the next one that differs"
+    where = {"batch": "before the step", "backward": "after the backward", "clip": "after the clip",
+             "step": "after the step"}[found[0]["stage"]]  # fmt: skip
+    kinds = {"weight": "weight {}", "gradient": "gradient of {}", "batch": "tensor {} of the batch (batch of the "
+             "window, tensor)"}  # fmt: skip
+    names = [printable(kinds.get(e["kind"], "{kind} of {name}").format(e["name"], **e)) for e in found]
+    rest = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    others = f"; {len(names)} differ there: {', '.join(names[:_MOST])}{rest}" if len(names) > 1 else ""
+    return f"  the first tensor that differs, {where}: {names[0]}{others}"
 
 
 def describe(found: Difference, common: list[int]) -> str:
@@ -139,6 +196,7 @@ def describe(found: Difference, common: list[int]) -> str:
     begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
     begun = begun if before and found.step - before[-1] > 1 else ""
     what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
+    what = _TENSORS.get(found.stage, "a gradient differs") if found.what == "tensors" else what
     return (
         f"the runs differ at step {found.step}, in the stage {found.stage!r}: {what} "
         f"({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
