@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import logging
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zae.addon import AddOnBase
-from zae.common import random_state as rng
 from zae.common.argument_checks import check_file, check_flags
 from zae.common.walk import leaves_of
 from zae.composition.metaclass import add_ons_of
@@ -30,8 +27,15 @@ from zae.errors import ConfigError
 from zae.launch import shards
 from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
-from zae.sinks.fingerprint import fingerprint
-from zae.sinks.step_record import gradient_hashes, note_settings, settings_of, state_hashes, weight_hashes
+from zae.sinks.fingerprint import fingerprint, random_state
+from zae.sinks.step_record import (
+    WatchedGradients,
+    gradient_hashes,
+    note_settings,
+    settings_of,
+    state_hashes,
+    weight_hashes,
+)
 from zae.storage.hashed_io import reason
 from zae.trainer import Trainer
 
@@ -182,11 +186,15 @@ class LedgerAddon(AddOnBase):
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Note the losses, and the gradients after the backward."""
-        outputs = super().gradients(batch)
+        watch = getattr(self, "watch_gradients", None)  # Of StepInBackwardAddon, which frees them in the backward.
+        seen = WatchedGradients(self.parameters, self.ledger_tensors, shards.part_of if self._is_of_each_rank else None)
+        with watch(seen) if watch is not None and self._stages else contextlib.nullcontext():
+            outputs = super().gradients(batch)
         if self._stages:
             self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
-            hashes = {"gradients": self._gradients(), "random": random_state(), **self._each(gradient_hashes)}
-            self._stages["backward"] = hashes
+            gradients = self._gradients() if watch is None else seen.finish()
+            each = self._each(gradient_hashes if watch is None else seen.hashes)
+            self._stages["backward"] = {"gradients": gradients, "random": random_state(), **each}
         return outputs
 
     def clip(self) -> None:
@@ -207,6 +215,7 @@ class LedgerAddon(AddOnBase):
             stepped = super().optimizer_step()
         weights = self._hash([*self.unwrap().state_dict().values()])
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())
+        noted.update({"in_backward": True} if hasattr(self, "watch_gradients") else {})
         noted.update(self._each(weight_hashes, lambda model: state_hashes(model, self.optimizers)))
         return stepped
 
@@ -222,7 +231,7 @@ class LedgerAddon(AddOnBase):
     def _is_clipped(self) -> bool:
         """Whether the gradients may have changed since the backward."""
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
-        return bool(self.gradient_clip) or not alone
+        return not hasattr(self, "watch_gradients") and (bool(self.gradient_clip) or not alone)
 
     def _each(self, *hashes: Callable[[nn.Module], dict[str, str]]) -> dict[str, Any]:
         """Return an entry with the hash of each tensor, where they are written."""
@@ -314,21 +323,6 @@ class _NotingSampler(Proxy):
         self._given = {key: value for key, value in self._given.items() if key >= number}
         samples = self._given.get(number)
         return samples if samples is None or all(isinstance(index, (int, str)) for index in samples) else None
-
-
-def random_state() -> str:
-    """Hash the random streams of the process, without drawing from them."""
-    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
-    numbers: Any = np.random.get_state()
-    state.update(numbers[1].tobytes())
-    _, words, gauss = random.getstate()
-    state.update(
-        repr((numbers[2:], hash(words), gauss)).encode()
-    )  # The hash of integers does not depend on the process.
-    for states in rng.of_devices().values():
-        for each in states:
-            state.update(each.numpy().tobytes())
-    return state.hexdigest()
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

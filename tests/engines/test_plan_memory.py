@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.engines import ENGINES, Engine, Task, build
 from kit.ranks import each_rank
 from zae import ConfigError
-from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon
+from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon, StepInBackwardAddon
 from zae.interop.deepspeed.zero import load_library
 
 ROWS, WIDTH, VOCABULARY = 8, 256, 1000
@@ -84,7 +84,12 @@ WINDOW = {"gradient_accumulation_steps": 2}
 ZERO = {f"zero-{stage}": Engine((DeepSpeedAddon,), options={"zero_stage": stage}) for stage in range(4)}
 Case = tuple[str | None, tuple[Any, ...], dict[str, Any], dict[str, int]]
 CASES: dict[int, list[Case]] = {  # By the number of ranks.
-    1: [(None, (), {}, {}), (None, (EMAAddon,), {"optimizer": "momentum"}, {})],
+    1: [
+        (None, (), {}, {}),
+        (None, (EMAAddon,), {"optimizer": "momentum"}, {}),
+        (None, (StepInBackwardAddon,), {}, {}),
+        (None, (StepInBackwardAddon,), {"optimizer": "sgd"}, {}),
+    ],
     2: [
         ("ddp", (), {}, {}),
         ("fsdp", (GradientAccumulationAddon,), {**WINDOW, "mp_policy": MIXED}, {}),
@@ -104,6 +109,7 @@ MORE: dict[int, list[Case]] = {
         ("fsdp", (), {"optimizer": "sgd"}, {}),
         ("fsdp", (), {"reshard_after_forward": False}, {}),
         ("fsdp", (GradientAccumulationAddon, EMAAddon), WINDOW, {}),
+        ("fsdp", (StepInBackwardAddon,), {}, {}),
         ("fsdp", (), {}, {"blocks": 2}),
         ("fsdp", (), {}, {"blocks": 1}),
         ("fsdp", (), {}, {"vocabulary": 8000}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import schedulefree
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from zae.addons import (
     SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
+    StepInBackwardAddon,
     TorchMetricsAddon,
 )
 from zae.metrics import Sum
@@ -443,6 +445,24 @@ def step_that_computes_something_else_each_time():
             return {"loss": super().train_step(batch)["loss"] * self.calls}
 
     trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
+
+
+@mistake
+def clipping_of_gradients_that_are_freed():
+    trainer_of(Task.add_on(StepInBackwardAddon), gradient_clip=1.0)
+
+
+@mistake
+def optimizer_whose_parameters_depend_on_each_other():
+    def schedule_free(parameters):
+        return schedulefree.AdamWScheduleFree(parameters, lr=0.01)
+
+    trainer_of(Task.add_on(StepInBackwardAddon), optimizer=schedule_free).run(1, loader())
+
+
+@mistake
+def step_in_backward_with_accumulation():
+    Task.add_on(StepInBackwardAddon, GradientAccumulationAddon)
 
 
 @mistake

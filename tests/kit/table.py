@@ -258,7 +258,10 @@ TABLE = [
 ]  # fmt: skip
 
 
-ELSEWHERE = {"AutoBatchAddon": "it refuses the BatchNorm of the network; tests/addons/test_auto_batch.py has a table"}
+ELSEWHERE = {
+    "AutoBatchAddon": "it refuses the BatchNorm of the network; tests/addons/test_auto_batch.py has a table",
+    "StepInBackwardAddon": "it refuses to clip; tests/addons/test_step_in_backward.py has a table",
+}
 """Add-ons that are not in the table, and why."""
 
 

@@ -16,6 +16,8 @@ __all__ = ["CrashSaver", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
 
 _log = logging.getLogger("zae")
 _CLAIM = ".crash-"
+_IN_PARTS = "the state lies in parts on the ranks, and one alone cannot save it"
+_HALF_STEPPED = "the state is that of no step, and is not saved"
 _CRASH = re.compile(r"crash-\d{8,18}")
 
 
@@ -61,10 +63,10 @@ class CrashSaver:
         """Save the state of the failed run; what fails here is only logged.
 
         ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest. None
-        is that of a rank which has only a part of the state.
+        is that of a rank which has only a part of the state, or whose state is that of no step.
         """
         if step and write is None:
-            self._decline(error)
+            self._decline(error, _IN_PARTS if world_size > 1 else _HALF_STEPPED)
         if not step or write is None:
             return
         target, name, regular = self.folder / f"crash-{step:08d}", type(error).__name__, ""
@@ -82,10 +84,10 @@ class CrashSaver:
         by = f" by rank {rank} of {world_size} alone" if world_size > 1 else ""
         _log.warning("%s: the state is saved in %s%s; %s", name, target, by, regular)
 
-    def _decline(self, error: BaseException) -> None:
-        """Say that the state of the failed run is not saved, since its parts lie on several ranks."""
+    def _decline(self, error: BaseException, reason: str) -> None:
+        """Say that the state of the failed run is not saved."""
         with contextlib.suppress(OSError):
-            text = f"the state lies in parts on the ranks, and one alone cannot save it; {self._regular()}"
+            text = f"{reason}; {self._regular()}"
             error.add_note(f"zae: {text}")
             _log.warning("%s: %s", type(error).__name__, text)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common import random_state as rng
 from zae.common.torch_private import sparse_parts
 from zae.common.walk import local_part
 
-__all__ = ["fingerprint", "fingerprints"]
+__all__ = ["Fingerprint", "fingerprint", "fingerprints", "random_state"]
 
 _WORDS = 1 << 16  # 64-bit words that are hashed at once: half a megabyte, which stays in the cache.
 _keys: dict[torch.device, Tensor] = {}
@@ -25,22 +28,47 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     hashing: Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the closest-pair problem"). Only the sums
     are copied to the host, at once.
     """
-    sums: dict[torch.device, list[Tensor]] = {}
-    small: dict[torch.device, list[Tensor]] = {}
-    shapes = []
-    for tensor in (part for each in tensors for part in _parts(local_part(each).detach())):
-        shapes.append((str(tensor.dtype), tuple(tensor.shape)))
-        if not tensor.numel():
-            continue
-        data = _bytes(tensor)
-        if data.numel() < _WORDS:
-            small.setdefault(data.device, []).append(data)
-        else:
-            sums.setdefault(data.device, []).extend(_sums(data))
-    for device, parts in small.items():
-        sums.setdefault(device, []).extend(_sums(torch.cat(parts)))
-    found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
-    return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
+    found = Fingerprint()
+    for index, tensor in enumerate(tensors):
+        found.add(index, tensor)
+    return found.digest()
+
+
+class Fingerprint:
+    """The hash of `fingerprint`, of tensors that come one at a time, in any order.
+
+    Of a small tensor its bytes are kept, with ``copies`` a copy of them; of a large one only sums are.
+    """
+
+    def __init__(self, copies: bool = False) -> None:
+        self._copies = copies
+        self._found: dict[int, list[tuple[Any, Tensor | None, list[Tensor]]]] = {}
+
+    def add(self, index: int, tensor: Tensor) -> None:
+        """Hash the tensor of a place in the order of all."""
+        found = self._found[index] = []
+        for part in _parts(local_part(tensor).detach()):
+            shape = (str(part.dtype), tuple(part.shape))
+            data = _bytes(part) if part.numel() else None
+            sums = [] if data is None or data.numel() < _WORDS else [*_sums(data)]
+            kept = None if data is None or sums else data.clone() if self._copies else data
+            found.append((shape, kept, sums))
+
+    def digest(self) -> str:
+        """Return the hash of the tensors so far, in their order."""
+        parts = [part for index in sorted(self._found) for part in self._found[index]]
+        sums: dict[torch.device, list[Tensor]] = {}
+        small: dict[torch.device, list[Tensor]] = {}
+        for _, kept, own in parts:
+            if kept is not None:
+                small.setdefault(kept.device, []).append(kept)
+            elif own:
+                sums.setdefault(own[0].device, []).extend(own)
+        for device, each in small.items():
+            sums.setdefault(device, []).extend(_sums(torch.cat(each)))
+        shapes = [shape for shape, _, _ in parts]
+        found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
+        return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
@@ -95,3 +123,18 @@ def _key(device: torch.device) -> Tensor:
         drawn = np.random.Generator(np.random.PCG64(2718)).integers(-(2**63), 2**63 - 1, _WORDS, dtype=np.int64)
         _keys[device] = torch.from_numpy(drawn | 1).to(device)
     return _keys[device]
+
+
+def random_state() -> str:
+    """Hash the random streams of the process, without drawing from them."""
+    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
+    numbers: Any = np.random.get_state()
+    state.update(numbers[1].tobytes())
+    _, words, gauss = random.getstate()
+    state.update(
+        repr((numbers[2:], hash(words), gauss)).encode()
+    )  # The hash of integers does not depend on the process.
+    for states in rng.of_devices().values():
+        for each in states:
+            state.update(each.numpy().tobytes())
+    return state.hexdigest()
