@@ -100,6 +100,9 @@ class StateManagerAddon(AddOnBase):
         a checkpoint.
     keep_weights : int, optional
         How many of the newest of these files to keep; None keeps all.
+    keep_best_weights : int
+        How many of the best of these files by ``monitor`` to keep beside them. The weights are then also saved when a
+        validation was the best so far; without ``save_weights_every``, only then.
     checkpointer : type or callable
         Where checkpoints are stored: a class derived from `zae.saving.checkpointer.Checkpointer`, or a
         ``functools.partial`` of one. ``FsspecCheckpointer.at("s3://bucket/run")`` of `zae.saving.remote` stores them in
@@ -158,6 +161,7 @@ class StateManagerAddon(AddOnBase):
         start_with: Sequence[str] | None = None,
         save_weights_every: Every | int | None = None,
         keep_weights: int | None = None,
+        keep_best_weights: int = 0,
         checkpointer: Callable[..., Checkpointer] = Checkpointer,
         **kwargs: Any,
     ) -> None:
@@ -169,7 +173,8 @@ class StateManagerAddon(AddOnBase):
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
         self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
         retention = Retention.parse(keep_last, keep_best, self.history.direction)
-        weights = WeightFiles(folder, model_format, save_weights_every, keep_weights)
+        of_weights = save_weights_every, keep_weights, keep_best_weights, retention.sign
+        weights = WeightFiles(folder, model_format, *of_weights)
         options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
         options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
         self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
@@ -244,18 +249,22 @@ class StateManagerAddon(AddOnBase):
         self._crash.rest(progress)
         if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
             self.checkpointer.sync(self.gather)
-        is_best = bool(retention.best) and self.best.get("step") == progress.step
+        was_best = self.best.get("step") == progress.step
+        is_best = bool(retention.best) and was_best
         requests, in_epoch = self.current_run.requests, progress.epoch_batch > 0
-        is_due = self.save_every.is_due(progress) or "save" in requests
-        requests.discard("save")
+        is_due = self.save_every.is_due(progress)
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             name = self.checkpointer.path_at(progress.step).name
             is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
             is_due = is_scored or (is_best and retention.best_first()[:1] != [name])
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
-        if self.checkpointer.weights.every is not None:
-            self.checkpointer.save_weights(progress, self.save_model, Group(self.rank, self.gather))
-        if is_due:
+        if (weights := self.checkpointer.weights).is_used:
+            score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
+            self.checkpointer.save_weights(progress, self.save_model, group, score, was_best)
+        if "should_checkpoint" in self.current_run.decisions:
+            is_due = self.current_run.decide("should_checkpoint", is_due)
+        if is_due or "save" in requests:
+            requests.discard("save")
             self.save_state()
 
     def on_run_end(self) -> None:
@@ -448,6 +457,8 @@ class StateManagerAddon(AddOnBase):
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
         kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
+        if of_weights := self.checkpointer.weights.rule.scores:
+            kept["weight_scores"] = dict(of_weights)
         kept |= self.checkpointer.lineage | self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
         return {**state, "StateManagerAddon": kept}
 

@@ -790,6 +790,43 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             self.current_run.serve_requests()
 
     @seam
+    def should_validate(self, is_due: bool) -> bool:
+        """Decide whether to validate now: after a step or, where ``progress_checker.epoch_batch`` is 0, an epoch.
+
+        It is asked where ``run`` has a ``valid_loader``. Of several ranks, the answer of rank 0 counts. A validation
+        that was asked for by `request` takes place in any case, and so does one that a resumed run repeats.
+
+        Parameters
+        ----------
+        is_due : bool
+            What ``valid_every`` says.
+
+        Returns
+        -------
+        bool
+            By default ``is_due``.
+        """
+        return is_due
+
+    @seam
+    def should_checkpoint(self, is_due: bool) -> bool:
+        """Decide whether StateManagerAddon saves a checkpoint now; it is asked as `should_validate`, and after that.
+
+        The end of a run, a signal that ends it, and what was asked for by `request` are saved in any case.
+
+        Parameters
+        ----------
+        is_due : bool
+            Whether ``save_every`` says so, or the validation of this moment was the best so far.
+
+        Returns
+        -------
+        bool
+            By default ``is_due``.
+        """
+        return is_due
+
+    @seam
     def on_save(self, path: Path) -> None:
         """Called on every rank when a checkpoint was saved; with ``save_async`` a thread may still be writing it."""
 

@@ -107,6 +107,7 @@ def test_files_of_another_run_are_refused_or_replaced(tmp_path):
     [
         ({"save_weights_every": None, "keep_weights": 3}, "keep_weights=3 keeps nothing; write save_weights_every"),
         ({"keep_weights": 0}, "keep_weights=0"),
+        ({"keep_best_weights": 2}, "keep_best_weights=2, but all files are kept; write keep_weights=1 too"),
         ({"save_weights_every": 0}, "save_weights_every"),
         ({"start_from": "w.txt"}, "unknown suffix '.txt'"),
         ({"start_from": "w.ckpt", "start_with": ("model", "optimizer")}, "is a file of weights, and start_with="),
@@ -145,3 +146,45 @@ def test_a_plan_says_that_they_are_saved(tmp_path):
     assert any(
         "the weights alone are saved too, Every(steps=2), and the newest 2 are kept" in note for note in plan.notes
     )
+
+
+LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 1.0, 5: 2.0, 6: 6.0}
+"""What the validation of each epoch of two steps measures."""
+
+
+class Measured(Task):
+    """A task whose validation measures what is written above."""
+
+    def test_step(self, batch):
+        return {"loss": LOSSES[self.progress_checker.epoch]}
+
+
+def keeps(folder, n_epoch, **options):
+    model, optimizer = parts()
+    trainer = Measured.add_on(StateManagerAddon)(
+        model, "cpu", optimizer=optimizer, seed=5, log_bar=False, save_path=folder, try_validation=False, **options
+    )
+    batches = [*hand.loader()]
+    trainer.run(n_epoch, batches[:2], batches[:1])
+    return [int(path.stem[-8:]) // 2 for path in weight_files(folder)]
+
+
+def test_the_best_files_of_weights_are_kept_beside_the_newest(tmp_path):
+    """Epochs 4 and 5 are the best of six; they are saved whether or not the cadence says so."""
+    options = {"save_weights_every": Every(epochs=1), "keep_weights": 1, "keep_best_weights": 2}
+    assert keeps(tmp_path / "all", 6, **options) == [4, 5, 6]
+    assert keeps(tmp_path / "only", 6, keep_best_weights=2) == [2, 4]  # Those that were the best so far.
+    assert keeps(tmp_path / "rare", 6, **{**options, "save_weights_every": Every(epochs=5)}) == [4, 5]
+    assert len(list((tmp_path / "all").glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_resume_keeps_the_scores_of_files_of_weights(tmp_path, at):
+    options = {"save_weights_every": Every(epochs=1), "keep_weights": 1, "keep_best_weights": 2}
+    keeps(tmp_path, at, **options)
+    assert keeps(tmp_path, 6, resume="auto", **options) == [4, 5, 6]
+
+
+def test_a_file_that_was_saved_before_its_score_was_known_gets_it(tmp_path):
+    """A cadence of steps saves the last step of an epoch before its validation."""
+    assert keeps(tmp_path, 6, save_weights_every=2, keep_weights=1, keep_best_weights=1) == [4, 6]

@@ -73,6 +73,11 @@ class Binding:
         """Return the attributes of the trainer without what is bound and without its run."""
         return {key: value for key, value in vars(self._owner()).items() if key not in {*self.bound, "current_run"}}
 
+    def overrides(self, name: str) -> bool:
+        """Return whether anything overrides a seam of Trainer: a class, or an attribute of this trainer."""
+        trainer = self._owner()
+        return _is_overridden(type(trainer), name) or name in vars(trainer)
+
     def _past(self, idle: frozenset[Any]) -> dict[str, Any]:
         """Return the seams whose outermost override is idle, each with its first override that is not.
 

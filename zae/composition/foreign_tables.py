@@ -251,9 +251,9 @@ HOOKS = _by_name(
         "state_dict()": "on_save_checkpoint",
         "load_state_dict(state)": "on_load_checkpoint",
         "should_stop, a property": "_should_run_step",
-        "run(..., valid_every=Every(steps=...) or Every(epochs=...))": "_should_validate",
-        "checkpoint(), which calls super().checkpoint() when it may save": "_should_checkpoint _save_checkpoint "
-        "_maybe_log_save_evaluate",
+        "should_validate(is_due)": "_should_validate",
+        "should_checkpoint(is_due) (StateManagerAddon)": "_should_checkpoint",
+        "checkpoint(), which calls super().checkpoint() when it may save": "_save_checkpoint _maybe_log_save_evaluate",
         "resume='auto' (StateManagerAddon), which verifies each checkpoint and takes the newest valid one": ""
         "_resolve_checkpoint_path _find_latest_checkpoint _validate_checkpoint _load_from_checkpoint",
         "restore_best() (StateManagerAddon)": "_load_best_model",

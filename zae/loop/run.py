@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
 from zae.common import argument_checks, optim
@@ -20,7 +21,7 @@ from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean
+from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean, kind_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.metrics.reductions import means_of, merge_sums
@@ -68,6 +69,8 @@ class Run:
         The index in its window of the batch whose gradient is computed.
     batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
+    decisions : set of str
+        Those of ``should_validate`` and ``should_checkpoint`` that are overridden.
     computation : int
         How often the gradients of the present step were computed, this time included: an add-on that notes or counts
         what a step does, does so for the first one alone.
@@ -92,6 +95,7 @@ class Run:
         self.began = time.monotonic()
         self.signals: list[int] = []
         self.requests: set[str] = set()
+        self.decisions: set[str] = set()
         self._logged_at, self.computation, self.micro_index = -1, 1, 0
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
@@ -146,6 +150,11 @@ class Run:
             self.trainer.setup()
             self.is_ready = True
             self.binding.update()
+            self._find_decisions()
+
+    def _find_decisions(self) -> None:
+        """Note which decisions are overridden, so that a step does not ask for the others."""
+        self.decisions = {name for name in ("should_validate", "should_checkpoint") if self.binding.overrides(name)}
 
     def close(self) -> None:
         """Close the display."""
@@ -179,6 +188,7 @@ class Run:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.index += 1
+        self._find_decisions()
         self.trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         self.trainer.loader_position.restore_random()
 
@@ -263,10 +273,11 @@ class Run:
         step = progress.step
         if (every.steps and every.due_at_step(step)) or "log" in self.requests:
             self.log_training()
-        every = self.limits.valid_every
-        is_due = (every.steps and every.due_at_step(step)) or "validate" in self.requests
-        if is_due and self.valid_loader is not None:
-            self._validate("step")
+        if self.valid_loader is not None:
+            every = self.limits.valid_every
+            is_due = self.decide("should_validate", bool(every.steps) and every.due_at_step(step))
+            if is_due or "validate" in self.requests:
+                self._validate("step")
         if self.limits.max_time is not None:
             self._check_time()
         trainer.checkpoint()
@@ -274,6 +285,15 @@ class Run:
             self.display.update(RunView(self))
         self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
+
+    def decide(self, name: str, is_due: bool) -> bool:
+        """Ask a seam whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
+        if name not in self.decisions:
+            return is_due
+        answer = getattr(self.trainer, name)(is_due)
+        if not isinstance(answer, (bool, np.bool_)):
+            raise ConfigError(f"{name}({is_due}) returned {kind_of(answer)}; return True or False")
+        return bool(self.trainer.gather(answer)[0])
 
     def request(self, action: str) -> None:
         """Note what is to be done after this step; all ranks call it."""
@@ -349,7 +369,10 @@ class Run:
         """Validate the epoch that was just closed, update the best, show it, call ``on_epoch_end``, and save."""
         trainer, progress, every = self.trainer, self.trainer.progress_checker, self.limits.valid_every
         try:
-            if progress.pending_validation or (self.valid_loader is not None and every.due_at_epoch(progress.epoch)):
+            is_due = bool(progress.pending_validation)
+            if not is_due and self.valid_loader is not None:
+                is_due = self.decide("should_validate", every.due_at_epoch(progress.epoch))
+            if is_due:
                 self._validate("epoch")
             if not progress.pending_validation:
                 if self.valid_loader is None or trainer.history.watches_training:

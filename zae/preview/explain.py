@@ -60,6 +60,7 @@ LOOP = """
     ?            on_step_end(outputs)
                 when log_every is due:
                     log(metrics)
+    ?            is_due = should_validate(is_due)
                 when valid_every is due:
     ?                on_validation_begin()
                     metrics = validate()
@@ -69,6 +70,7 @@ LOOP = """
         when log_every is due at the epoch:
             log(metrics)
         scheduler_step("epoch")  # unless scheduler_step_on_batch
+    ?    is_due = should_validate(is_due)
         when valid_every is due at the epoch:
     ?        on_validation_begin()
             metrics = validate()
@@ -172,6 +174,8 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             text = text.replace("for window in batches", "for batch in batches").replace("(window)", "(batch)")
             text = text.replace("for out in outputs: ", "")
             text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "scale_loss") else text
+        if text.startswith("when valid_every") and owners_of(cls, "should_validate"):
+            text = "when that is True:"
         shown_comment = _switch(text, comment, instance)
         notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in mine]
         if not mine or (instance is not None and "scheduler_step" in calls):

@@ -64,6 +64,9 @@ class Preview:
         self.simulate_schedules()
         found.logs_at = found.due(trainer.log_every)
         found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
+        for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
+            if run.binding.overrides(name):
+                found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.find_metrics()
         self.measure_memory()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.

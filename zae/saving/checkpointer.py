@@ -15,7 +15,7 @@ from torch import Tensor
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
 from zae.saving.locks import FolderLock
-from zae.saving.retention import Retention, WeightFiles
+from zae.saving.retention import Retention, WeightFiles, step_of_weights
 from zae.saving.saver import Job, Saver
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back, refuse_links
 from zae.storage.filesystem import remove_checkpoint
@@ -344,10 +344,17 @@ class Checkpointer:
         if job.is_sharded:  # Its ranks share the errors of each part.
             self.saver.save(job, self._commit)
 
-    def save_weights(self, progress: ProgressChecker, save_model: Callable[[Path], Path], group: Group) -> None:
+    def save_weights(
+        self,
+        progress: ProgressChecker,
+        save_model: Callable[[Path], Path],
+        group: Group,
+        score: float | None,
+        is_best: bool,
+    ) -> None:
         """Save the weights alone if that is due; all ranks call it."""
-        if self.weights.is_due(progress):
-            save = partial(self.weights.save, progress.step, save_model, group.rank == 0)
+        if self.weights.is_due(progress, score, is_best):
+            save = partial(self.weights.save, progress.step, score, save_model, group.rank == 0)
             try:
                 group.together(save, self.folder)
             except CheckpointError as error:
@@ -491,10 +498,14 @@ class Checkpointer:
         """
         there = self._names()
         scores = {name: score for name, score in saved["scores"].items() if name in there}
+        of_weights = dict(saved.get("weight_scores", {}))
         if by_step is not None:
             rows = {name: by_step.get(step_of(name) or 0) for name in scores}
             scores = {name: None if row is None else row["score"] for name, row in rows.items()}
+            rows = {name: by_step.get(step_of_weights(name)) for name in of_weights}
+            of_weights = {name: None if row is None else row["score"] for name, row in rows.items()}
         self.run_id, self.parent, self.retention.scores = saved.get("run_id", ""), saved.get("parent"), scores
+        self.weights.rule.scores = of_weights
 
     def require_best(self, monitor: str) -> Path:
         """Return the checkpoint with the best score; raise CheckpointNotFound if no checkpoint of the run has one."""

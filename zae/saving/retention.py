@@ -12,7 +12,7 @@ from zae.loop.progress import Every, ProgressChecker
 
 __all__ = ["Retention", "WeightFiles", "weight_files"]
 
-_WEIGHTS = re.compile(r"weights-\d{8,18}\.(?:safetensors|ckpt)")
+_WEIGHTS = re.compile(r"weights-(\d{8,18})\.(?:safetensors|ckpt)")
 
 
 class Retention:
@@ -58,14 +58,40 @@ class WeightFiles:
         The option ``save_weights_every``: when to save; None saves none.
     last : int or None
         The option ``keep_weights``: how many of the newest to keep; None keeps all.
+    best : int
+        The option ``keep_best_weights``: how many of the best to keep beside them. They are saved when a validation
+        was the best so far, too.
+    sign : {1, -1}
+        1 where the best score is the smallest.
+
+    Attributes
+    ----------
+    rule : Retention
+        The scores of the files by name, and the rule for which of them stay.
+    is_used : bool
+        Whether the run saves any.
     """
 
-    def __init__(self, folder: Path, model_format: str, every: Every | int | None, last: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model_format: str,
+        every: Every | int | None,
+        last: int | None,
+        best: int = 0,
+        sign: int = 1,
+    ) -> None:
         self.folder, self.suffix = folder, ".ckpt" if model_format == "ckpt" else ".safetensors"
         self.every = None if every is None else Every.parse(every, "save_weights_every", Every(epochs=1))
-        self.last = check_count("keep_weights", last, optional=True)
-        if self.last is not None and self.every is None:
+        kept = check_count("keep_weights", last, optional=True)
+        best = check_count("keep_best_weights", best, least=0) or 0
+        if kept is not None and self.every is None:
             raise ConfigError(f"keep_weights={last} keeps nothing; write save_weights_every=Every(epochs=1) too")
+        if best and kept is None and self.every is not None:
+            raise ConfigError(f"keep_best_weights={best}, but all files are kept; write keep_weights=1 too")
+        # Where only the best are saved, the newest was the best so far.
+        self.rule = Retention(1 if self.every is None else kept, best, sign)
+        self.is_used = self.every is not None or best > 0
         self._replaced: list[Path] = []  # Those of another run.
         self._step: int | None = None  # That of the last file: a moment has several occasions to save.
 
@@ -84,13 +110,18 @@ class WeightFiles:
             )
         self._replaced = others
 
-    def is_due(self, progress: ProgressChecker) -> bool:
-        """Return whether to save now, unless that was just done."""
-        return self.every is not None and self.every.is_due(progress) and progress.step != self._step
+    def is_due(self, progress: ProgressChecker, score: float | None, is_best: bool) -> bool:
+        """Return whether to save now, or to note the score of what was just saved."""
+        if progress.step == self._step:
+            return score is not None and self.rule.is_unscored(self.path_at(progress.step).name)
+        return (self.every is not None and self.every.is_due(progress)) or (self.rule.best > 0 and is_best)
 
-    def save(self, step: int, save_model: Callable[[Path], Path], is_main: bool) -> None:
+    def save(self, step: int, score: float | None, save_model: Callable[[Path], Path], is_main: bool) -> None:
         """Save the file of a step, on every rank, and then remove those that it replaces."""
-        path = save_model(self.path_at(step))
+        path = self.path_at(step)
+        if step != self._step:
+            save_model(path)
+        self.rule.scores[path.name] = score
         self._step, replaced, self._replaced = step, self._replaced, []
         if not is_main:
             return
@@ -98,15 +129,28 @@ class WeightFiles:
         # A run that was resumed from an earlier step makes the later ones again.
         later = [each for each in there if each > path or (each in replaced and each != path)]
         present = [each for each in there if each not in later]
-        for each in [*later, *(present[: -self.last] if self.last is not None else [])]:
+        self.rule.scores = {each.name: self.rule.scores.get(each.name) for each in present}
+        for each in [*later, *(self.folder / name for name in self.rule.to_delete())]:
             each.unlink(missing_ok=True)
+            self.rule.scores.pop(each.name, None)
 
     def plan_lines(self) -> list[str]:
         """Say when they are saved."""
-        kept = "all are kept" if self.last is None else f"the newest {self.last} are kept"
-        return [] if self.every is None else [f"the weights alone are saved too, {self.every!r}, and {kept}"]
+        last, best = self.rule.last, self.rule.best
+        if not self.is_used:
+            return []
+        if self.every is None:
+            return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
+        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        return [f"the weights alone are saved too, {self.every!r}, and {kept}"]
 
 
 def weight_files(folder: Path) -> list[Path]:
     """List the files of weights in the folder of a run, by their step."""
     return sorted(path for path in folder.glob("weights-*") if _WEIGHTS.fullmatch(path.name))
+
+
+def step_of_weights(name: str) -> int:
+    """Return the step in the name of a file of weights; 0 for another name."""
+    found = _WEIGHTS.fullmatch(name)
+    return int(found[1]) if found else 0
