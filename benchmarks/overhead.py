@@ -327,7 +327,9 @@ def main() -> None:
     measured = {n: {w: [measure(n, w, known[n]["terminal"])] for w in ("start", "once", "growth")} for n in names}
     PAGE.parent.mkdir(exist_ok=True)
     command = f"python benchmarks/overhead.py --repeats {arguments.repeats or 5}"
-    PAGE.write_text(page(results, measured, workloads, command))
+    # What stands between its marks is written by models.py.
+    kept = re.findall(r"\n(<!-- models -->.*<!-- models -->\n)", PAGE.read_text() if PAGE.exists() else "", re.S)
+    PAGE.write_text("\n".join([page(results, measured, workloads, command), *kept]))
     PAGE.with_suffix(".svg").write_text(chart(results))
     sys.stdout.write(f"\n{PAGE} is written\n")
 
