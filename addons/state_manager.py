@@ -282,7 +282,7 @@ class StateManagerAddon(AddOnBase):
     def eject_lines(self, script: Any) -> None:
         """Write a state that plain torch reads, saved at the end of each epoch."""
         super().eject_lines(script)
-        script.save_to(self.save_path / "last.pt", self._resumption.resume is not False)
+        script.save_to(self.save_path / "last.pt", self._resumption.resume is not False, self.save_every.steps or 0)
 
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""

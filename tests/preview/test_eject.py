@@ -452,6 +452,64 @@ def test_the_script_continues_from_its_last_epoch(
     assert len(lines) == 8  # Training and validation of four epochs, each once.
 
 
+class Killed(BaseException):
+    """As a kill: nothing catches it."""
+
+
+WITHIN = {
+    "all together": CASES["all together"].replace("resume='auto'", "resume='auto', save_every=1"),
+    "steps of batches": script(
+        "StateManagerAddon, EMAAddon", "save_path='runs', resume='auto', save_every=2, decay=0.5,",
+        run=RUN + ', "max_steps": 14, "valid_every": Every(steps=4)',
+    ).replace("shuffle=True)\n    valid", "shuffle=True, generator=torch.Generator())\n    valid"),
+    "several": script(
+        "StateManagerAddon", "save_path='runs', resume='auto', save_every=1,", more=GAN, task="TwoLosses"
+    ).replace(f"torch.optim.{ADAM}", TWO),
+    "logged": script(
+        "StateManagerAddon, JSONLLoggerAddon",
+        "save_path='runs', resume='auto', save_every=1, jsonl_path='log.jsonl', log_every=4, gradient_clip=0.1,"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*list(WITHIN)[:1], *(pytest.param(n, marks=pytest.mark.exhaustive)
+                                                         for n in list(WITHIN)[1:])])  # fmt: skip
+def test_the_script_continues_within_an_epoch(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped at each save in turn and started again, it comes bitwise to the end of zae's run, with the same log."""
+    eject(WITHIN[name], tmp_path, capsys)
+    trainer, _, whole = train_both(tmp_path)
+    assert hand.digest(trainer.unwrap()) == hand.digest(whole)
+    plain = load(tmp_path / "plain.py", "plain_script")
+    original, saves, used = plain.save, 0, set[int]()
+
+    def save(state: Any, path: Any) -> None:
+        nonlocal saves
+        original(state, path)
+        saves += 1
+        used.add(state["used"])
+        if saves % 2:
+            raise Killed
+
+    plain.save, starts = save, 0
+    with inside(tmp_path / "parts"):
+        while True:
+            starts += 1
+            task, run = plain.make_trainer()
+            with contextlib.suppress(Killed):
+                plain.train(task, run.get("n_epoch"), run["loader"], run["valid_loader"])
+                break
+        logged = Path("log.jsonl").read_text().splitlines() if Path("log.jsonl").exists() else []
+    assert starts > 3
+    assert len(used) > 2
+    assert hand.digest(task.model) == hand.digest(whole)
+    if logged:
+        records = [[{k: v for k, v in json.loads(each).items() if k != "unix_time"} for each in lines]
+                   for lines in (logged, (tmp_path / "plain" / "log.jsonl").read_text().splitlines())]  # fmt: skip
+        assert [
+            records[0][index] for index, each in enumerate(records[0]) if each not in records[0][:index]
+        ] == records[1]
+
+
 def test_records_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Means, rates and gradient norms, at steps and at the ends of epochs."""
     for every in ("Every(steps=2)", "Every(epochs=1)"):

@@ -313,9 +313,8 @@ def _eject(job: Job) -> dict[str, Any]:
         made = write_script(trainer, arguments, *script.maker_of(job.script))
         names = [each.__name__ for each in add_ons_of(type(trainer))]
     Path(job.plain).write_text(made, encoding="utf-8")
-    missing = [[what, changes] for what, changes in made.missing]
-    without = [name for name in names if any(what.startswith(f"{name} (") and changes for what, changes in missing)]
-    return {"missing": missing, "add_ons": without}
+    without = [name for name in names if any(w.startswith(f"{name} (") and changes for w, changes in made.missing)]
+    return {"missing": [[what, changes] for what, changes in made.missing], "add_ons": without}
 
 
 def _plain(job: Job) -> dict[str, Any]:

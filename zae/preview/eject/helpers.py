@@ -135,6 +135,19 @@ def set_random_streams(streams: Any) -> Any:
     torch.set_rng_state(streams["torch"])
 
 
+def streams_of(loader: Any) -> Any:
+    """Return the states of the random streams of this process and of a loader."""
+    generator: Any = getattr(loader, "generator", None)
+    return {**random_streams(), "loader": None if generator is None else generator.get_state()}
+
+
+def set_streams_of(loader: Any, streams: Any) -> Any:
+    """Put the random streams back to states of `streams_of`."""
+    set_random_streams(streams)
+    if streams["loader"] is not None:
+        loader.generator.set_state(streams["loader"])
+
+
 @contextlib.contextmanager
 def apart_from_training(model: Any, loader: Any) -> Any:
     """Evaluate: without gradients, in evaluation mode, and without a change to training's random streams."""

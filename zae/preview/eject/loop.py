@@ -10,6 +10,7 @@ from zae.common import optim
 from zae.data.loaders import length_of, parts_with_epoch
 from zae.loop.progress import Every
 from zae.preview.eject.script import Script, indent, quoted
+from zae.preview.eject.states import States
 from zae.schedulers.lengths import is_per_step, is_plateau
 from zae.schedulers.warmup import takes_total_steps
 
@@ -32,6 +33,7 @@ class Loop:
         self.in_epoch = self.arguments.get("steps_per_epoch")
         self.has_loss_dict = isinstance(self.trainer.optimization.optimizer, Mapping)
         self.ends_in_epoch = bool(self.max_steps or self.in_epoch)
+        self.states = States(script, self.arguments, self._logs_steps)
 
     @property
     def counts_targets(self) -> bool:
@@ -51,7 +53,8 @@ class Loop:
         body = [
             *self._setup(),
             "step = 0",
-            *self._resumed(),
+            *self.states.defined(),
+            *self.states.resumed(),
             f"for epoch in {epochs}:",
             *indent(self._epoch()),
             *script.places.get("end", []),
@@ -60,54 +63,6 @@ class Loop:
             "def train(task, n_epoch, loader, valid_loader=None):",
             *indent(['"""Train for n_epoch epochs."""', *body]),
         ]
-
-    def _state(self) -> tuple[list[str], list[str]]:
-        """Return the variables that a saved state contains: values, and objects with a ``state_dict``."""
-        values = ["step", *self.script.values]
-        objects = ["model", *(["optimizer"] if not self.is_several else [])]
-        objects += ["scheduler"] if len(optim.as_dict(self.trainer.optimization.scheduler)) == 1 else []
-        return values, [*objects, *self.script.objects]
-
-    def _saved(self) -> list[str]:
-        """Return the lines that save the state at the end of an epoch."""
-        script = self.script
-        if not script.saves:
-            return []
-        for name in ("save", "random_streams"):
-            script.define(name)
-        values, objects = self._state()
-        entries = [f'"{name}": {name}.state_dict(),' for name in objects]
-        for name in ("optimizers", "schedulers"):
-            if self._has(name):
-                entries.append(f'"{name}": {{name: each.state_dict() for name, each in {name}.items()}},')
-        entries += [f'"{name}": {name},' for name in values]
-        entries += ['"epoch": epoch + 1,', '"random": random_streams(),']
-        if getattr(self.arguments.get("loader"), "generator", None) is not None:
-            entries.append('"loader": loader.generator.get_state(),')
-        return ["state = {", *indent(entries), "}", f"save(state, {script.saves})"]
-
-    def _has(self, name: str) -> bool:
-        given = self.trainer.optimization.scheduler if name == "schedulers" else None
-        return self.is_several if name == "optimizers" else len(optim.as_dict(given)) > 1
-
-    def _resumed(self) -> list[str]:
-        """Return the lines that load the state of an earlier start of the script."""
-        script = self.script
-        if not (script.saves and script.resumes):
-            return []
-        script.define("set_random_streams")
-        script.imports.add("import os")
-        values, objects = self._state()
-        lines = [f'{name}.load_state_dict(state["{name}"])' for name in objects]
-        for name in ("optimizers", "schedulers"):
-            if self._has(name):
-                lines += [f"for name, each in {name}.items():", f'    each.load_state_dict(state["{name}"][name])']
-        lines += [f'{name} = state["{name}"]' for name in values]
-        lines += ['first = state["epoch"]', 'set_random_streams(state["random"])']
-        if getattr(self.arguments.get("loader"), "generator", None) is not None:
-            lines.append('loader.generator.set_state(state["loader"])')
-        load = f"state = torch.load({script.saves}, weights_only=True)"
-        return ["first = 0", f"if os.path.exists({script.saves}):", *indent([load, *lines])]
 
     def _setup(self) -> list[str]:
         """Return the lines before the first epoch."""
@@ -200,7 +155,8 @@ class Loop:
         script.define("Means")
         lines = ["if not model.training:", "    model.train()", "means = Means()"]
         lines += [f"loader{part}.set_epoch(epoch)" for part in parts_with_epoch(self.arguments.get("loader"))]
-        lines += script.places.get("epoch_begin", [])
+        hooks = script.places.get("epoch_begin", [])
+        lines += self.states.opened(hooks) if self.states.within_epoch else hooks
         lines += self._batches()
         if ends:
             lines += ["if done and left:", "    break"] if self._counts_left else []
@@ -209,7 +165,7 @@ class Loop:
         both = "metrics = train_metrics" if any("train_metrics" in line for line in validation) else "metrics"
         lines += [f"{both} = means.result()", *self._logged_epoch(), *schedules, *validation]
         lines += script.places.get("epoch_end", [])
-        lines += [*self._printed(), *self._saved()]
+        lines += [*self._printed(), *self.states.saved()]
         lines += ["if done:", "    break"] if self._has_done else []
         return lines
 
@@ -225,18 +181,27 @@ class Loop:
         """Return the loop over the batches, or windows, of an epoch."""
         script, count = self.script, self.script.window
         if not count:
-            first = "for left, batch in zip(reversed(range(len(loader))), loader):"
-            first = first if self._counts_left else "for batch in loader:"
-            return [first, *indent([*self._micro_step(), *self._step()])]
+            batches, left = ("batches", "len(loader) - used") if self.states.within_epoch else ("loader", "len(loader)")
+            first = f"for left, batch in zip(reversed(range({left})), {batches}):"
+            first = first if self._counts_left else f"for batch in {batches}:"
+            return [first, *indent([*self._used("1"), *self._micro_step(), *self._step()])]
         script.imports.add("import itertools")
         if length_of(self.arguments.get("loader")) is None:
-            head = ["batches = iter(loader)", f"while window := list(itertools.islice(batches, {count})):"]
-            inner = ["count = len(window)", "for batch in window:"]
+            head = ["batches = iter(loader)"] * (not self.states.within_epoch) + [
+                f"while window := list(itertools.islice(batches, {count})):"
+            ]
+            inner = ["count = len(window)", *self._used("count"), "for batch in window:"]
         else:
             head = ["batches, left = iter(loader), len(loader)", "while left:"]
-            inner = [f"count = min({count}, left)", "left -= count", "for batch in itertools.islice(batches, count):"]
+            if self.states.within_epoch:
+                head[0] = "left = len(loader) - used"
+            inner = [f"count = min({count}, left)", "left -= count", *self._used("count")]
+            inner.append("for batch in itertools.islice(batches, count):")
         begin = "outputs, targets = [], []" if self.counts_targets else "outputs = []"
         return [*head, *indent([begin, *inner, *indent(self._micro_step()), *self._step()])]
+
+    def _used(self, count: str) -> list[str]:
+        return [f"used += {count}"] * self.states.within_epoch
 
     def _micro_step(self) -> list[str]:
         """Return the forward and the backward of a batch."""
@@ -358,7 +323,7 @@ class Loop:
             lines += ["if done:", "    break"]
         if self.in_epoch:
             lines += [f"if step % {self.in_epoch} == 0:", "    break"]
-        return lines
+        return [*lines, *self.states.saved_within()]
 
     @property
     def _logs_steps(self) -> bool:

@@ -60,6 +60,8 @@ class Script:
         The literal of the file of the state that is saved at the end of each epoch; empty where none is.
     resumes : bool
         Whether the script continues from that file where it exists.
+    save_steps : int
+        After how many steps the state is saved within an epoch too; 0 for never.
 
     Examples
     --------
@@ -92,6 +94,7 @@ class Script:
     objects: list[str] = field(default_factory=list)
     saves: str = ""
     resumes: bool = False
+    save_steps: int = 0
 
     def add(self, place: str, *lines: str) -> None:
         """Add lines to a place, after those that are there.
@@ -138,7 +141,7 @@ class Script:
         """
         self.missing.append((what, changes_weights))
 
-    def save_to(self, path: Path, resumes: bool) -> None:
+    def save_to(self, path: Path, resumes: bool, save_steps: int = 0) -> None:
         """Save the state at the end of each epoch, in a file that plain torch reads.
 
         Parameters
@@ -147,10 +150,14 @@ class Script:
             The file.
         resumes : bool
             Whether the script continues from the file where it exists.
+        save_steps : int
+            After how many steps to save it within an epoch too; 0 for never.
         """
-        self.saves, self.resumes = self.path(path), resumes
-        what = "checkpoints within an epoch and of the best epoch, hashes, and the save at a signal"
-        self.leave_out(f"{what}: {self.saves[1:-1]} has the state after the last whole epoch", False)
+        self.saves, self.resumes, self.save_steps = self.path(path), resumes, save_steps
+        within = "" if save_steps else "within an epoch and "
+        when = f"{save_steps} steps, and after an epoch" if save_steps else "whole epoch"
+        what = f"checkpoints {within}of the best epoch, hashes, and the save at a signal"
+        self.leave_out(f"{what}: {self.saves[1:-1]} has the state after the last {when}", False)
 
     @staticmethod
     def path(path: Path) -> str:
