@@ -6,14 +6,18 @@ import hashlib
 import io
 import json
 import os
+import re
 import runpy
+import shlex
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kit.blocks import find_page, shape
 from zae.cli import main
 from zae.cli.diff import read_ledger
 from zae.errors import NonFiniteError
@@ -72,6 +76,29 @@ def make_derived():
     loader = DataLoader(TensorDataset(torch.rand(16, 3), torch.rand(16, 1)), batch_size=4, shuffle=True)
     trainer = Logging.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, seed=1, log_bar=False, save_path="derived",
                                           ledger_path="derived/ledger.jsonl", jsonl_path="derived/log.jsonl")
+    return trainer, {"n_epoch": 2, "loader": loader}
+
+
+CASES = {
+    "amp": (["AMPAddon"], {"precision": "bf16"}),
+    "fp16": (["AMPAddon"], {"precision": "fp16"}),
+    "accumulation": (["GradientAccumulationAddon"], {"gradient_accumulation_steps": 3, "gradient_clip": 0.5}),
+    "average": (["EMAAddon"], {"decay": 0.5}),
+    "compile": (["CompileAddon"], {"compile_mode": "model"}),
+    "together": (["AMPAddon", "GradientAccumulationAddon", "EMAAddon"],
+                 {"precision": "bf16", "gradient_accumulation_steps": 2, "decay": 0.5}),
+}
+
+
+def make_case():
+    torch.manual_seed(0)
+    add_ons, options = CASES[sys.argv[1]]
+    x = torch.rand(64, 3) + 0.1
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.25), nn.Tanh(), nn.Linear(8, 1))
+    trainer = Task.add_on(StateManagerAddon, LedgerAddon, *add_ons)(
+        model, "cpu", optimizer=torch.optim.Adam(model.parameters(), lr=0.01), seed=1, log_bar=False,
+        save_path="case", save_every=3, keep_last=None, ledger_path="case/ledger.jsonl", **options)
     return trainer, {"n_epoch": 2, "loader": loader}
 
 
@@ -144,7 +171,7 @@ def replay(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
     """Replay in the working folder, which may not change; return the answer."""
     capsys.readouterr()
     before, level = hashes(Path.cwd()), sys.dont_write_bytecode
-    assert main(["replay", *words, "--json"]) == status
+    assert main(["replay", "--json", *words]) == status
     assert hashes(Path.cwd()) == before
     assert sys.dont_write_bytecode == level
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -333,3 +360,68 @@ def test_what_cannot_be_replayed(
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it without torchrun" in refuse(capsys, good, "--step", "5")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["amp", "fp16", "accumulation", "average", "compile", "together"])
+def test_with_other_add_ons(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps of a run with lower precision, accumulation or compilation are those of its ledger, bitwise."""
+    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["train.py", case])
+    trainer, arguments = runpy.run_path("train.py")["make_case"]()
+    trainer.run(**arguments)
+    last = max(read_ledger("case"))
+    begin = (last - 2) // 3 * 3
+    answer = replay(capsys, "train.py:make_case", "--step", str(last - 1), "--to", str(last), "--", case)
+    assert (answer["same"], answer["began_after"], answer["compared"]) == (True, begin, last - begin)
+    for row in answer["steps"]:
+        assert row["is_finite"]
+        assert len(row["losses"]) == len(read_ledger("case")[row["step"]]["stages"]["forward"]["loss"])
+        assert bool(row["outputs"]) == (case != "compile")
+
+
+def test_what_if_with_another_add_on(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It begins at the checkpoint, with its options; the losses stand beside those of the ledger."""
+    words = ("train.py:make_good", "--step", "14", "--to", "16")
+    answer = replay(capsys, *words, "--with-addon", "AMPAddon", "--with", "precision=bf16")
+    assert (answer["same"], answer["began_after"], answer["compared"]) == (None, 12, 0)
+    assert list(answer["losses"]) == ["14", "15", "16"]
+    assert all(old != new for old, new in answer["losses"].values())
+    answer = replay(capsys, *words, "--with-addon", "EMAAddon", "--with", "decay=0.9")
+    assert all(old == new for old, new in answer["losses"].values())  # An average changes no step.
+    told = {
+        ("--with-addon", "EMAddon"): "did you mean 'EMAAddon'",
+        ("--with-addon", "ThroughputAddon"): "it only writes down what a run does",
+        ("--with-addon", "StateManagerAddon"): "the trainer has it already",
+        ("--with-addon", "EMAAddon", "--with", "decy=0.9"): "decy is neither an option of the trainer nor a setting",
+    }
+    for given, words_of in told.items():
+        assert words_of in refuse(capsys, *words, *given)
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script of the page, replayed, prints what stands there, but for the last digits of another machine."""
+    page = find_page("replay").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.S)
+    Path("train.py").write_text(blocks[0][1], encoding="utf-8")
+    trainer, arguments = runpy.run_path("train.py")["make_trainer"]()
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.run(**arguments)
+    assert re.search(r"The run ends with `(.*?)`", page)[1] in str(caught.value)  # type: ignore[index]
+    commands = [(text, then[1]) for (kind, text), then in pairwise(blocks) if kind == "bash"]
+    assert len(commands) == 3
+    for command, printed in commands:
+        capsys.readouterr()
+        main(shlex.split(command)[3:])
+        out = capsys.readouterr().out.splitlines()
+        shown = printed.splitlines()
+        if shown[0].startswith("loss: "):
+            out = out[-len(shown) :]
+        assert [shape(line) for line in out] == [shape(line) for line in shown]
+        assert [line for line in out if "samples" in line] == [line for line in shown if "samples" in line]
+        numbers = [
+            [float(each) for line in lines for each in re.findall(r"-?\d+\.\d+", line)] for lines in (out, shown)
+        ]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)

@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--with", dest="changes", metavar="NAME=VALUE", action="append", default=[],
                         help="what if: an option of the trainer, from the checkpoint on, or a setting of the "
                         "optimizers (lr=0.01), from --step on; may be repeated")  # fmt: skip
+    parser.add_argument("--with-addon", dest="add_ons", metavar="NAME", action="append", default=[],
+                        help="what if: an installed add-on beside those of the trainer, from the checkpoint on, with "
+                        "its options by --with; may be repeated")  # fmt: skip
     parser.add_argument("--pdb", action="store_true", help="stop in the debugger in each of these steps, before the "
                         "optimizer steps")  # fmt: skip
 

@@ -37,6 +37,8 @@ class Replay:
     debugs: bool = False
     raises: bool = False
     """Whether the run itself ends at a loss or a norm that is not finite."""
+    added: tuple[str, ...] = ()
+    """Names of the add-ons that the run did not have: they begin with their initial state."""
     began: int = 0
     """The step before the first one that was replayed."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -50,8 +52,11 @@ class ReplayAddon(AddOnBase):
     replay = Replay(0, 0)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Leave out the states of the loggers, which a replay does not have."""
-        super().load_state_dict({key: value for key, value in state.items() if key not in self.replay.gone}, strict)
+        """Leave out the states of the loggers, which a replay does not have; add those of add-ons that are new."""
+        kept = {key: value for key, value in state.items() if key not in self.replay.gone}
+        new = [name for name in self.replay.added if name not in kept]
+        initial = self.state_dict() if new else {}
+        super().load_state_dict({**kept, **{name: initial[name] for name in new if name in initial}}, strict)
 
     def on_run_begin(self) -> None:
         """Note where the replay begins, and refuse a setting that no optimizer has."""

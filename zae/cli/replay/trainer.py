@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,16 @@ _ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
 def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """Let the script make its trainer as the replay needs it; what was found out is in the dict that is yielded."""
     made = dict[str, Any]()
+    added = [load_installed(name) for name in arguments.add_ons]
+    for each in added:
+        if _is_left_out(each):
+            raise ConfigError(f"--with-addon {each.__name__}: it only writes down what a run does, and changes nothing")
 
     def make(original: Any, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        cls = _with_add_ons(cls, added)
         given = cls.expand_options(named)
         made.clear()
-        made.update(_plan(cls, given, arguments, changes))
+        made.update(_plan(cls, given, arguments, changes, added))
         variant = _variant(cls, made["plan"])
         made["trainer"] = original(variant, *args, **_options(cls, variant, given, made, folder))
         return made["trainer"]
@@ -44,7 +49,17 @@ def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path)
         yield made
 
 
-def _plan(cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Any:
+def _with_add_ons(cls: Any, added: Sequence[Any]) -> Any:
+    """Return the class with add-ons that the run did not have."""
+    for each in added:
+        if each in add_ons_of(cls):
+            raise ConfigError(f"--with-addon {each.__name__}: the trainer has it already; change its options: --with")
+    return compose(cls, added) if added else cls
+
+
+def _plan(
+    cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, changes: Mapping[str, Any], added: Sequence[Any]
+) -> Any:
     """Return what to look at, where to begin, and which changes are options of the trainer."""
     gone = frozenset(kind.__name__ for each in add_ons_of(cls) if _is_left_out(each) for kind in each.__mro__)
     options = {name: value for name, value in changes.items() if name in options_of(cls)}
@@ -54,7 +69,8 @@ def _plan(cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, cha
     checkpoint, notes = _checkpoint(arguments, given)
     if checkpoint is None and given.get("seed") is None:
         notes.append("the trainer has no seed: from its beginning, the replay is another run")
-    changed_from = 0 if options else arguments.step if settings else sys.maxsize
+    plan.added = tuple(each.__name__ for each in added)
+    changed_from = 0 if options or plan.added else arguments.step if settings else sys.maxsize
     return {"plan": plan, "checkpoint": None if checkpoint is None else str(checkpoint), "notes": notes,
             "options": options, "changed_from": changed_from, "ledger": given.get("ledger_path")}  # fmt: skip
 
