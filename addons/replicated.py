@@ -14,6 +14,7 @@ from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.blocks import check_tables
 from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
+from zae.optimizers.quantized import check_replicated
 
 if TYPE_CHECKING:
     from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
@@ -59,6 +60,7 @@ class ReplicatedAddon(AddOnPart):
         """Give every rank the weights and buffers of rank 0."""
         super().setup()
         if self._world > 1:
+            check_replicated(self.optimizers)
             self._has_unsent = False
             self._begin_group_alike()
 

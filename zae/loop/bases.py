@@ -16,6 +16,7 @@ from zae.composition.introspect import seam
 from zae.errors import ConfigError
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict
+from zae.optimizers.quantized import flatten_states, quantize_states
 
 if TYPE_CHECKING:
     import torch
@@ -304,9 +305,9 @@ class Processes:
     @seam
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
-        return self.optimizers[name].state_dict()
+        return flatten_states(self.optimizers[name].state_dict())
 
     @seam
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
-        load_optimizer_state(self.optimizers[name], state)
+        load_optimizer_state(self.optimizers[name], quantize_states(state))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zae.common.walk import tensors_in
 from zae.display.text import format_size
+from zae.optimizers.quantized import bytes_of
 
 __all__ = ["Memory", "Part", "shard_memory"]
 
@@ -248,7 +249,7 @@ def _part(parameter: Tensor) -> Part:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(map(bytes_of, tensors))
 
 
 def _temporaries(optimizer: Optimizer, slots: float, sizes: list[int]) -> int:
