@@ -2,11 +2,11 @@
 
 Public: `Mixture` and `MixtureStream` combine datasets by weights; `PackedDataset`, `pack` and `packed_collate` join
 documents into rows; `LengthGroupedBatchSampler` builds batches of samples of similar length; `make_loaders` makes the
-loaders of a run from datasets.
+loaders of a run from datasets; `SeededDataset` draws the same random numbers in any worker.
 
 `position` resumes an epoch; `skip` iterates over a loader from a batch on; `loader_state` captures and restores the
 parts of a loader; `gather` builds batches of tensors in memory; `sharding` splits data between ranks; `reshard`
-continues an epoch on another number of ranks; `workers` handles loader workers that die.
+continues an epoch on another number of ranks; `workers` handles loader workers that draw, and those that die.
 """
 
 from zae.common.lazy import load as _load
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from zae.data.length_groups import LengthGroupedBatchSampler, make_loaders
     from zae.data.mixture import Mixture, MixtureStream
     from zae.data.packing import PackedDataset, cu_seqlens, document_mask, flex_mask, pack, packed_collate
+    from zae.data.workers import SeededDataset
 
 __all__ = [
     "LengthGroupedBatchSampler",
     "Mixture",
     "MixtureStream",
     "PackedDataset",
+    "SeededDataset",
     "cu_seqlens",
     "document_mask",
     "flex_mask",
@@ -34,6 +36,7 @@ _HOMES = {
     "LengthGroupedBatchSampler": "zae.data.length_groups",
     "Mixture": "zae.data.mixture",
     "MixtureStream": "zae.data.mixture",
+    "SeededDataset": "zae.data.workers",
     "make_loaders": "zae.data.length_groups",
 }  # All others are of packing.
 

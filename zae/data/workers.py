@@ -1,20 +1,36 @@
-"""Handle dead workers of a loader: keep torch from raising in the wrong place, and from waiting for their locks."""
+"""Workers of a loader: random numbers that do not depend on them, and workers that die.
+
+For dead workers, torch is kept from raising in the wrong place, and from waiting for their locks.
+"""
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from inspect import getattr_static
 from multiprocessing.process import BaseProcess
-from types import SimpleNamespace
+from operator import index as as_index
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from zae.common.argument_checks import check_count
+from zae.common.random_state import isolated
 from zae.common.torch_private import shut_down_workers
+from zae.common.walk import search
+from zae.data.loader_state import STREAMS, read_stream, write_stream
+from zae.errors import ConfigError, kind_of
 
 __all__ = [
+    "SeededDataset",
     "abandon_workers",
     "add_to_text",
     "dead_workers",
@@ -28,6 +44,118 @@ _CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
 _PATIENCE = 1.0
 _muted: list[Any] = []
 _expected = False
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset whose random numbers depend on the seed, the epoch and the index of a sample alone.
+
+    Before each sample, the random streams of Python, NumPy and torch are seeded, and so are the generators that the
+    dataset and its transforms hold. Samples are then the same with any number of workers, on any number of ranks, and
+    after a resume in the middle of an epoch. In the main process, the streams of training are restored after each
+    sample. This takes some 20 microseconds for each sample in a worker, and 0.4 milliseconds in the main process.
+
+    The trainer calls ``set_epoch``; in a loop of your own, call it before each epoch.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        What is read, by index.
+    seed : int
+        Another one gives other random numbers.
+
+    Raises
+    ------
+    ConfigError
+        The dataset cannot be read by index.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.data import SeededDataset
+    >>> class Noisy(torch.utils.data.Dataset):
+    ...     def __len__(self):
+    ...         return 8
+    ...     def __getitem__(self, index):
+    ...         return index + torch.rand(())
+    >>> data = SeededDataset(Noisy(), seed=1)
+    >>> bool(data[3] == data[3]), bool(data[3] - 3 == data[4] - 4)
+    (True, False)
+    >>> before = data[3]
+    >>> data.set_epoch(1)
+    >>> bool(data[3] == before)
+    False
+    """
+
+    def __init__(self, dataset: Any, seed: int = 0) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"SeededDataset reads a dataset by index, and this is {kind_of(dataset)}; draw in a stream from a "
+                "generator that its state_dict contains"
+            )
+        self.dataset, self.seed = dataset, check_count("seed", seed, least=0, bits=64)
+        self._epoch = torch.tensor(0).share_memory_()  # Workers that persist see the next epoch.
+        self._streams: list[Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from 0.
+
+        Parameters
+        ----------
+        epoch : int
+            Each has its own random numbers.
+        """
+        self._epoch.fill_(epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if get_worker_info() is not None:  # Streams of a worker serve nothing else.
+            return self._sample(index)
+        kept = [(each, read_stream(each)) for each in self._generators()]
+        try:
+            with isolated():
+                return self._sample(index)
+        finally:
+            for stream, state in kept:
+                write_stream(stream, state)
+
+    def _sample(self, index: Any) -> Any:
+        with suppress(TypeError):  # A key may be a string.
+            index = as_index(index)
+        key = f"{self.seed} {int(self._epoch)} {index!r}"
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # Not those of devices, which samples do not use.
+        for number, stream in enumerate(self._generators(), start=1):
+            _seed_stream(stream, (seed + number) % 2**64)
+        return self.dataset[index]
+
+    def _generators(self) -> list[Any]:
+        """Return the generators that the dataset holds, once they were looked for in this process."""
+        if self._streams is None:
+            closed = (torch.Tensor, np.ndarray, type, ModuleType)
+            self._streams = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
+        return self._streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_streams": None}  # A copy has generators of its own.
+
+
+def _seed_stream(stream: Any, seed: int) -> None:
+    """Seed a generator of one of the kinds in `STREAMS`."""
+    if isinstance(stream, torch.Generator):
+        stream.manual_seed(seed)
+    elif isinstance(stream, np.random.Generator):
+        kind: Any = type(stream.bit_generator)
+        stream.bit_generator.state = kind(seed).state
+    elif isinstance(stream, np.random.RandomState):
+        stream.seed(seed % 2**32)
+    else:
+        stream.seed(seed)
 
 
 def mute_workers(expected: bool = False) -> None:

@@ -1,0 +1,132 @@
+"""SeededDataset: random numbers by seed, epoch and index, in any worker and after a resume."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from kit.faults import Child
+from kit.hand import digest, network
+from kit.table import Task
+from zae import ConfigError
+from zae.addons import StateManagerAddon
+from zae.data import SeededDataset
+
+
+class Transform:
+    """Holds generators, as those of albumentations do."""
+
+    def __init__(self):
+        self.numpy, self.python = np.random.default_rng(3), random.Random(3)
+        self.torch, self.old = torch.Generator().manual_seed(3), np.random.RandomState(3)
+
+    def draw(self):
+        return [self.numpy.random(), self.python.random(), torch.rand((), generator=self.torch).item(), self.old.rand()]
+
+
+class Augmented(Dataset):
+    """Draws from each global stream, and from generators of its own."""
+
+    def __init__(self, count=22):
+        self.count, self.transforms = count, [Transform()]
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        own = self.transforms[0].draw()
+        drawn = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item(), *own])
+        return torch.cat([drawn, torch.tensor([float(index)])]), torch.tensor(index % 2)
+
+
+def batches(kind=DataLoader, **options):
+    data = SeededDataset(Augmented(), seed=5)
+    made = []
+    loader = kind(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        rows = torch.cat([inputs for inputs, _ in loader])
+        made.append(rows[rows[:, -1].argsort()])  # Loaders draw their order in different ways.
+    return torch.stack(made)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_samples_are_the_same_with_any_number_of_workers(kind):
+    """Workers that persist see the next epoch; each sample and each epoch has its own numbers."""
+    expected = batches()
+    assert expected[..., :-1].unique().numel() == 2 * 22 * 7
+    assert torch.equal(batches(kind, num_workers=2), expected)
+    if kind is DataLoader:
+        assert torch.equal(batches(num_workers=1, persistent_workers=True), expected)
+
+
+def test_the_streams_of_training_are_left_as_they_are():
+    data = SeededDataset(Augmented())
+    streams = data.dataset.transforms[0]
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    own = streams.numpy.bit_generator.state, streams.torch.get_state().tolist(), streams.python.getstate()
+    data[3], data[np.int64(4)]
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (streams.numpy.bit_generator.state, streams.torch.get_state().tolist(), streams.python.getstate()) == own
+    assert torch.equal(data[4][0], data[np.int64(4)][0])
+    assert torch.equal(data[4][0], data[torch.tensor(4)][0])
+
+
+class Seen(Task):
+    """Notes the inputs of each step."""
+
+    def train_step(self, batch):
+        with open(self.save_path / "seen", "a", encoding="ascii") as file:
+            file.write(f"{self.progress_checker.step} {batch[0].numpy().tobytes().hex()}\n")
+        return super().train_step((batch[0][:, :4], batch[1]))
+
+
+def train(folder, kind, kill_at=None):
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = network()
+    trainer = Seen.add_on(StateManagerAddon)(
+        model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_path=folder, save_every=1,
+        resume="auto", seed=2, log_bar=False,
+    )  # fmt: skip
+
+    def end(outputs):
+        if trainer.progress_checker.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.on_step_end = end
+    trainer.run(2, kind(SeededDataset(Augmented(), seed=5), batch_size=4, shuffle=True, num_workers=2))
+    return digest(model)
+
+
+@pytest.mark.parametrize("kind", [StatefulDataLoader, pytest.param(DataLoader, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_killed_in_mid_epoch_sees_the_same_batches(tmp_path, kind, caplog):
+    """Killed in the second epoch, with two workers: the batches are bitwise those of the run that was not killed."""
+    assert Child(lambda: train(tmp_path / "killed", kind, 9)).wait().status == -signal.SIGKILL
+    expected, found = train(tmp_path / "whole", kind), train(tmp_path / "killed", kind)
+    rows = {
+        name: dict(line.split() for line in (tmp_path / name / "seen").read_text().splitlines())
+        for name in ("whole", "killed")
+    }
+    assert len(rows["whole"]) == 12
+    assert rows["killed"] == rows["whole"]
+    assert found == expected
+    assert "exact" not in caplog.text
+
+
+def test_a_stream_has_no_index():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([1])
+
+    with pytest.raises(ConfigError, match=r"SeededDataset reads a dataset by index, and this is .*Stream"):
+        SeededDataset(Stream())
+    with pytest.raises(ConfigError, match="seed=-1"):
+        SeededDataset([1], seed=-1)
