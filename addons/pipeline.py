@@ -17,10 +17,10 @@ from zae.display.text import format_size
 from zae.errors import ConfigError
 from zae.launch.blocks import check_tables
 from zae.launch.ddp import BUCKET, broadcast
-from zae.launch.pipeline import parts
+from zae.launch.pipeline import merge, parts
 from zae.launch.pipeline.arrangement import Arrangement, check_split
 from zae.launch.pipeline.chain import Chain
-from zae.launch.pipeline.runner import Found, Place, Runner, StagedModel
+from zae.launch.pipeline.runner import Place, Runner, StagedModel
 from zae.launch.pipeline.schedules import Schedule
 from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
@@ -280,7 +280,7 @@ class PipelineAddon(DistributedAddon):
         """Compute the gradient of one batch with the schedule."""
         if self._runner is None:
             return super().micro_step(batch, count)
-        weighs, found = count > 1 or self._data_size > 1, Found(f"what {type(self).__name__}.train_step returned")
+        weighs, found = count > 1 or self._data_size > 1, merge.Found(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
@@ -335,7 +335,7 @@ class PipelineAddon(DistributedAddon):
     def _evaluated(self, step: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner is None or self._runner.is_running:
             return step(batch)
-        found = Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
+        found = merge.Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> None:
             targets = out.get("num_targets") if isinstance(out, Mapping) else None

@@ -216,6 +216,7 @@ def test_what_fits_is_saved_and_a_resumed_run_is_bitwise_the_same(tmp_path: Path
 
 LIMITED = """
 import copy, json, resource, torch, zae
+from kit.limits import leave_memory
 from torch.utils.data import DataLoader, TensorDataset
 from zae.addons import AutoBatchAddon, GradientAccumulationAddon
 
@@ -246,8 +247,7 @@ def refused(cls):
         return str(error)
 
 train(Wide, 1)
-pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (90 << 20), resource.RLIM_INFINITY))
+held = leave_memory(90 << 20)
 without, alone = refused(Wide), refused(Wider.add_on(AutoBatchAddon))
 found = train(Wide.add_on(AutoBatchAddon))
 window = train(Wide.add_on(AutoBatchAddon, GradientAccumulationAddon), gradient_accumulation_steps=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -287,6 +289,7 @@ def test_arguments_train_datasets_as_transformers_does(tmp_path):
 # -------------------------------------------------------------------------------------------------------- what is made
 
 
+@mock.patch.dict(os.environ)  # As Transformers, full_determinism sets variables.
 def test_the_model_is_changed_as_the_arguments_say(samples):
     """Cache, checkpointing of activations and noise; a function that makes the model too."""
     given = {

@@ -18,7 +18,8 @@ from zae import ConfigError
 from zae.addons import GradientAccumulationAddon
 
 LIMITED = """
-import json, resource, torch, zae
+import json, torch, zae
+from kit.limits import leave_memory
 from torch.utils.data import DataLoader, TensorDataset
 
 class Wide(zae.Trainer):
@@ -30,9 +31,7 @@ trainer = Wide(torch.nn.Linear(1, 500_000), "cpu", optimizer=torch.optim.SGD, lo
 batches = DataLoader(TensorDataset(torch.ones(256, 1)), 256)
 zae.find_batch_size(trainer, batches, effective_batch_size=1)
 before = [p.clone() for p in trainer.model.parameters()]
-pages = int(open("/proc/self/statm").read().split()[0])
-limit = pages * resource.getpagesize() + (400 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+held = leave_memory(400 << 20)
 found = zae.find_batch_size(trainer, batches)
 same = all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
 trainer.run(1, DataLoader(batches.dataset, found.micro_batch_size), max_steps=1)

@@ -125,7 +125,7 @@ class ReplayAddon(AddOnBase):
                 self.replay.notes.append(f"the run itself ends at step {row['step']}: on_nonfinite='raise'")
                 self.replay.last = row["step"]
             if self.replay.debugs:
-                _debug(self, row, outputs)
+                self._debug(row, outputs)
         return super().may_step(outputs)
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
@@ -134,16 +134,17 @@ class ReplayAddon(AddOnBase):
         if self.progress_checker.step >= self.replay.last:
             self.stop("the replay is over")
 
-
-def _debug(trainer: ReplayAddon, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:
-    """Stop before the optimizer steps: the gradients are in .grad, and the losses in outputs."""
-    sys.stdout.write(f"step {row['step']}, before the optimizer steps; see trainer, row, outputs; q ends the replay\n")
-    try:
-        _stop(trainer, row, outputs)
-    except bdb.BdbQuit:
-        trainer.replay.last = row["step"]
-    finally:
-        sys.settrace(None)
+    def _debug(self, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:
+        """Stop before the optimizer steps: the gradients are in .grad, and the losses in outputs."""
+        sys.stdout.write(
+            f"step {row['step']}, before the optimizer steps; see trainer, row, outputs; q ends the replay\n"
+        )
+        try:
+            _stop(self, row, outputs)
+        except bdb.BdbQuit:
+            self.replay.last = row["step"]
+        finally:
+            sys.settrace(None)
 
 
 def _stop(trainer: ReplayAddon, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:

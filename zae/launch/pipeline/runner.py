@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.common import random_state
-from zae.common.walk import leading_dimension, map_tensors, tensors_in
+from zae.common.walk import leading_dimension, tensors_in
 from zae.errors import ConfigError, StepError
 from zae.launch.pipeline.chain import Chain, Program, check_passed, fake_loss
-from zae.launch.pipeline.rows import fill_up, first_rows, is_number, join, take_apart
+from zae.launch.pipeline.rows import fill_up, first_rows, take_apart
 from zae.launch.pipeline.schedules import Schedule
 from zae.launch.pipeline.tracing import bind, constants_in
-from zae.metrics.reductions import is_typed
 
-__all__ = ["Found", "Place", "Runner", "StagedModel"]
+__all__ = ["Place", "Runner", "StagedModel"]
 
 _KEPT = 8  # Schedules for inputs of different shapes; each has buffers for what the stages exchange.
 _ONCE = (
@@ -52,39 +51,6 @@ class Place(NamedTuple):
     def has_last(self) -> bool:
         """Whether this rank computes the loss."""
         return len(self.ranks) - 1 in self.stages
-
-
-class Found:
-    """What the steps of the micro-batches of a batch have returned.
-
-    Parameters
-    ----------
-    where : str
-        How errors name it.
-    """
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._parts: list[tuple[Any, int, float]] = []
-
-    def add(self, values: Any, rows: int, weight: float) -> None:
-        """Add what the step returned for a micro-batch of so many rows, with its weight in means."""
-        self._parts.append((map_tensors(Tensor.detach, values), rows, weight))
-
-    def joined(self, keeps: bool) -> Any:
-        """Return what the step would have returned for the whole batch, on the host, and its weight.
-
-        Without ``keeps`` only numbers are kept; on a rank without the last stage there is nothing.
-        """
-        if not self._parts:
-            return None
-        values, rows, weights = zip(*self._parts)
-        if not keeps:
-            values = tuple(
-                {k: value for k, value in each.items() if is_number(value) or is_typed(value)} for each in values
-            )
-        joined = join(values, rows, weights, self._where)
-        return map_tensors(lambda each: each.cpu(), joined), sum(weights)
 
 
 class _Called(BaseException):
