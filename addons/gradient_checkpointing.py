@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zae.addon import AddOnBase
 from zae.errors import ConfigError
-from zae.launch.activations.recompute import MATMULS, operation_of, recompute
+from zae.launch.activations.recompute import MATMULS, norms_in, operation_of, recompute
 from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
+from zae.preview.eject.script import quoted
+
+if TYPE_CHECKING:
+    from zae.preview.eject.script import Script
 
 __all__ = ["GradientCheckpointingAddon"]
 
@@ -115,6 +119,29 @@ class GradientCheckpointingAddon(AddOnBase):
         but = f", but for {what}" if kept else ""
         note = f"computed again in the backward: {describe_blocks(self.checkpointed())}{but}"
         return [*super().plan_lines(plan), note]
+
+    def eject_lines(self, script: Script) -> None:
+        """Write calls of ``torch.utils.checkpoint``; modules with statistics of batches, which it moves twice, stay."""
+        super().eject_lines(script)
+        found, keep = self.checkpointed(), self.checkpoint_keep
+        names = [name for name, each in found.items() if not norms_in(each)]
+        if callable(keep) or len(names) < len(found):
+            what = "of a policy" if callable(keep) else "of modules with BatchNorm"
+            script.leave_out(f"GradientCheckpointingAddon {what}", False)
+        if callable(keep) or not names:
+            return
+        script.imports.add("from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts" if keep
+                           else "from torch.utils.checkpoint import checkpoint")  # fmt: skip
+        script.imports.add("from functools import partial")
+        kept = ["kept = [", *(f"    torch.ops.{name}," for name in keep), "]"] if keep else []
+        if keep:
+            kept.append("contexts = partial(create_selective_checkpoint_contexts, kept)")
+        more = ", context_fn=contexts" if keep else ""
+        script.add(
+            "setup", *kept, "for name in [", *(f"    {quoted(name)}," for name in names), "]:",
+            "    block = model.get_submodule(name)",
+            f"    block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})",
+        )  # fmt: skip
 
     def _restore_forwards(self) -> None:
         undo, self._undo_checkpointing = self._undo_checkpointing, None

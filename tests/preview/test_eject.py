@@ -244,6 +244,9 @@ CASES = {
     "accumulation": script("GradientAccumulationAddon", "gradient_accumulation_steps=4, gradient_clip=0.5,"),
     "targets": script("GradientAccumulationAddon", "gradient_accumulation_steps=4,", more=SUM, task="Counting"),
     "bf16": script("AMPAddon", "precision='bf16', seed=1,"),
+    "checkpointing": script(
+        "GradientCheckpointingAddon", 'checkpoint_modules=["body.0", "body.3", "head"], checkpoint_keep="matmuls",'
+    ),
     "fp16": script("AMPAddon, EMAAddon", "precision='fp16', loss_scale=(2.0**23, 1.0), gradient_clip=0.5, decay=0.5,"),
     "fp16, accumulation": script(
         "AMPAddon, GradientAccumulationAddon",
@@ -530,6 +533,11 @@ def test_records_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureF
 LEFT_OUT: dict[str, tuple[str, str]] = {
     "LedgerAddon": (script("LedgerAddon", "ledger_path='a.ledger',"), "left out: LedgerAddon ("),
     "PrefetchAddon": (script("PrefetchAddon"), "left out: PrefetchAddon"),
+    "BatchNorm": (
+        script("GradientCheckpointingAddon", 'checkpoint_modules=["body"],'),
+        "left out: GradientCheckpointingAddon of modules with BatchNorm",
+    ),
+    "StepInBackwardAddon": (script("StepInBackwardAddon"), "left out: StepInBackwardAddon"),
     "global_batch_size": (
         script("GradientAccumulationAddon", "global_batch_size=8,"), "weights differ: global_batch_size=8"
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["MATMULS", "Recomputed", "operation_of", "recompute", "replace_forwards"]
+__all__ = ["MATMULS", "Recomputed", "norms_in", "operation_of", "recompute", "replace_forwards"]
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
@@ -38,7 +38,7 @@ class Recomputed:
     def __init__(self, module: nn.Module, keep: Any = ()) -> None:
         self.forward = module.forward
         self.keep = keep if callable(keep) else list(keep)
-        self.norms = [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
+        self.norms = norms_in(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Of a graph, the compiler decides what is computed again.
@@ -68,6 +68,11 @@ class Recomputed:
         finally:
             for norm, name, each in buffers:
                 setattr(norm, name, each)
+
+
+def norms_in(module: nn.Module) -> list[nn.Module]:
+    """Return the modules within one whose forward moves statistics of batches."""
+    return [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
 
 
 def operation_of(name: str) -> Any:
