@@ -246,3 +246,26 @@ def test_the_finder_tries_rates_and_the_thawed_layers_wait() -> None:
     assert hand.digest(*thaw.model[0].parameters()) == first
     thaw.run(1, loader())
     assert hand.digest(*thaw.model[0].parameters()) != first
+
+
+def test_look_ahead_and_distillation_are_the_loops_by_hand() -> None:
+    """Bitwise, with slow weights that are moved every second step; the last step moves none."""
+    teacher = nn.Linear(4, 2)
+    both = build(examples.LookAheadAddon, examples.DistillationAddon, look_every=2, teacher=teacher)
+    both.run(1, loader(20))
+    torch.manual_seed(3)
+    model = hand.network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    slow = [each.detach().clone() for each in model.parameters()]
+    for step, (inputs, targets) in enumerate(loader(20), start=1):
+        output = model(inputs)
+        loss = nn.functional.mse_loss(output, targets) + 0.5 * nn.functional.mse_loss(output, teacher(inputs).detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 == 0:
+            for kept, each in zip(slow, model.parameters(), strict=True):
+                each.data.copy_(kept.lerp_(each.detach(), 0.5))
+    assert both.progress_checker.step == step == 5
+    assert hand.digest(both.model) == hand.digest(model)
+    assert hand.digest(*both.slow.values()) == hand.digest(*slow)
