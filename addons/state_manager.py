@@ -173,8 +173,7 @@ class StateManagerAddon(AddOnBase):
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
         self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
         retention = Retention.parse(keep_last, keep_best, self.history.direction)
-        of_weights = save_weights_every, keep_weights, keep_best_weights, retention.sign
-        weights = WeightFiles(folder, model_format, *of_weights)
+        weights = WeightFiles(folder, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign)
         options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
         options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
         self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
@@ -249,20 +248,16 @@ class StateManagerAddon(AddOnBase):
         self._crash.rest(progress)
         if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
             self.checkpointer.sync(self.gather)
-        was_best = self.best.get("step") == progress.step
-        is_best = bool(retention.best) and was_best
-        requests, in_epoch = self.current_run.requests, progress.epoch_batch > 0
-        is_due = self.save_every.is_due(progress)
+        is_best, in_epoch = self.best.get("step") == progress.step, progress.epoch_batch > 0
+        is_due, requests = self.save_every.is_due(progress), self.current_run.requests
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
-            name = self.checkpointer.path_at(progress.step).name
-            is_scored = not in_epoch and retention.is_unscored(name) and self._present_score() is not None
-            is_due = is_scored or (is_best and retention.best_first()[:1] != [name])
+            is_scored = not in_epoch and self._present_score() is not None
+            is_due = retention.wants(self.checkpointer.path_at(progress.step).name, is_scored, is_best)
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
         if (weights := self.checkpointer.weights).is_used:
             score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
-            self.checkpointer.save_weights(progress, self.save_model, group, score, was_best)
-        if "should_checkpoint" in self.current_run.decisions:
-            is_due = self.current_run.decide("should_checkpoint", is_due)
+            self.checkpointer.save_weights(progress, self.save_model, group, score, is_best)
+        is_due = self.current_run.decide("should_checkpoint", is_due)
         if is_due or "save" in requests:
             requests.discard("save")
             self.save_state()
@@ -456,11 +451,8 @@ class StateManagerAddon(AddOnBase):
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        kept: dict[str, Any] = {"run_id": self.checkpointer.run_id, "scores": dict(self.checkpointer.retention.scores)}
-        if of_weights := self.checkpointer.weights.rule.scores:
-            kept["weight_scores"] = dict(of_weights)
-        kept |= self.checkpointer.lineage | self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
-        return {**state, "StateManagerAddon": kept}
+        unsaved = self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
+        return {**state, "StateManagerAddon": self.checkpointer.state_dict() | unsaved}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""

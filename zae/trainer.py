@@ -1096,12 +1096,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     explain, plan, eject, eject_lines = explain.explain, preview.plan, ejecting.eject, ejecting.eject_lines
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
-    def _repr_html_(self) -> str:
-        return describe.trainer_html(self)
-
-    def __repr__(self) -> str:
-        at, whose = self.progress_checker, f"{type(self).__name__}(model={type(self.unwrap()).__name__}"
-        return f"{whose}, device={self.device}, mode={self.mode}, epoch={at.epoch}, step={at.step})"
+    __repr__, _repr_html_ = describe.trainer_text, describe.trainer_html
 
     # ------------------------------------------------------------------------------------------------ the rest
 

@@ -21,6 +21,7 @@ _SEAMS = (
     "checkpoint",
 )  # fmt: skip
 
+_DECISIONS = ("should_validate", "should_checkpoint")
 _EMPTY = ("on_step_begin", "on_step_end", "unscale")
 _FORWARDED = ("backward", "clip", "scheduler_step", "step_one", "zero_grad")  # To the method of `Optimization`.
 _CALLED = {"clip": "gradient_norm"}  # A seam that a default calls in turn: with an override of it nothing is forwarded.
@@ -29,7 +30,8 @@ _CALLED = {"clip": "gradient_norm"}  # A seam that a default calls in turn: with
 class Binding:
     """What is bound on a trainer in the place of its seams; its `Run` owns it.
 
-    ``bound`` has the seams that are bound now; the outermost override of each is one of an idle add-on.
+    ``bound`` has the seams that are bound now; the outermost override of each is one of an idle add-on. ``decisions``
+    has those of ``should_validate`` and ``should_checkpoint`` that are overridden: a step does not ask for the others.
     """
 
     def __init__(self, owner: Callable[[], Any]) -> None:
@@ -37,6 +39,7 @@ class Binding:
         self._idle: frozenset[Any] | None = None
         self._by_idle: dict[frozenset[Any], dict[str, Any]] = {}
         self.bound: dict[str, Any] = {}
+        self.decisions: list[str] = []
 
     def idle_add_ons(self) -> frozenset[Any]:
         """Return the add-ons, with their bases, that have nothing to do in the steps that follow.
@@ -55,6 +58,7 @@ class Binding:
 
     def update(self) -> None:
         """Bind each seam of a step to the first override that has work to do now."""
+        self.decisions = [name for name in _DECISIONS if self.overrides(name)]
         idle = self.idle_add_ons()
         if idle == self._idle:
             return

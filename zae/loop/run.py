@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from zae.common import argument_checks, optim
@@ -21,9 +20,10 @@ from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import ConfigError, LoaderError, MonitorError, did_you_mean, kind_of
+from zae.errors import ConfigError, LoaderError, MonitorError, kind_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
+from zae.loop.step_output import add_hint
 from zae.metrics.reductions import means_of, merge_sums
 from zae.schedulers.lengths import is_plateau
 
@@ -69,8 +69,6 @@ class Run:
         The index in its window of the batch whose gradient is computed.
     batch, current_loader : object
         For error notes: the batch of the step in progress, and the loader of the open epoch or evaluation.
-    decisions : set of str
-        Those of ``should_validate`` and ``should_checkpoint`` that are overridden.
     computation : int
         How often the gradients of the present step were computed, this time included: an add-on that notes or counts
         what a step does, does so for the first one alone.
@@ -95,7 +93,6 @@ class Run:
         self.began = time.monotonic()
         self.signals: list[int] = []
         self.requests: set[str] = set()
-        self.decisions: set[str] = set()
         self._logged_at, self.computation, self.micro_index = -1, 1, 0
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
@@ -150,11 +147,6 @@ class Run:
             self.trainer.setup()
             self.is_ready = True
             self.binding.update()
-            self._find_decisions()
-
-    def _find_decisions(self) -> None:
-        """Note which decisions are overridden, so that a step does not ask for the others."""
-        self.decisions = {name for name in ("should_validate", "should_checkpoint") if self.binding.overrides(name)}
 
     def close(self) -> None:
         """Close the display."""
@@ -188,7 +180,6 @@ class Run:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.index += 1
-        self._find_decisions()
         self.trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         self.trainer.loader_position.restore_random()
 
@@ -288,10 +279,10 @@ class Run:
 
     def decide(self, name: str, is_due: bool) -> bool:
         """Ask a seam whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
-        if name not in self.decisions:
+        if name not in self.binding.decisions:
             return is_due
         answer = getattr(self.trainer, name)(is_due)
-        if not isinstance(answer, (bool, np.bool_)):
+        if type(answer).__name__ not in ("bool", "bool_"):  # The second is that of NumPy.
             raise ConfigError(f"{name}({is_due}) returned {kind_of(answer)}; return True or False")
         return bool(self.trainer.gather(answer)[0])
 
@@ -369,10 +360,9 @@ class Run:
         """Validate the epoch that was just closed, update the best, show it, call ``on_epoch_end``, and save."""
         trainer, progress, every = self.trainer, self.trainer.progress_checker, self.limits.valid_every
         try:
-            is_due = bool(progress.pending_validation)
-            if not is_due and self.valid_loader is not None:
-                is_due = self.decide("should_validate", every.due_at_epoch(progress.epoch))
-            if is_due:
+            if progress.pending_validation or (
+                self.valid_loader is not None and self.decide("should_validate", every.due_at_epoch(progress.epoch))
+            ):
                 self._validate("epoch")
             if not progress.pending_validation:
                 if self.valid_loader is None or trainer.history.watches_training:
@@ -443,8 +433,7 @@ class Run:
         for name, scheduler in trainer.schedulers.items():
             if is_plateau(scheduler):
                 if score is None:
-                    known = ", ".join(metrics)
-                    raise MonitorError(f"scheduler {name} needs monitor={history.monitor!r}; available: {known}")
+                    raise MonitorError(f"scheduler {name} needs monitor={history.monitor!r}; available: {[*metrics]}")
                 scheduler.step(score)
 
     # --------------------------------------------------------------------------------------------------- logging
@@ -525,17 +514,7 @@ class Run:
         """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
         if not isinstance(error, Exception):
             return
-        if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
-            error.add_note(
-                "zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}"
-            )
-        if isinstance(error, AttributeError) and error.obj is self.trainer and type(error) is AttributeError:
-            names = [name for name in dir(self.trainer) if not name.startswith("_")]
-            near = did_you_mean(str(error.name), names).removeprefix("; ")
-            hint = f"set self.{error.name} in __init__, before it is used; the model is self.model"
-            error.add_note(f"zae: {near or hint}")
-        if isinstance(error, TypeError) and str(error) == f"{type(self.trainer).__name__!r} object is not callable":
-            error.add_note("zae: the trainer is not the model: call self.model(...)")
+        add_hint(error, self.trainer)
         progress = self.trainer.progress_checker
         place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
         if self.loader_use == "evaluation":

@@ -21,7 +21,7 @@ from zae.display.text import number
 from zae.loop.progress import Every
 from zae.preview.explain import shown_option
 
-__all__ = ["describe", "describe_options", "trainer_html"]
+__all__ = ["describe", "describe_options", "trainer_html", "trainer_text"]
 
 _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 _INFERRED = ("device", "mode", "monitor_mode")  # Options that are shown elsewhere, or follow from others.
@@ -86,6 +86,12 @@ def _shortened(value: Any) -> Any:
     data = _ADDRESS.sub("", str(value)).encode(errors="backslashreplace")
     text, digest = data.decode(), hashlib.sha256(data).hexdigest()[:12]
     return text if len(text) <= _LONG else f"{text[:_LONG]}... (sha256 {digest})"
+
+
+def trainer_text(instance: Any) -> str:
+    """Return the kind of a trainer and its model, and where it stands, in one line."""
+    at, whose = instance.progress_checker, f"{type(instance).__name__}(model={type(instance.unwrap()).__name__}"
+    return f"{whose}, device={instance.device}, mode={instance.mode}, epoch={at.epoch}, step={at.step})"
 
 
 def trainer_html(instance: Any) -> str:

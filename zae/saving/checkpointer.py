@@ -482,6 +482,12 @@ class Checkpointer:
         """Where the run has started from, as checkpoints contain it."""
         return {} if self.parent is None else {"parent": self.parent}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the run, and the scores of its checkpoints and files of weights, for `restore`."""
+        of_weights = self.weights.rule.scores
+        kept = {"run_id": self.run_id, "scores": dict(self.retention.scores), **self.lineage}
+        return kept | ({"weight_scores": dict(of_weights)} if of_weights else {})
+
     def describe(
         self, progress: ProgressChecker, add_ons: Sequence[type], world_size: int, info: Mapping[str, Any]
     ) -> dict[str, Any]:

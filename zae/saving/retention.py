@@ -40,6 +40,10 @@ class Retention:
         kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
         return [name for name in names if name not in kept]
 
+    def wants(self, name: str, is_scored: bool, is_best: bool) -> bool:
+        """Return whether to save what was just validated: to note its score, or because it is the best so far."""
+        return (is_scored and self.is_unscored(name)) or (is_best and self.best > 0 and self.best_first()[:1] != [name])
+
     def is_unscored(self, name: str) -> bool:
         """Return whether a checkpoint was saved before its score was known, and scores matter."""
         return self.best > 0 and name in self.scores and self.scores[name] is None
