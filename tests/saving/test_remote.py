@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from kit.blocks import Blocks, find_page
 from kit.faults import everything, forked
 from zae import Every
 from zae.addons import StateManagerAddon
+from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 from zae.saving.checkpointer import Checkpointer
 from zae.saving.remote import FsspecCheckpointer
@@ -212,6 +214,26 @@ def test_damage_is_noticed_and_another_run_is_refused(tmp_path: Path, caplog: py
     assert "passed over" in caplog.text
     with pytest.raises(CheckpointNotFound, match="no checkpoint step-00000009 in memory://damage/run"):
         resumed.load_state(tmp_path / "local" / "step-00000009")
+
+
+def test_the_doctor_examines_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, url = fsspec.filesystem("memory"), "memory://doctor/run"
+    train(FsspecCheckpointer.at(url), tmp_path / "local", 3, keep_last=2)
+    memory.pipe_file("/doctor/run/step-00000009.1/model.safetensors", b"cut")
+    assert main(["doctor", url, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in report["checkpoints"]] == ["step-00000003", "step-00000002"]
+    assert (report["resume_from"], report["left_behind"]) == ("step-00000003", ["step-00000009.1"])
+    memory.pipe_file("/doctor/run/step-00000003.1/state.json", b"x")
+    memory.pipe_file("/doctor/run/step-00000002.1/manifest.json", b"{")
+    assert main(["doctor", url]) == 1
+    shown = capsys.readouterr().out
+    assert "step-00000003: state.json" in shown or "state.json: cut short" in shown
+    assert shown.count("DAMAGED") == 2
+    assert main(["doctor", "memory://doctor/nothing"]) == 1
+    assert 'resume="auto" starts a new run here' in capsys.readouterr().out
+    assert main(["doctor", "nosuch://bucket"]) == 2
+    assert "nosuch" in capsys.readouterr().err
 
 
 @pytest.mark.covers("F-A6")

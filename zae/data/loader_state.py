@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
+from zae.common.torch_private import fingerprint_of
 from zae.common.walk import has_same_bits, search
 from zae.data.loaders import is_stateful, length_of, unwrap_sampler
 from zae.errors import CheckpointMismatch
 
 __all__ = [
+    "FINGERPRINT",
     "STREAMS",
     "as_begun",
     "capture_parts",
@@ -31,6 +33,9 @@ __all__ = [
     "restore_parts",
     "write_stream",
 ]
+
+FINGERPRINT = "dataset fingerprint"
+"""The fact that only warns where it differs: some datasets get a new one in each process."""
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The kinds of random stream."""
@@ -49,6 +54,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
+    facts[FINGERPRINT] = fingerprint_of(getattr(loader, "dataset", None))
     facts["sampler"] = _kind(_sampler_of(loader))
     facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
     for name, sampler in (("sampler", _sampler_of(loader)), ("batch sampler", unwrap_sampler(batch_sampler))):

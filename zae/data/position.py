@@ -11,7 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from zae.common import random_state
-from zae.data.loader_state import as_begun, capture_parts, changes_of, facts_of, is_exhausted, restore_parts
+from zae.data.loader_state import (
+    FINGERPRINT,
+    as_begun,
+    capture_parts,
+    changes_of,
+    facts_of,
+    is_exhausted,
+    restore_parts,
+)
 from zae.data.loaders import describe, has_pinned_batches, is_stateful, length_of
 from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
 from zae.data.skip import iterate_on, skip_batches
@@ -158,8 +166,12 @@ class LoaderPosition:
 
         A new call of ``run``, which had not begun when the state was saved, takes any loader.
         """
-        before = {} if self._resume is None else self._resume["facts"]
-        changes = changes_of(before, facts_of(loader)) if before else []
+        before, now = {} if self._resume is None else dict(self._resume["facts"]), facts_of(loader)
+        marks = before.pop(FINGERPRINT, None), now.pop(FINGERPRINT, None)
+        changes = changes_of(before, now) if before else []
+        if not new_run and None not in marks and marks[0] != marks[1]:
+            _log.warning("the dataset has changed since the checkpoint was saved: its fingerprint was %s and is %s, so "
+                         "its samples may differ", *marks)  # fmt: skip
         if new_run and self._ended_with is not None and self._ended_with is not loader:
             changes.append("it is another object")
         if self._resume is not None and "ranks" in self._resume:

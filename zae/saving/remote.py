@@ -125,13 +125,36 @@ class FsspecCheckpointer(Checkpointer):
         """Download a checkpoint, verify it and read it."""
         if not self._is_here(path):
             return super().load(path, allow_partial, held or {})
-        place, manifest, text = self._newest(path)
         with self._scratch(path.name) as local:
-            (local / MANIFEST).write_bytes(text)
-            for name in manifest["files"]:
-                with self._reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
-                    self.files.get_file(f"{place}/{name}", str(local / name))
+            self.download(path, local)
             return load_checkpoint(local, allow_partial=allow_partial, held=held or dict[str, Tensor]())
+
+    def download(self, path: Path, local: Path) -> None:
+        """Copy the files of a checkpoint into an existing folder, without verifying them.
+
+        Parameters
+        ----------
+        path : Path
+            The checkpoint.
+        local : Path
+            The folder.
+
+        Raises
+        ------
+        CheckpointNotFound, CheckpointDamaged
+            There is no such checkpoint, or its manifest cannot be read.
+        """
+        place, manifest, text = self._newest(path)
+        (local / MANIFEST).write_bytes(text)
+        for name in manifest["files"]:
+            with self._reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
+                self.files.get_file(f"{place}/{name}", str(local / name))
+
+    def unfinished(self) -> list[str]:
+        """List the uploads without a manifest, which the next run removes."""
+        uploads = self._uploads().items()
+        return sorted(f"{name}.{number}" for name, found in uploads for number, files in found.items()
+                      if not self._is_complete(files))  # fmt: skip
 
     def load_manifest(self, path: Path) -> Manifest:
         """Download the manifest of a checkpoint alone."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zae.cli import Answer
 from zae.display.text import format_size
-from zae.errors import CheckpointError, ConfigError, printable
+from zae.errors import CheckpointDamaged, CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +21,10 @@ __all__ = ["add_arguments", "examine", "folders_below", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("path", nargs="?", help="the folder that a run saves to (save_path), or one checkpoint: each "
-                        "is verified; without it, packages, devices, network, disk, limits and variables "
-                        "are examined, for runs in the present folder")  # fmt: skip
+    parser.add_argument("path", nargs="?", help="the folder that a run saves to (save_path), its URL in object "
+                        "storage (s3://bucket/run), or one checkpoint: each is verified; without it, packages, "
+                        "devices, network, disk, limits and variables are examined, for runs in the present "
+                        "folder")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -31,6 +34,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
         report = environment.examine(Path.cwd())
         return Answer(report, environment.table_of(report), 0 if report["healthy"] else 1)
+    if "://" in arguments.path:
+        report = examine_url(arguments.path)
+        return Answer(report, _table(report), 0 if report["healthy"] else 1)
     path = Path(os.path.expanduser(arguments.path))
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give the save_path of a run, or one checkpoint")
@@ -62,6 +68,45 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
         if reads_all
         else [f"python -m zae doctor {folder} verifies them"],
     }
+
+
+def examine_url(url: str) -> dict[str, Any]:
+    """Verify every checkpoint that `FsspecCheckpointer` has stored under a URL: download one after the other."""
+    from zae.saving.remote import FsspecCheckpointer
+    from zae.saving.retention import Retention
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store = FsspecCheckpointer(folder, "safetensors", Retention(None, 0, 1), url=url)
+
+        def examined(kind: str) -> list[dict[str, Any]]:
+            return [_examine_stored(store, path) for path in store.list_saved(folder, kind)]
+
+        checkpoints, crashes, left_behind = examined("step"), examined("crash"), store.unfinished()
+    whole = [each for each in checkpoints if each["whole"]]
+    return {
+        "path": url,
+        "healthy": bool(checkpoints) and checkpoints[0]["whole"],
+        "resume_from": whole[0]["name"] if whole else None,
+        "checkpoints": checkpoints,
+        "weights": [],
+        "crashes": crashes,
+        "left_behind": left_behind,
+        "holder": None,
+        "advice": _advice(folder, checkpoints, whole),
+    }
+
+
+def _examine_stored(store: Any, path: Path) -> dict[str, Any]:
+    """Download one checkpoint to a folder of its name, verify it, and remove the folder."""
+    path.mkdir()
+    try:
+        store.download(path, path)
+        return _examine_one(path, reads_all=True)
+    except CheckpointDamaged as error:
+        return {"name": path.name, "whole": False, "bytes": _size(path), "wrong": _plain(error)}
+    finally:
+        shutil.rmtree(path)
 
 
 def folders_below(folder: Path) -> list[str]:
