@@ -17,6 +17,7 @@ from kit.pages import Page
 from zae.addons import EMAAddon, LoggerAddon, StateManagerAddon
 from zae.cli import main
 from zae.cli.script import import_file
+from zae.preview.provenance import describe_code
 from zae.storage.manifest import read_manifest, seal
 
 
@@ -110,6 +111,22 @@ def test_code_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["code"]["differs"] == differs
     assert found["data"]["differs"] == [{"name": "data: fingerprint", "before": "8", "after": "9"}]
     assert f"code of Task {code['base']['Task']} -> {code['code']['Task']}\n" in look(capsys, tmp_path)[2]
+
+
+def test_code_that_changes_in_one_process(tmp_path: Path) -> None:
+    """A file that is imported again after a change has another hash; a class of a console has none."""
+    file, found = tmp_path / "task.py", []
+    for factor in (1, 2):
+        file.write_text(DEFINED.format(comment="a", factor=factor))
+        os.utime(file, (factor, factor))
+        module: Any = import_file(file, "of_a_notebook")
+        found.append(describe_code(module.Task, module.Block(3, 2))["code"])
+    assert found[0].keys() == found[1].keys() == {"Task", "Block"}
+    assert found[0]["Task"] != found[1]["Task"]
+    assert found[0]["Block"] == found[1]["Block"]
+    space: dict[str, Any] = {"Module": torch.nn.Module, "__name__": "of_a_console"}
+    exec("class Typed(Module):\n    pass", space)
+    assert describe_code(faults.Task, space["Typed"]())["code"].keys() == {"Task"}
 
 
 def test_a_report_of_a_folder_of_runs(top: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import linecache
+import os
 import platform
 import sys
 import sysconfig
@@ -34,19 +36,15 @@ def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]
     """
     code = dict[str, list[str]]()
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    files = dict[str, dict[str, ast.ClassDef]]()
     for each in _classes(cls, model):
         package = each.__module__.partition(".")[0]
         if _is_installed(each):
             version = getattr(sys.modules.get(package), "__version__", None)
             versions |= {package: version} if type(version) is str and package not in versions else {}
         elif (file := _file_of(each)) is not None:
-            files[file] = known = files[file] if file in files else _definitions(file)
-            if each.__qualname__ not in known:  # Made by another class, or typed into a console.
-                continue
-            source = ast.unparse(known[each.__qualname__]).encode(errors="backslashreplace")
-            digest = hashlib.sha256(source).hexdigest()[:16]
-            code.setdefault(each.__qualname__.rpartition("<locals>.")[2], []).append(digest)
+            digest = _hashes(file, _changed_at(file)).get(each.__qualname__)
+            if digest is not None:  # Else it was made by another class, or typed into a console.
+                code.setdefault(each.__qualname__.rpartition("<locals>.")[2], []).append(digest)
     hashes = {name: _joined(each) for name, each in code.items()}
     rest = [hashes.pop(name) for name in list(hashes)[_MOST:]]
     versions.pop("zae", None)  # Each manifest has it.
@@ -99,20 +97,28 @@ def _file_of(cls: type) -> str | None:
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 
-def _definitions(file: str) -> dict[str, ast.ClassDef]:
-    """Return the classes that a file defines, by their qualified names."""
-    found = dict[str, ast.ClassDef]()
+def _changed_at(file: str) -> int:
+    """Return when a file was changed; 0 for the cell of a notebook, whose name is its own."""
+    return os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _hashes(file: str, changed_at: int) -> dict[str, str]:
+    """Return the hash of each class that a file defines, by its qualified name."""
+    found = dict[str, str]()
 
     def visit(node: ast.AST, prefix: str) -> None:
         for each in ast.iter_child_nodes(node):
             if isinstance(each, ast.ClassDef):
-                found[prefix + each.name] = each
+                source = ast.unparse(each).encode(errors="backslashreplace")
+                found[prefix + each.name] = hashlib.sha256(source).hexdigest()[:16]
                 visit(each, f"{prefix}{each.name}.")
             elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(each, f"{prefix}{each.name}.<locals>.")
             else:
                 visit(each, prefix)
 
+    linecache.checkcache(file)
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         visit(ast.parse("".join(linecache.getlines(file))), "")
     return found
