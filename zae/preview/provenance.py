@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ def _is_installed(cls: type) -> bool:
 def _file_of(cls: type) -> str | None:
     """Return the file, or the cell of a notebook, that a class is defined in."""
     for value in vars(cls).values():
-        code = getattr(getattr(value, "__func__", value), "__code__", None)
-        if code is not None and code.co_qualname.startswith(cls.__qualname__):
-            return str(code.co_filename)
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if isinstance(function, FunctionType) and function.__code__.co_qualname.startswith(cls.__qualname__):
+            return function.__code__.co_filename
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 
