@@ -67,6 +67,8 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 @pytest.mark.usefixtures("site")
 def test_the_list_imports_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours first; each with its distribution, its version and the first line of its docstring."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == "zae_tilt"]:  # Another test imports it.
+        monkeypatch.delitem(sys.modules, name)
     install("zae-tilt", "TiltAddon", MODULE)
     install("zae-broken", "BrokenAddon", "def (")
     monkeypatch.setenv("COLUMNS", "60")

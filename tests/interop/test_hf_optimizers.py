@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import pickle
 import warnings
@@ -21,6 +22,7 @@ from zae.interop.huggingface import optimizers
 HERE = {
     *("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"),
     *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+    *(("adamw_torch_4bit", "adamw_torch_8bit") if importlib.util.find_spec("torchao") else ()),
 }
 KWARGS = {
     "polynomial": {"lr_end": 1e-3, "power": 2.0},

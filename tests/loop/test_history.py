@@ -412,6 +412,7 @@ class AskingAddon(AddOnBase):
 )
 def test_outputs_are_held_only_while_a_metric_is_to_read_them(task: Any, keep: bool, where: str) -> None:
     """Not in an epoch, not after a validation, and not after an exception in one."""
+    gc.collect()  # The traceback of an earlier test may hold some.
     trainer = build(task=task, keep_train_outputs=keep, **({"mode": "test"} if where == "mode" else {}))
     batches, valid = hand.loader(24, 4), {"a": hand.loader(20, 4), "b": hand.loader(20, 4)}
     asks = task is not Things
