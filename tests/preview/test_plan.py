@@ -440,6 +440,7 @@ def test_plan_counts_the_disk_that_checkpoints_take(model: Any, add_ons: Any, op
 
     Training has the metrics of the validation, as the plan assumes.
     """
+    torch.manual_seed(0)  # The size of a record depends on its numbers.
     made, samples = model(), size.get("samples", 20)
     options = {"optimizer": torch.optim.AdamW(made.parameters()), "keep_last": 2, "keep_best": 0, **options}
     trainer = Alike.add_on(StateManagerAddon, *add_ons)(made, "cpu", seed=0, save_path="save", **options)
