@@ -258,8 +258,8 @@ def test_plan_has_no_side_effect() -> None:
     loader = DataLoader(data, batch_size=4, shuffle=True, generator=generator)
     valid = DataLoader(data, batch_size=4, shuffle=True, generator=generator)
     before = world(trainer, loader)
-    for _ in range(2):
-        plan = trainer.plan(2, loader, valid)
+    for measures in (False, True):
+        plan = trainer.plan(2, loader, valid, measure_activations=measures)
         after = world(trainer, loader)
         for part, value in before.items():
             assert matrix.first_difference(value, after[part]) is None, part

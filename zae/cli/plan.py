@@ -17,6 +17,8 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     script.add_arguments(parser)
+    parser.add_argument("--measure-activations", action="store_true", help="measure what the forward of a batch keeps "
+                        "for its backward, with a copy of the model")  # fmt: skip
     parser.description = (
         f"{parser.description}\n\nNothing is trained, and zae writes nothing: one batch is tried with a copy of the\n"
         "model for the names of the metrics. What the run would refuse, or fail with, is\nstatus 1."
@@ -30,7 +32,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         _check(trainer.plan, options)
         status, found = 0, {}
         try:
-            plan = trainer.plan(**options)
+            plan = trainer.plan(**options, measure_activations=arguments.measure_activations)
             text, found, status = str(plan), fields_of(plan), int(bool(plan.faults))
         except Exception as error:
             words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
@@ -53,10 +55,11 @@ def fields_of(plan: Any) -> dict[str, Any]:
 def _check(plan: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse arguments that ``run`` does not have, or lacks."""
     signature = inspect.signature(plan)
+    names = [each for each in signature.parameters if each != "measure_activations"]  # It is not one of run.
     for name in options:
-        if name not in signature.parameters:
-            hint = did_you_mean(str(name), signature.parameters)
-            raise ConfigError(f"run() has no argument {name!r}{hint or '; it has ' + ', '.join(signature.parameters)}")
+        if name not in names:
+            hint = did_you_mean(str(name), names)
+            raise ConfigError(f"run() has no argument {name!r}{hint or '; it has ' + ', '.join(names)}")
     try:
         signature.bind(**options)
     except TypeError as error:

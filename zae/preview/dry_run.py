@@ -28,20 +28,22 @@ from zae.common.device import to_device
 from zae.common.optimizer_modes import has_modes
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
-from zae.composition.introspect import set_by
+from zae.composition.introspect import set_by, slots_of
 from zae.composition.leave_out import leave_out
 from zae.data.loader_state import preserve_streams
-from zae.data.loaders import copy_with, describe
+from zae.data.loaders import BatchLimits, copy_with, describe
 from zae.loop.epoch_log import plain
 from zae.loop.step_output import read_output
 
 __all__ = [
-    "NotTried", "Tried", "borrow", "copy_trainer", "first_batch", "first_batches", "state_after_a_step", "try_step",
+    "NotTried", "Tried", "begin_call", "borrow", "copy_to_train", "copy_trainer", "first_batch", "first_batches",
+    "state_after_a_step", "try_step",
 ]  # fmt: skip
 
 _MANY = 10_000  # Entries of a container that is put back.
 _LARGE = 256 << 20  # Bytes of tensors in the user's own attributes: more is not copied.
 _DEPTH = 4
+_LEFT_OUT = ("parallel", "state", "observe")  # The layers of add-ons that start processes, save and log.
 
 
 class NotTried(Exception):
@@ -216,6 +218,24 @@ def copy_trainer(trainer: Any, cls: Any = None, is_whole: bool = True) -> Any:
     twin.optimization, twin.history = copy.copy(trainer.optimization), trainer.history.fork()
     twin.device = next((each.device for each in twin.model.parameters()), trainer.device)
     return twin
+
+
+def copy_to_train(trainer: Any) -> Any:
+    """Return a whole copy that trains in this process, and neither saves nor logs."""
+    twin = copy_trainer(trainer, leave_out(type(trainer), _LEFT_OUT))
+    twin.log_bar = twin.try_validation = False
+    twin.loader_position = trainer.loader_position.fresh()  # It is given lists.
+    if "parallel" in slots_of(type(trainer)):  # Its processes are still to be started.
+        twin.device = next((each.device for each in twin.unwrap().parameters()), trainer.device)
+    return twin
+
+
+def begin_call(twin: Any, loader: Any, valid_loader: Any, limits: Any) -> Any:
+    """Begin a call of run with a copy, whose loaders are not limited again."""
+    limits = copy.copy(limits)
+    limits.batches = BatchLimits()
+    call = twin.current_run = twin.current_run.new_call(loader, valid_loader, limits)
+    return call
 
 
 def _check_only(metrics: Any, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Predict the memory that training takes on each rank, without activations: a formula that engines change."""
+"""Predict the memory that training takes on each rank: a formula that engines change, and measured activations."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["Memory", "Part", "shard_memory"]
 
 
 _STEP = "the optimizer's step"
+_ACTIVATIONS = "activations"
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Part:
 
 @dataclass
 class Memory:
-    """The bytes that training takes on the rank that holds most, without activations.
+    """The bytes that training takes on the rank that holds most; activations are included only where measured.
 
     `Trainer.plan` makes it for one process, and engines change it in ``plan_memory``.
 
@@ -78,7 +79,8 @@ class Memory:
     held : dict of str to int
         What else is there all the time, by name, such as the buckets of DistributedDataParallel.
     peaks : dict of str to int
-        What is there for a moment of a step, by name; only the largest of them counts.
+        What is there for a moment of a step, by name; only the largest of them counts. The activations are gone when
+        the optimizer steps.
     start : int
         The bytes of all together before an engine has divided the model.
     is_offloaded : bool
@@ -143,6 +145,15 @@ class Memory:
         return round(sum(each.bytes * each.slots for each in self.parts.values()))
 
     @property
+    def activations(self) -> int | None:
+        """The bytes that the forward of a batch keeps for its backward; None where they are not measured."""
+        return self.peaks.get(_ACTIVATIONS)
+
+    @activations.setter
+    def activations(self, size: int) -> None:
+        self.peaks[_ACTIVATIONS] = size
+
+    @property
     def total(self) -> int:
         """The bytes of all together on the device, in the moment in which they are most."""
         return max(self.start, sum(self.entries().values()))
@@ -167,7 +178,11 @@ class Memory:
         step = sum(entries.values())
         before = f"; {format_size(self.start)} before the model is divided" if self.start > step else ""
         host = f"; {format_size(self.host)} on the host ({_list(self._state())})" if self.is_offloaded else ""
-        return f"{format_size(step)} and activations: {_list(entries)}{before}{host}"
+        if self.activations is None:
+            return f"{format_size(step)} and activations: {_list(entries)}{before}{host}"
+        size = format_size(self.activations)
+        earlier = "" if _ACTIVATIONS in entries else f"; activations {size}, freed before the optimizer's step"
+        return f"{format_size(step)}: {_list(entries)}{earlier}{before}{host}"
 
 
 class _Gathered(NamedTuple):

@@ -48,7 +48,8 @@ class RunPreview:
     bytes_per_checkpoint, disk : int
         The size of the largest checkpoint, and of all that are kept at once; 0 without a state manager.
     memory : Memory or None
-        The bytes that each process takes, without activations; None where they are not known.
+        The bytes that each process takes; ``memory.activations`` is None where they are not measured. None where
+        the bytes are not known.
     kernels : dict of str to str
         For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
         kernel removes the entry.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zae.common import optim, random_state
+from zae.common.argument_checks import check_flags
 from zae.common.optimizer_checks import check_schedules
 from zae.common.torch_private import is_compiled
 from zae.composition.introspect import add_ons_of, seam, slots_of
@@ -28,6 +29,7 @@ from zae.errors import MonitorError
 from zae.loop import addon_state
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
+from zae.preview.activations import measure_activations
 from zae.preview.checkpoint_size import checkpoint_bytes
 from zae.preview.dry_run import NotTried, in_words, state_after_a_step, try_step
 from zae.preview.memory import Memory
@@ -47,8 +49,8 @@ _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show
 class Preview:
     """What a call of `Trainer.run` will do, and what of it would fail; neither the run nor its trainer is changed."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.trainer = run, run.trainer
+    def __init__(self, run: Run, measures_activations: bool = False) -> None:
+        self.run, self.trainer, self.measures_activations = run, run.trainer, measures_activations
         self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
 
     def plan(self) -> RunPreview:
@@ -69,6 +71,8 @@ class Preview:
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.find_metrics()
         self.measure_memory()
+        if self.measures_activations:
+            self.measure_activations()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
         found.notes += [*found.kernels.values(), *self._describe_compiled()]
         if not found.disk:
@@ -262,6 +266,22 @@ class Preview:
             # A state notes the settings that it was read with; the run does so itself.
             trainer.optimization.settings = settings
 
+    def measure_activations(self) -> None:
+        """Measure what the forward of one batch keeps, or say why it is not measured."""
+        found = self.found
+        try:
+            size = measure_activations(self.run)
+        except NotTried as reason:
+            found.notes.append(f"activations are not measured: {reason}")
+        except torch.OutOfMemoryError:
+            found.notes.append("activations are not measured: a copy of the model, and one batch, do not fit in memory")
+        except Exception as error:
+            fault = f"one batch of loader was tried, and {in_words(error)}"
+            found.faults += [] if found.faults else [fault]  # It is there already where the step was tried for metrics.
+        else:
+            if found.memory is not None:
+                found.memory.activations = size
+
     def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
         """Find the size of a checkpoint with these states of the optimizers."""
         trainer, found = self.trainer, self.found
@@ -314,6 +334,7 @@ def plan(
     max_time: float | timedelta | None = None,
     limit_batches: int | tuple[int | None, int | None] | None = None,
     overfit_batches: int | None = None,
+    measure_activations: bool = False,
 ) -> RunPreview:
     """Preview what ``run`` would do with the same arguments, without changing anything.
 
@@ -324,6 +345,11 @@ def plan(
     ----------
     n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
         As for ``run``.
+    measure_activations : bool
+        Whether to make one more forward, of one batch of ``loader`` with a copy of the model on the trainer's device,
+        for the bytes that it keeps until the backward: ``plan.memory.activations``, included in the sum. A note says
+        why where they are not measured. The ``setup`` of add-ons is called for the copy, as ``run(..., rehearse=True)``
+        does.
 
     Returns
     -------
@@ -361,4 +387,5 @@ def plan(
     """
     limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
     limits.check(loader, valid_loader)
-    return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()
+    (measures,) = check_flags(measure_activations=measure_activations)
+    return Preview(self.current_run.new_call(loader, valid_loader, limits), measures).plan()

@@ -15,10 +15,16 @@ import torch
 from zae.common import random_state
 from zae.common.optimizer_state import check_optimizer_states, difference
 from zae.composition.introspect import slots_of
-from zae.composition.leave_out import leave_out
-from zae.data.loaders import BatchLimits
 from zae.errors import CheckpointMismatch, RehearsalError
-from zae.preview.dry_run import NotTried, borrow, copy_trainer, first_batches, in_words
+from zae.preview.dry_run import (
+    NotTried,
+    begin_call,
+    borrow,
+    copy_to_train,
+    copy_trainer,
+    first_batches,
+    in_words,
+)
 
 if TYPE_CHECKING:
     from zae.preview.preview import Preview
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Rehearsal"]
 
 _log = logging.getLogger("zae")
-_LEFT_OUT = ("parallel", "state", "observe")  # The layers of add-ons that start processes, save and log.
 _EPOCHS = 2  # Of one step: a scheduler may fail on its second one.
 _OF_THIS_PLACE = ("position", "StateManagerAddon")  # Entries that a load adapts to the loader and the folder.
 
@@ -85,20 +90,11 @@ class Rehearsal:
     @cached_property
     def twin(self) -> Any:
         """A copy that trains in this process, and neither saves nor logs."""
-        trainer = self.trainer
-        twin = copy_trainer(trainer, leave_out(type(trainer), _LEFT_OUT))
-        twin.log_bar = twin.try_validation = False
-        twin.loader_position = trainer.loader_position.fresh()  # It is given lists.
-        if "parallel" in slots_of(type(trainer)):  # Its processes are still to be started.
-            twin.device = next((each.device for each in twin.unwrap().parameters()), trainer.device)
-        return twin
+        return copy_to_train(self.trainer)
 
     def _begin_call(self, twin: Any, loader: Any) -> Any:
         """Begin a call of run with a copy."""
-        limits = copy.copy(self.run.limits)
-        limits.batches = BatchLimits()
-        call = twin.current_run = twin.current_run.new_call(loader, _few(self.run.valid_loader), limits)
-        return call
+        return begin_call(twin, loader, _few(self.run.valid_loader), self.run.limits)
 
     def step(self) -> None:
         """Make two epochs of one step."""
