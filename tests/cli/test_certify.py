@@ -222,10 +222,9 @@ def test_a_right_composition_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.exhaustive
 def test_what_eject_writes_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the add-on that eject does not write, on both sides."""
-    maker = (
-        SCRIPT.partition("def make_trainer")[2].partition("def noisy")[0].replace("EMAAddon", "NoiseAddon, EMAAddon")
-    )
+    """Without the add-on that eject does not write, on both sides, and in one process."""
+    maker = SCRIPT.partition("def make_trainer")[2].partition("def noisy")[0]
+    maker = maker.replace("EMAAddon", "NoiseAddon, MultiGPUAddon, EMAAddon")
     add_on = SCRIPT.partition("class NoiseAddon")[2].partition("class Third")[0]
     Path("noise.py").write_text(
         f"{SCRIPT.partition('class Restless')[0]}class NoiseAddon{add_on}def make_trainer{maker}"

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kit import hand
+from kit.ranks import each_rank
 from zae.cli import main
 from zae.errors import ConfigError
 from zae.preview.eject.carry import carry
@@ -531,6 +533,25 @@ def test_records_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureF
 
 
 LEFT_OUT: dict[str, tuple[str, str]] = {
+    "ranks that share batches of a list": (
+        script("MultiGPUAddon", run='"n_epoch": 1, "loader": [*loader]'),
+        "weights differ: MultiGPUAddon (with a loader that is not a DataLoader of batches)",
+    ),
+    "ranks, and parts of the model": (
+        script("MultiGPUAddon", more=GAN, task="TwoLosses"),
+        "weights differ: MultiGPUAddon (where a step uses self.model other than by calling it)",
+    ),
+    "ranks that count targets": (
+        script("MultiGPUAddon", more=SUM, task="Counting"), "weights differ: MultiGPUAddon (with num_targets)"
+    ),
+    "ranks without samples": (
+        script("MultiGPUAddon").replace('"cpu"', '["cpu", "cpu"]').replace("Noisy(22)", "Noisy(25)"),
+        "weights differ: MultiGPUAddon (with a last step of fewer samples than ranks)",
+    ),
+    "ranks, and steps between saves": (
+        script("MultiGPUAddon, StateManagerAddon", "save_path='runs', save_every=2,"),
+        "weights differ: MultiGPUAddon (with save_every in steps)",
+    ),
     "LedgerAddon": (script("LedgerAddon", "ledger_path='a.ledger',"), "left out: LedgerAddon ("),
     "PrefetchAddon": (script("PrefetchAddon"), "left out: PrefetchAddon"),
     "BatchNorm": (
@@ -609,3 +630,161 @@ def test_an_add_on_that_is_passed_on_is_named():
     carried = carry(textwrap.dedent(source), {"Task"}, {"NoiseAddon"}, ())
     assert carried.left == [(14, "NoiseAddon", "")]
     assert carry(textwrap.dedent(source).replace(", NoiseAddon)", ")"), {"Task"}, {"NoiseAddon"}, ()).left == []
+
+
+# ------------------------------------------------------------------------------------------------- on several ranks
+
+CPUS = '"cpu", optimizer=optimizer', '["cpu", "cpu"], optimizer=optimizer'
+
+
+def script_of_ranks(add_ons: str = "", options: str = "", run: str = RUN, size: int = 22, **more: Any) -> str:
+    """The script of a user who trains on two ranks."""
+    source = script(f"MultiGPUAddon{', ' * bool(add_ons)}{add_ons}", options, run, **more)
+    return source.replace(*CPUS).replace("Noisy(22)", f"Noisy({size})")
+
+
+ON_RANKS = {
+    "clip": script_of_ranks(options="gradient_clip=0.1, seed=5,"),
+    "unequal shares": script_of_ranks("EMAAddon", "gradient_clip=0.1, seed=5, decay=0.5,", size=21),
+    "without a seed": script_of_ranks().replace('["cpu", "cpu"]', '"cpu"'),
+    "accumulation": script_of_ranks(
+        "GradientAccumulationAddon", "gradient_accumulation_steps=2, gradient_clip=0.5, seed=1,", size=30
+    ),
+    "fp16": script_of_ranks(
+        "AMPAddon, EMAAddon, GradientAccumulationAddon",
+        "precision='fp16', loss_scale=(2.0**23, 1.0), decay=0.5, seed=1, gradient_accumulation_steps=2, "
+        "on_nonfinite='skip',",
+        size=21,
+    ),
+    "plateau": script_of_ranks(
+        "EarlyStoppingAddon",
+        "patience=2, delta=0.05, seed=2, "
+        "scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),",
+        f'{RUN}, "valid_every": Every(steps=2)'.replace("3", "9"),
+    ),
+    "steps": script_of_ranks(
+        options="seed=2, scheduler=zae.schedulers.cosine(warmup=0.3),",
+        run=f'{RUN}, "max_steps": 7, "steps_per_epoch": 2',
+    ),
+    "several validations, drop_last": script_of_ranks(
+        options="seed=2,", run=RUN.replace('": valid_loader', '": {"a": valid_loader, "b": loader}')
+    ).replace("shuffle=True)\n    valid", "shuffle=True, drop_last=True)\n    valid"),
+    "workers": script_of_ranks(options="seed=2,").replace("batch_size=4,", "batch_size=4, num_workers=1,", 1),
+    "generator": script_of_ranks(options="seed=2,").replace(
+        "batch_size=4,", "batch_size=4, generator=torch.Generator(),", 1
+    ),
+    "its own shares": script_of_ranks(options="seed=2,").replace(
+        "loader = DataLoader(Noisy(22), batch_size=4, shuffle=True)",
+        "import os\n    sampler = torch.utils.data.DistributedSampler(Noisy(22), 2, int(os.environ.get('RANK', 0)))\n"
+        "    loader = DataLoader(Noisy(22), batch_size=4, sampler=sampler)",
+        1,
+    ),
+    "all together": script_of_ranks(
+        "StateManagerAddon, JSONLLoggerAddon, EMAAddon, GradientAccumulationAddon, EarlyStoppingAddon",
+        "save_path='runs', resume='auto', jsonl_path='log.jsonl', decay=0.75, patience=2, seed=5, "
+        "gradient_accumulation_steps=2, gradient_clip=0.5, log_every=2,",
+    ),
+}  # fmt: skip
+
+
+def ends_of_both(folder: Path) -> tuple[int, str, str]:
+    """Train by zae and by the script on this rank; return the steps and the weights of both."""
+    trainer, _, model = train_both(folder)
+    return trainer.progress_checker.step, hand.digest(trainer.unwrap()), hand.digest(model)
+
+
+@pytest.mark.parametrize("name", [*list(ON_RANKS)[:1], *(pytest.param(n, marks=pytest.mark.exhaustive)
+                                                         for n in list(ON_RANKS)[1:])])  # fmt: skip
+def test_the_weights_of_two_ranks_are_those_of_the_composition(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bitwise, on both ranks, with BatchNorm, dropout, a short last step, and noise of NumPy in the dataset."""
+    path, said = eject(ON_RANKS[name], tmp_path, capsys)
+    assert "weights differ" not in said
+    text = path.read_text(encoding="utf-8")
+    assert "zae" not in text.replace("written by zae", "")
+    assert "DistributedDataParallel(model" in text
+    ends = each_rank(2, ends_of_both, tmp_path)
+    assert ends[0] == ends[1]
+    step, ours, plain = ends[0]
+    assert step > 3
+    assert plain == ours
+
+
+def parts_and_whole(folder: Path) -> tuple[str, str, int]:
+    """Train by the script on this rank, whole, and stopped after epochs; return both weights and the records."""
+    plain = load(folder / "plain.py", "plain_script")
+    with inside(folder / "whole"):
+        whole, run = plain.make_trainer()
+        plain.train(whole, run["n_epoch"], run["loader"], run["valid_loader"])
+    dist.barrier()
+    with inside(folder / "parts"):
+        for n_epoch in (1, 2, run["n_epoch"]):
+            task, run = plain.make_trainer()
+            plain.train(task, n_epoch, run["loader"], run["valid_loader"])
+            dist.barrier()  # Rank 0 has saved.
+        records = len(Path("log.jsonl").read_text().splitlines())
+    return hand.digest(task.model), hand.digest(whole.model), records
+
+
+def weights_of_both(folder: Path) -> list[list[float]]:
+    """Train by zae and by the script on this rank; return the weights of both."""
+    trainer, _, model = train_both(folder)
+    both = trainer.unwrap(), model
+    return [torch.cat([value.reshape(-1).double() for value in each.state_dict().values()]).tolist() for each in both]
+
+
+@pytest.mark.exhaustive
+def test_three_ranks_sum_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which rounds differently, and is named: the weights are equal up to rounding."""
+    sgd = script_of_ranks(options="seed=3,", optimizer="SGD(model.parameters(), lr=0.1, momentum=0.9)", size=23)
+    source = sgd.replace('["cpu", "cpu"]', '["cpu"] * 3').replace("model = Net()", "model = Net().double()")
+    _, said = eject(source.replace(".float()", ".double()").replace("self.x[index]", "self.x[index].double()"),
+                    tmp_path, capsys)  # fmt: skip
+    assert "weights differ: the order in which the gradients of more than two ranks are summed" in said
+    for ours, plain in each_rank(3, weights_of_both, tmp_path):
+        assert plain == pytest.approx(ours, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_the_script_continues_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped after an epoch and started again, each rank draws on; one rank writes the log and the state."""
+    eject(ON_RANKS["all together"].replace("patience=2", "patience=9"), tmp_path, capsys)
+    (parts, whole, records), other = each_rank(2, parts_and_whole, tmp_path)
+    assert parts == whole
+    assert other == (parts, whole, records)
+    assert records == 3 + 3  # After each second step of six, and after each epoch.
+
+
+@pytest.mark.exhaustive
+def test_records_of_two_ranks_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Means over both ranks, each record once."""
+    options = "jsonl_path='log.jsonl', gradient_clip=0.5, log_every=2, seed=3,"
+    eject(script_of_ranks("JSONLLoggerAddon", options, size=21), tmp_path, capsys)
+    each_rank(2, ends_of_both, tmp_path)
+    ours, plain = ([json.loads(line) for line in (tmp_path / who / "log.jsonl").read_text().splitlines()]
+                   for who in ("zae", "plain"))  # fmt: skip
+    ours = [{key: each[key] for key in each if key not in ("batch", "unix_time")} for each in ours[1:]]
+    plain = [{key: each[key] for key in each if key != "unix_time"} for each in plain]
+    assert len(plain) == 4 + 3
+    for own, other in zip(plain, ours, strict=True):
+        assert own == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_torchrun_leaves_the_weights_of_a_run_that_starts_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both as programs, the script where zae cannot be imported; without a seed, each rank draws its own numbers."""
+    source = script_of_ranks("EMAAddon", "decay=0.5,", size=21)
+    path, said = eject(source, tmp_path, capsys)
+    assert said.splitlines()[1:] == [f"  start it with torchrun --nproc_per_node 2 {path}"]
+    (tmp_path / "ours.py").write_text(f'{source}    torch.save(trainer.unwrap().state_dict(), "ours.pt")\n')
+    started = ["ours.py"], ["-m", "torch.distributed.run", "--nproc_per_node", "2", "plain.py"]
+    for arguments in started:
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "zae.py").write_text("raise ImportError('zae is not here')")
+    ours, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("ours.pt", "model.pt"))
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(plain[name], value) for name, value in ours.items())

@@ -35,4 +35,5 @@ def run(arguments: argparse.Namespace) -> Answer:
     out.write_text(str(made), encoding="utf-8")
     left = "".join(f"\n  {'not written, so that the weights differ' if changes else 'left out'}: {what}"
                    for what, changes in made.missing)  # fmt: skip
-    return Answer(data, f"{out}: {len(made.splitlines())} lines{left}")
+    start = f"\n  start it with {made.torchrun} {out}" if made.torchrun else ""
+    return Answer(data, f"{out}: {len(made.splitlines())} lines{start}{left}")

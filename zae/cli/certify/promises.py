@@ -91,7 +91,7 @@ def loop(found: Certificate) -> Iterator[Finding]:
     ejected = found.shop.run(**given)
     without = tuple(ejected["add_ons"])
     if without:  # The rest of the trainer is compared.
-        ejected = found.shop.run(**given, leave_out=without)
+        ejected = found.shop.run(**given, leave_out=("parallel", *without))
     missing = ejected["missing"]
     differing = [what for what, changes in missing if changes]
     if differing:
@@ -99,7 +99,7 @@ def loop(found: Certificate) -> Iterator[Finding]:
         return
     ours = found.base
     if without or found.base["is_shortened"]:
-        ours = found.train(is_shortened=False, leave_out=without)
+        ours = found.train(is_shortened=False, leave_out=("parallel", *without))
     plain = found.shop.run(kind="plain", plain=file)
     if text := update_difference(ours, plain):
         text += f" (both without {', '.join(without)}, which eject does not write)" if without else ""

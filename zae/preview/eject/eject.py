@@ -19,6 +19,7 @@ from zae.errors import ConfigError
 from zae.preview.eject.carry import Carried, carry, returned_keys
 from zae.preview.eject.helpers import OF_ZAE
 from zae.preview.eject.loop import Loop
+from zae.preview.eject.ranks import main_lines, why_not, write_ranks
 from zae.preview.eject.script import Script, indent
 from zae.preview.explain import Text
 
@@ -37,6 +38,8 @@ class Ejected(Text):
     """The script, with what it leaves out and whether the weights differ by it."""
 
     missing: list[tuple[str, bool]]
+    torchrun: str
+    """How the script is started on several ranks; empty for one process."""
 
 
 def eject(self: Any, run: Mapping[str, Any] | None = None) -> str:
@@ -104,6 +107,7 @@ def write_script(
     own = [c for c in own if not is_add_on(c) and "_recipe" not in vars(c)]
     modules = _modules_of(own, script_module)
     script = Script(trainer, several=len(optim.as_dict(trainer.optimization.optimizer)) > 1)
+    script.arguments = given
     script.imports.add("import torch")
     script.step_lines = script.of_each("optimizer.step()")
     _add_parts(script, own, given)
@@ -116,11 +120,12 @@ def write_script(
     parts: list[str] = []
     base = "\n".join(_plain_base(script, name, carried.passes_dict))
     parts += [base, carried.body, *("\n".join(lines) for lines in functions), *script.helpers.values()]
-    parts += ["\n".join(_main(function))] if function else []
+    main = _main(function) if script.ranks is None else main_lines(script, function)
+    parts += ["\n".join(main)] if function else []
     origin = f" ({Path(str(script_module.__file__)).name})" if script_module else ""
     head = f"{script.heading(name, origin)}\n\n{_imports(script, carried.imports)}"
     made = Ejected("\n\n\n".join([head, *parts]) + "\n")
-    made.missing = script.missing
+    made.missing, made.torchrun = script.missing, script.torchrun if script.ranks is not None else ""
     return made
 
 
@@ -149,6 +154,7 @@ def _add_parts(script: Script, own: list[Any], arguments: Mapping[str, Any]) -> 
         if not writes:
             line = (inspect.getdoc(add_on) or "").split("\n")[0].rstrip(".")
             script.leave_out(f"{add_on.__name__} ({line})", add_on.layer != "observe")
+    _add_ranks(script, own)
     for name in arguments:
         if name not in _RUN:
             script.leave_out(f"{name}={arguments[name]!r} of run()")
@@ -165,6 +171,20 @@ def _add_parts(script: Script, own: list[Any], arguments: Mapping[str, Any]) -> 
         script.leave_out(f"self.{name}, which {own[0].__name__} reads")
     if "metric_on_epoch_end" in overridden:
         script.leave_out("metric_on_epoch_end", "score" in "".join(script.places.get("validated", [])))
+
+
+def _add_ranks(script: Script, own: list[Any]) -> None:
+    """Write the part of the add-on that trains on several ranks, or name why the script trains in one process."""
+    if script.ranks is None:
+        return
+    others = [each for each in add_ons_of(type(script.trainer))
+              if each.layer == "parallel" and each.__name__ != script.engine]  # fmt: skip
+    reason = why_not(script, own, others)
+    if reason:
+        script.ranks = None
+        script.leave_out(f"{script.engine} ({reason})")
+    else:
+        write_ranks(script, script.ranks)
 
 
 def _read_of_trainer(own: list[Any]) -> set[str]:
@@ -228,14 +248,21 @@ def _imports(script: Script, carried: list[str]) -> str:
 
     future = sorted({line for line in carried if "__future__" in line})
     lines = {*script.imports, *carried} - {*future}
+    lines = {line for line in lines if not any(_is_within(line, other) for other in lines)}
     standard = sorted((x for x in lines if x.split()[1].partition(".")[0] in sys.stdlib_module_names), key=place)
     others = sorted(lines - {*standard}, key=place)
     return "\n".join([*future, *([""] if future else []), *standard, *([""] if standard and others else []), *others])
 
 
+def _is_within(line: str, other: str) -> bool:
+    """Return whether another import from the same module binds the names of an import too."""
+    (module, _, names), (place, _, others) = line.partition(" import "), other.partition(" import ")
+    return module == place and "(" not in others and {*names.split(", ")} < {*others.split(", ")}
+
+
 def _plain_base(script: Script, name: str, passes_dict: bool) -> list[str]:
     """Return the class that the steps derive from."""
-    trainer, seed = script.trainer, script.trainer.seed
+    seed = script.trainer.seed
     rest, made = ", **options" * passes_dict, ["if not isinstance(model, torch.nn.Module):"]
     if seed is None:
         made.append("    model = model()")
@@ -249,12 +276,21 @@ def _plain_base(script: Script, name: str, passes_dict: bool) -> list[str]:
         "",
         f'    def __init__(self, model, device="auto", mode="train", optimizer=None, scheduler=None{rest}):',
         *["        # The other options are written into the loop below."] * passes_dict,
-        f'        self.device = torch.device("{trainer.device}")',
+        f"        self.device = {_device(script)}",
         *indent(made, 2),
         "        self.model, self.mode = model, mode",
         "        self.optimizer, self.scheduler = optimizer, scheduler",
         *[line for hook in hooks for line in ("", f"    def {hook}(self):", "        pass")],
     ]
+
+
+def _device(script: Script) -> str:
+    """Return the expression of the device: under torchrun, that of the rank."""
+    device = script.trainer.device
+    if script.ranks is None or device.type == "cpu":
+        return f'torch.device("{device}")'
+    script.imports.add("import os")
+    return f'torch.device("{device.type}", int(os.environ["LOCAL_RANK"]))'
 
 
 def _main(function: str) -> list[str]:

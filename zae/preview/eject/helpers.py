@@ -16,11 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 __all__ = ["OF_ZAE", "source_of"]
 
 _MODULES = {"contextlib": contextlib, "json": json, "math": math, "os": os, "random": random, "time": time}
-_LINES = {"np": "import numpy as np", "torch": "import torch", **{name: f"import {name}" for name in _MODULES}}
+_LINES = {
+    "np": "import numpy as np", "torch": "import torch", "dist": "import torch.distributed as dist",
+    "DataLoader": "from torch.utils.data import DataLoader", **{name: f"import {name}" for name in _MODULES},
+}  # fmt: skip
 
 
 def source_of(name: str) -> tuple[str, set[str], list[str]]:
@@ -241,6 +246,79 @@ def save(state: Any, path: Any) -> Any:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)
+
+
+class SharedSteps:
+    """A batch sampler: of the samples of each step, every n-th for this rank, in the order that rank 0 draws."""
+
+    def __init__(self, batches: Any) -> None:
+        self.sampler, self.size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        rest = len(self.sampler) % (self.size * self.ranks)
+        if 0 < rest < self.ranks and not self.drop_last:
+            raise ValueError(f"the last step has {rest} samples for {self.ranks} ranks; use drop_last=True")
+
+    def __len__(self) -> int:
+        together = self.size * self.ranks
+        return len(self.sampler) // together if self.drop_last else -(-len(self.sampler) // together)
+
+    def __iter__(self) -> Any:
+        drawn: Any = [list(self.sampler) if self.rank == 0 else None]
+        dist.broadcast_object_list(drawn)
+        own = drawn[0][self.rank :: self.ranks]
+        for step in range(len(self)):
+            yield own[step * self.size : (step + 1) * self.size]
+
+    def factors(self) -> Any:
+        """Yield a factor for the loss of each step, so that each sample has the same weight in a short last step."""
+        for step in range(len(self)):
+            together = min(self.size * self.ranks, len(self.sampler) - step * self.size * self.ranks)
+            yield len(range(self.rank, together, self.ranks)) * self.ranks / together
+
+
+class SharedBatches:
+    """A batch sampler: every n-th batch for this rank, in the order that rank 0 draws."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.rank, self.ranks = batches, dist.get_rank(), dist.get_world_size()
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.batches), self.ranks))
+
+    def __iter__(self) -> Any:
+        drawn: Any = [list(self.batches) if self.rank == 0 else None]
+        dist.broadcast_object_list(drawn)
+        yield from drawn[0][self.rank :: self.ranks]
+
+
+def with_batches(loader: Any, batches: Any) -> Any:
+    """Return a loader with another batch sampler."""
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["generator", "prefetch_factor", "persistent_workers"]
+    return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in names})
+
+
+def send_buffers(model: Any) -> Any:
+    """Give each rank the buffers of rank 0."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+
+
+def of_all_ranks(value: Any) -> Any:
+    """Return the values of all ranks."""
+    values: Any = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def over_ranks(means: Any) -> Any:
+    """Return means over the batches of all ranks."""
+    found = Means()
+    for sums in of_all_ranks(means.sums):
+        for key, (total, weight) in sums.items():
+            other, weights = found.sums.get(key, (0.0, 0.0))
+            found.sums[key] = other + total, weights + weight
+    return found
 
 
 OF_ZAE = ("cosine", "inverse_sqrt", "linear", "seed_everything", "wsd")

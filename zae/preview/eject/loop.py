@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,7 @@ class Loop:
             lines.append(f"seed_everything({self.trainer.seed})")
         moved = "" if self.trainer.device.type == "cpu" else ".to(task.device)"
         lines.append(f"model = task.model = task.model{moved}" if moved else "model = task.model")
+        lines += script.places.get("model", [])
         lines += [*self._optimizers(), *self._schedulers(), *script.places.get("setup", [])]
         lines += ["done = False"] * self._has_done + ["recent = Means()"] * self._logs_steps
         if self.trainer.history.direction == "max" and "best" in self._text_of("validated"):
@@ -163,9 +165,9 @@ class Loop:
         schedules = [*script.places.get("epoch_schedules", []), *self.steps_of_schedulers("epoch")]
         validation = self._validation()
         both = "metrics = train_metrics" if any("train_metrics" in line for line in validation) else "metrics"
-        lines += [f"{both} = means.result()", *self._logged_epoch(), *schedules, *validation]
+        lines += [f"{both} = {self._result('means')}", *self._logged_epoch(), *schedules, *validation]
         lines += script.places.get("epoch_end", [])
-        lines += [*self._printed(), *self.states.saved()]
+        lines += [*script.on_main(self._printed()), *self.states.saved()]
         lines += ["if done:", "    break"] if self._has_done else []
         return lines
 
@@ -187,16 +189,19 @@ class Loop:
             return [first, *indent([*self._used("1"), *self._micro_step(), *self._step()])]
         script.imports.add("import itertools")
         if length_of(self.arguments.get("loader")) is None:
+            batches = "window"
             head = ["batches = iter(loader)"] * (not self.states.within_epoch) + [
                 f"while window := list(itertools.islice(batches, {count})):"
             ]
-            inner = ["count = len(window)", *self._used("count"), "for batch in window:"]
+            inner = ["count = len(window)", *self._used("count")]
         else:
             head = ["batches, left = iter(loader), len(loader)", "while left:"]
             if self.states.within_epoch:
                 head[0] = "left = len(loader) - used"
             inner = [f"count = min({count}, left)", "left -= count", *self._used("count")]
-            inner.append("for batch in itertools.islice(batches, count):")
+            batches = "itertools.islice(batches, count)"
+        inner.append(f"for batch in {batches}:" if script.ranks is None
+                     else f"for index, batch in enumerate({batches}):")  # fmt: skip
         begin = "outputs, targets = [], []" if self.counts_targets else "outputs = []"
         return [*head, *indent([begin, *inner, *indent(self._micro_step()), *self._step()])]
 
@@ -209,6 +214,8 @@ class Loop:
         if self.trainer.device.type != "cpu":
             script.define("to_device")
             lines.append("batch = to_device(batch, task.device)")
+        if script.window and script.ranks is not None:
+            lines.append("replica.require_backward_grad_sync = index == count - 1  # As no_sync().")
         lines += self._called("train_step", self.keys)
         loss = 'out["loss"]'
         if self.counts_targets:
@@ -221,7 +228,7 @@ class Loop:
             lines += self._backward_of_several(loss)
         else:
             shown = script.loss_of.format(loss)
-            is_one = shown.endswith((")", "]")) or shown == "loss"
+            is_one = isinstance(ast.parse(shown, mode="eval").body, (ast.Call, ast.Name, ast.Subscript))
             lines.append(f"{shown}.backward()" if is_one else f"({shown}).backward()")
         keep = "outputs.append((out, {}))" if script.window else ""
         return [*lines, *([keep.format(self._weight(self.keys))] if keep else [])]
@@ -301,6 +308,9 @@ class Loop:
         if looked_at == ['out["loss"]']:
             finite = 'torch.isfinite(out["loss"])'
         if self.trainer.nonfinite.policy == "skip":
+            if self.script.ranks is not None:
+                self.script.define("of_all_ranks")
+                finite = f"all(of_all_ranks(bool({finite})))"
             return [f"if {finite}:", *indent(stepped), *self._else_update()]
         text = 'f"step {step + 1}: the loss or the gradient norm is not finite"'
         return [f"if not {finite}:", f"    raise FloatingPointError({text})", *stepped]
@@ -313,7 +323,8 @@ class Loop:
         """Return what is done between two steps: log, validate, end."""
         lines, every = list[str](), self.trainer.log_every
         if self._logs_steps:
-            logged = ["logged, recent = recent.result(), Means()", *self.script.places["logged"]]
+            written = self.script.on_main(self.script.places["logged"])
+            logged = [f"logged, recent = {self._result('recent')}, Means()", *written]
             lines += [f"if step % {every.steps} == 0:", *indent(logged)]
         if self.valid_every.steps:
             lines += [f"if step % {self.valid_every.steps} == 0:", *indent(self._validated())]
@@ -339,7 +350,18 @@ class Loop:
     def _validated(self) -> list[str]:
         """Return the lines of a validation."""
         name = "evaluate_each" if isinstance(self.arguments.get("valid_loader"), Mapping) else "evaluate"
-        return [f"metrics = {name}(task, valid_loader{self._more})", *self._after_validation()]
+        lines = [f"metrics = {name}(task, valid_loader{self._more})"]
+        if self.script.ranks is not None:
+            lines = ["task.model = model", *lines, "task.model = replica"]
+        written = self.script.on_main(self.script.places.get("valid_logged", []))
+        return [*lines, *written, *self._after_validation()]
+
+    def _result(self, means: str) -> str:
+        """Return the expression of the means, over all ranks where there are several."""
+        if self.script.ranks is None:
+            return f"{means}.result()"
+        self.script.define("over_ranks")
+        return f"over_ranks({means}).result()"
 
     @property
     def _more(self) -> str:
@@ -351,13 +373,12 @@ class Loop:
         bare = self.trainer.monitor.removeprefix("train_").removeprefix("train/")
         bare = bare if prefix == "train_metrics" else bare.removeprefix("valid_").removeprefix("valid/")
         needed = any("score" in line for line in lines)
-        return [*self.script.places.get("valid_logged", []), *([f'score = {prefix}["{bare}"]'] * needed), *lines]
+        return [*([f'score = {prefix}["{bare}"]'] * needed), *lines]
 
     def _validation(self) -> list[str]:
         """Return what follows the batches of an epoch: validation, or what looks at the training metrics."""
         if not self._has_validation:
-            logged = self.script.places.get("valid_logged", [])
-            return [line for line in self._after_validation() if line not in logged]
+            return self._after_validation()
         if self.valid_every.steps:
             return []
         if (self.valid_every.epochs or 1) > 1:
@@ -370,7 +391,7 @@ class Loop:
         lines, every = self.script.places.get("logged", []), self.trainer.log_every
         if not lines or every.steps:
             return []
-        due = ["logged = metrics", *lines]
+        due = self.script.on_main(["logged = metrics", *lines])
         return due if every.epochs == 1 else [f"if (epoch + 1) % {every.epochs} == 0:", *indent(due)]
 
     def _printed(self) -> list[str]:
@@ -392,7 +413,7 @@ class Loop:
         lines = [
             f"def evaluate(task, loader{self._more}):",
             *indent(['"""Return the means of what test_step returns."""', "means = Means()"]),
-            *indent([f"with {', '.join(contexts)}:", *indent(loop), "return means.result()"]),
+            *indent([f"with {', '.join(contexts)}:", *indent(loop), f"return {self._result('means')}"]),
         ]
         if isinstance(self.arguments.get("valid_loader"), Mapping):
             lines += ["", "", *self._evaluate_each()]

@@ -36,10 +36,10 @@ class Script:
     several : bool
         Whether there are several optimizers: ``optimizers`` is then a dict, else there is ``optimizer``.
     places : dict of str to list of str
-        Lines at "setup" (once, before the first epoch), "epoch_begin", "before_clip" (the gradients of a step are
-        complete), "after_step" (the optimizers have stepped), "step_end", "epoch_schedules" (before the schedulers of
-        an epoch), "validated" (``metrics`` has the means of the validation; without one, those of the epoch),
-        "epoch_end" and "end".
+        Lines at "model" (the model is on its device), "setup" (once, before the first epoch), "epoch_begin",
+        "before_clip" (the gradients of a step are complete), "after_step" (the optimizers have stepped), "step_end",
+        "epoch_schedules" (before the schedulers of an epoch), "validated" (``metrics`` has the means of the
+        validation; without one, those of the epoch), "epoch_end" and "end".
     contexts : list of str
         Expressions of context managers around ``train_step`` and ``test_step``, outermost first.
     evaluation : list of str
@@ -62,6 +62,13 @@ class Script:
         Whether the script continues from that file where it exists.
     save_steps : int
         After how many steps the state is saved within an epoch too; 0 for never.
+    arguments : dict of str to object
+        The arguments of ``run``; empty where they are not known.
+    engine : str
+        The add-on that trains on several ranks; empty for none.
+    ranks : dict of str to object, optional
+        The options of DistributedDataParallel where the script trains on several ranks; ``rank`` is then the number
+        of this one. None for one process.
 
     Examples
     --------
@@ -95,6 +102,9 @@ class Script:
     saves: str = ""
     resumes: bool = False
     save_steps: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+    engine: str = ""
+    ranks: dict[str, Any] | None = None
 
     def add(self, place: str, *lines: str) -> None:
         """Add lines to a place, after those that are there.
@@ -128,6 +138,27 @@ class Script:
                 self.define(other)
             del self.helpers[name]
             self.helpers[name] = text
+
+    def on_main(self, lines: list[str]) -> list[str]:
+        """Return lines that one rank alone executes, where there are several.
+
+        Parameters
+        ----------
+        lines : list of str
+            Code.
+
+        Returns
+        -------
+        list of str
+            The code, under a condition where the script trains on several ranks.
+        """
+        return lines if self.ranks is None or not lines else ["if rank == 0:", *indent(lines)]
+
+    @property
+    def torchrun(self) -> str:
+        """The beginning of the command that starts the script on several ranks."""
+        count = len(self.trainer.devices)
+        return f"torchrun --nproc_per_node {count if count > 1 else 'N'}"
 
     def leave_out(self, what: str, changes_weights: bool = True) -> None:
         """Name what the script does not do, in the text at its top.
@@ -183,5 +214,7 @@ class Script:
             found = [what for what, each in self.missing if each == changes]
             if found:
                 paragraphs.append(begin + "; ".join(found) + ".")
+        if self.ranks is not None:
+            paragraphs.append(f"It trains on several ranks: start it with {self.torchrun}.")
         text = "\n\n".join(textwrap.fill(each, 114) for each in paragraphs)
         return f'"""{text}' + ("\n" if "\n" in text else "") + '"""'

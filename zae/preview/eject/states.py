@@ -56,9 +56,13 @@ class States:
         if self.within_epoch:
             return [f"save(state_of(epoch + 1, used=0), {script.saves})"]
         script.define("random_streams")
-        entries = [*self._entries(), '"epoch": epoch + 1,', '"random": random_streams(),']
+        streams = "random_streams()"
+        if script.ranks is not None:
+            script.define("of_all_ranks")
+            streams = f"of_all_ranks({streams})"
+        entries = [*self._entries(), '"epoch": epoch + 1,', f'"random": {streams},']
         entries += ['"loader": loader.generator.get_state(),'] if self.has_generator else []
-        return ["state = {", *indent(entries), "}", f"save(state, {script.saves})"]
+        return ["state = {", *indent(entries), "}", *script.on_main([f"save(state, {script.saves})"])]
 
     def saved_within(self) -> list[str]:
         """Return the lines that save the state after a step."""
@@ -87,7 +91,8 @@ class States:
             lines += ['set_streams_of(loader, state["random"])', 'rest = state if state["used"] else None']
         else:
             script.define("set_random_streams")
-            lines.append('set_random_streams(state["random"])')
+            of_rank = "" if script.ranks is None else "[rank]"
+            lines.append(f'set_random_streams(state["random"]{of_rank})')
             lines += ['loader.generator.set_state(state["loader"])'] if self.has_generator else []
         load = f"state = torch.load({script.saves}, weights_only=True)"
         begin = "first, rest = 0, None" if self.within_epoch else "first = 0"
