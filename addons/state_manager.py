@@ -257,7 +257,7 @@ class StateManagerAddon(AddOnBase):
         if (weights := self.checkpointer.weights).is_used:
             score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
             self.checkpointer.save_weights(progress, self.save_model, group, score, is_best)
-        is_due = self.current_run.decide("should_checkpoint", is_due)
+        is_due = self.current_run.decide("should_checkpoint", is_due) if self.current_run.binding.decisions else is_due
         if is_due or "save" in requests:
             requests.discard("save")
             self.save_state()

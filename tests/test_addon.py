@@ -92,8 +92,8 @@ def test_every_seam_is_one_that_the_loop_calls():
 
     folder = Path(zae.__file__).parent
     sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/*.py")])
-    for name in seams_of(Trainer):
-        assert f"self.{name}" in sources or f"trainer.{name}" in sources or name == "barrier", name
+    for name in set(seams_of(Trainer)) - {"barrier"}:
+        assert any(call in sources for call in (f"self.{name}", f"trainer.{name}", f'decide("{name}"')), name
 
 
 def test_marks():
