@@ -553,10 +553,12 @@ class Marked(torch.utils.data.Dataset):
         return self.data[index]
 
 
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: torch.utils.data.Subset(data, range(SIZE))],
+                         ids=["itself", "subset"])  # fmt: skip
 @pytest.mark.parametrize("now", ["a", "b"])
-def test_a_dataset_with_another_fingerprint_is_named(now: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_with_another_fingerprint_is_named(now: str, wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It only warns: some datasets get a new fingerprint in each process. A state without one says nothing."""
-    make = lambda mark: DataLoader(Marked(mark), batch_size=4, shuffle=True)  # noqa: E731
+    make = lambda mark: DataLoader(wrap(Marked(mark)), batch_size=4, shuffle=True)  # noqa: E731
     first = build()
     first.run(1, make("a"), max_steps=2)
 

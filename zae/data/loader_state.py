@@ -54,12 +54,21 @@ def facts_of(loader: Any) -> dict[str, Any]:
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
-    facts[FINGERPRINT] = fingerprint_of(getattr(loader, "dataset", None))
+    facts[FINGERPRINT] = _fingerprint(getattr(loader, "dataset", None))
     facts["sampler"] = _kind(_sampler_of(loader))
     facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
     for name, sampler in (("sampler", _sampler_of(loader)), ("batch sampler", unwrap_sampler(batch_sampler))):
         facts[f"order of the {name}"] = getattr(sampler, "signature", None)
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """Return the fingerprint of a dataset, or of the one that it takes samples from."""
+    for _ in range(_DEPTH):
+        if (found := fingerprint_of(dataset)) is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from zae.common.torch_private import fingerprint_of
 from zae.composition.introspect import add_ons_of, recipe_of
-from zae.data.loader_state import facts_of
+from zae.data.loader_state import FINGERPRINT, facts_of
 from zae.preview.describe import describe_options
 
 __all__ = ["describe_code", "describe_data", "describe_run"]
 
 _MOST = 100  # Classes that are listed; the others have one hash together.
-_DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
 
 
 def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]:
@@ -62,12 +60,7 @@ def describe_data(loader: Any) -> dict[str, Any]:
     """Return what decides the batches of an epoch, and the kind and the fingerprint of the dataset if it has one."""
     if loader is None:
         return {}
-    found, dataset = facts_of(loader), getattr(loader, "dataset", None)
-    for _ in range(_DEPTH):
-        if (mark := fingerprint_of(dataset)) is not None:
-            found["fingerprint"] = mark
-            break
-        dataset = getattr(dataset, "dataset", None)
+    found = {"fingerprint" if name == FINGERPRINT else name: value for name, value in facts_of(loader).items()}
     if hasattr(loader, "dataset"):
         found["dataset"] = type(loader.dataset).__name__
     return found
