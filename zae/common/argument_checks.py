@@ -27,6 +27,7 @@ __all__ = [
     "check_model",
     "check_number",
     "check_same",
+    "check_url",
     "describe_batch",
     "describe_value",
 ]
@@ -138,6 +139,17 @@ def check_file(path: Any, name: str, example: str) -> Path:
     if os.path.exists(file) and not os.access(file, os.W_OK):
         raise ConfigError(f"{name}={str(file)!r} cannot be written to; give another path or change its rights")
     return file
+
+
+def check_url(name: str, url: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of fsspec for a URL, and the path in it; refuse a URL that has none."""
+    import fsspec  # A dependency of torch.
+
+    try:
+        files, path = fsspec.core.url_to_fs(url, **options)
+    except (ValueError, ImportError, TypeError) as error:
+        raise ConfigError(f"{name}={url!r} cannot be used: {error}; give one that fsspec knows") from error
+    return files, path
 
 
 def _path_of(path: Any, name: str, kind: str) -> Path:

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from zae.common.argument_checks import check_url
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.saver import Job
 from zae.storage.checkpoint import load_checkpoint
@@ -85,13 +86,8 @@ class FsspecCheckpointer(Checkpointer):
 
     def __init__(self, *args: Any, url: str, storage_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        import fsspec  # A dependency of torch.
-
         self.url = url
-        try:
-            self.files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
-        except (ValueError, ImportError, TypeError) as error:
-            raise ConfigError(f"url={url!r} cannot be used: {error}; give one that fsspec knows") from error
+        self.files, root = check_url("url", url, **(storage_options or {}))
         self.root = root.rstrip("/")
 
     @classmethod

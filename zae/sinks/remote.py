@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zae.errors import ConfigError
+from zae.common.argument_checks import check_url
 from zae.sinks.base import JSONLSink, RunInfo
 
 __all__ = ["RemoteJSONLSink"]
@@ -62,13 +62,8 @@ class RemoteJSONLSink(JSONLSink):
 
     def __init__(self, path: Path, url: str) -> None:
         super().__init__(path)
-        import fsspec  # A dependency of torch.
-
         self.url = url
-        try:
-            self._files, self._at = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError, TypeError) as error:
-            raise ConfigError(f"jsonl_url={url!r} cannot be used: {error}; give one that fsspec knows") from error
+        self._files, self._at = check_url("jsonl_url", url)
         self._uploaded_at = time.monotonic()
         self._is_behind = False  # The copy is, as the last upload has failed.
 
