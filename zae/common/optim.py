@@ -42,6 +42,7 @@ __all__ = [
     "parameters_to_clip",
     "step",
     "takes_model",
+    "total_targets",
     "track_parameters",
     "untrack_parameters",
     "untrained_names",
@@ -251,9 +252,20 @@ def normalize(
     The gradient of a window is then ``sum(n_i * g_i) / sum(n_i)``: every target has the same weight, in any
     micro-batch and rank. Ranks average their gradients, so the total is divided by the world size too.
     """
-    missing = sum(count is None for count in counts)
-    if missing == len(counts) or (len(counts) == 1 and world_size == 1):  # A single loss is a mean over its targets.
+    if len(counts) == 1 and world_size == 1:  # A single loss is a mean over its targets.
         return
+    if (total := total_targets(counts, reduce, world_size)) is None:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(total / world_size)
+
+
+def total_targets(counts: list[Any], reduce: Callable[[Tensor], Tensor], world_size: int) -> float | None:
+    """Return the number of targets in the window, over all ranks; None where the steps count none."""
+    missing = sum(count is None for count in counts)
+    if missing == len(counts):
+        return None
     if missing:
         raise StepError(
             f"train_step returned 'num_targets' for {len(counts) - missing} of the {len(counts)} batches of a window; "
@@ -264,12 +276,10 @@ def normalize(
         counts = [torch.stack(away).sum()]  # Exact, and one synchronization.
     total = float(sum(float(count) for count in counts))
     if world_size > 1:
-        total = float(reduce(torch.tensor(total, dtype=torch.float64))) / world_size
+        total = float(reduce(torch.tensor(total, dtype=torch.float64)))
     if not total > 0:
         raise StepError(f"the steps of a window counted {total:g} targets ('num_targets'); return a positive number")
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(total)
+    return total
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:

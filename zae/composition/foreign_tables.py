@@ -22,7 +22,7 @@ OPTIONS = _by_name(
         "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn "
         "label_smoothing_factor label_names",
         "train_step(batch), which returns {'loss': ..., 'num_targets': ...}": "average_tokens_across_devices",
-        "task_of(unit)(unit, ...) of zae.interop.fairseq2": "unit valid_units",
+        "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit valid_units",
         "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
         "model.to(dtype), before the trainer is made": "dtype",

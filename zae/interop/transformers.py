@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from zae.composition.introspect import add_ons_of
-from zae.composition.metaclass import load_installed
 from zae.composition.options import options_of
 from zae.errors import ConfigError
+from zae.interop.carried import CarriedArguments, Report
 from zae.interop.huggingface import arguments, optimizers
 from zae.interop.huggingface.length import NEVER, EveryAnd, carry_evaluation, carry_length, steps_of, train
 from zae.loop.progress import Every
@@ -71,14 +70,7 @@ def from_arguments(args: Any, total_steps: int | None = None) -> Carried:
     return made
 
 
-class Report(dict[str, str]):
-    """Why arguments have no effect, by their names; it prints as one line for each."""
-
-    def __str__(self) -> str:
-        return "\n".join(self.values()) or "every argument has an effect, or its default"
-
-
-class Carried:
+class Carried(CarriedArguments):
     """What `from_arguments` returns.
 
     Attributes
@@ -105,16 +97,13 @@ class Carried:
     """
 
     def __init__(self, args: Any, entries: Mapping[str, Any], total_steps: int | None) -> None:
+        super().__init__()
         self.args, self.entries, self.total_steps = args, entries, total_steps
-        self.add_ons: list[Any] = []
-        self.options: dict[str, Any] = {}
-        self.run: dict[str, Any] = {}
         self.loader: dict[str, Any] = {}
         self.valid_loader: dict[str, Any] = {}
         self.huggingface: dict[str, Any] = {}
         self.model_calls: list[Callable[[Any], Any]] = []
         self.is_deterministic = False
-        self.report = Report()
 
     def trainer(self, task: Any, model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Any:
         """Return a trainer of a task with the add-ons and options.
@@ -153,10 +142,6 @@ class Carried:
         del named["optim_target_modules"]
         return {**made, **named, "optim": arguments.plain(self.args.optim)}
 
-    def missing(self, cls: Any) -> list[Any]:
-        """Return the add-ons that a class does not have."""
-        return [each for each in self.add_ons if each not in add_ons_of(cls)]
-
     def options_for(self, cls: Any) -> dict[str, Any]:
         """Return the options that a class takes."""
         known = {*options_of(cls)}
@@ -189,11 +174,6 @@ class Carried:
         """
         return train(trainer, self.args, loader, valid_loader, self.total_steps)
 
-    def add_on(self, name: str, **options: Any) -> None:
-        """Add an add-on by its name."""
-        self.add_ons.append(load_installed(name))
-        self.options.update(options)
-
     def tell(self, name: str, why: str) -> None:
         """Report an argument."""
         value = "..." if "token" in name else arguments.plain(getattr(self.args, name, None))
@@ -224,10 +204,6 @@ class Carried:
                 self.tell(name, "this version of zae does not know it" if base else "it is for your own code")
             else:
                 self.tell(name, why)
-
-    def __repr__(self) -> str:
-        names = ", ".join(each.__name__ for each in self.add_ons)
-        return f"Carried(add_ons=[{names}], options={self.options}, run={self.run})\n{self.report}"
 
 
 def _make_model(make: Callable[..., Any], calls: tuple[Callable[[Any], Any], ...]) -> nn.Module:

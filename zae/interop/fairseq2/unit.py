@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
+from zae.common.optim import total_targets
 from zae.errors import CheckpointMismatch, ConfigError, StepError, TaskError, kind_of
 from zae.interop.torchmetrics import numbers_of
 from zae.loop.epoch_log import to_host
 from zae.trainer import Trainer
 
-__all__ = ["ReaderLoader", "TrainUnitAddon", "task_of"]
+__all__ = ["TrainUnitAddon", "check_unit", "task_of"]
 
 _DEPTH = 2  # A unit may hold its model in an object of its own, such as a criterion.
 
@@ -24,8 +26,8 @@ def task_of(unit: Any) -> type[Trainer]:
     """Return the trainer class that trains a unit, unchanged.
 
     A unit has ``unit(batch) -> (loss, num_targets)`` with the sum of the losses of all targets (with ``num_targets``
-    None, their mean), ``unit.model``, and, if it likes, ``unit.set_step_nr(step_nr)`` and ``unit.metric_bag``. It needs
-    no base class.
+    None, gradients are added and not divided), ``unit.model``, and, if it likes, ``unit.set_step_nr(step_nr)`` and
+    ``unit.metric_bag``. It needs no base class.
 
     Parameters
     ----------
@@ -58,7 +60,7 @@ def task_of(unit: Any) -> type[Trainer]:
     >>> trainer.run(1, [torch.ones(4, 2)] * 3)["step"]
     3
     """
-    _check_unit("unit", unit)
+    check_unit("unit", unit)
     return Trainer.add_on(TrainUnitAddon)
 
 
@@ -104,7 +106,7 @@ class TrainUnitAddon(AddOnBase):
         """Take the model out of a unit that is given in its place."""
         given = super().expand_options(options)
         if given.get("model") is not None and not isinstance(given["model"], nn.Module):
-            _check_unit("unit", given["model"])
+            check_unit("unit", given["model"])
             given["train_unit"] = given["model"]
             given["model"] = given["train_unit"].model
         return given
@@ -128,6 +130,21 @@ class TrainUnitAddon(AddOnBase):
         out = self._call(unit, batch)
         return {} if out is None else self._parse(unit, out, "valid_units: ")
 
+    @replaces
+    def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
+        """Return the sum of the losses of a batch, as the unit did; None targets leave the loss as it is."""
+        return loss if num_targets is None else loss * num_targets
+
+    @replaces
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Multiply the gradients by the number of ranks over that of the targets of all, as fairseq2 does."""
+        ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
+        if (total := total_targets(num_targets, self.reduce, ranks)) is None:
+            return
+        for parameter in self.optimization.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(ranks / total)
+
     def _call(self, unit: Any, batch: Any) -> Any:
         """Call a unit while the attributes that hold the model hold what an engine has put around it."""
         whole = self.unwrap()
@@ -143,6 +160,8 @@ class TrainUnitAddon(AddOnBase):
         if not (isinstance(out, tuple) and len(out) == 2):
             raise StepError(f"{where}{type(unit).__name__} returned {kind_of(out)}; return (loss, num_targets)")
         loss, count = out
+        if isinstance(loss, Tensor) and loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()  # So that the derivative of the sum is exactly 1.
         return {"loss": loss} if count is None else {"loss": loss / max(count, 1), "num_targets": count}
 
     @property
@@ -204,76 +223,7 @@ class TrainUnitAddon(AddOnBase):
             each.load_state_dict(states[name])
 
 
-class ReaderLoader:
-    """The batches of a data reader of fairseq2, one at a time, as a loader.
-
-    ``next(reader)`` returns the list of the batches of a step. Give ``GradientAccumulationAddon`` their number as
-    ``gradient_accumulation_steps``, so that a step of zae has the same batches. At the end of an epoch the reader is
-    reset. A resume restores the reader's state, and passes over the batches of its list that were used.
-
-    Parameters
-    ----------
-    reader : object
-        An iterator of lists of batches with ``reset()``, ``state_dict()`` and ``load_state_dict(state)``.
-    is_sharded : bool
-        Whether the reader yields the batches of its rank only, as those of fairseq2 do.
-
-    Examples
-    --------
-    >>> from zae.interop.fairseq2 import ReaderLoader
-    >>> class Reader:
-    ...     place = 0
-    ...     def __next__(self):
-    ...         if self.place == 2:
-    ...             raise StopIteration
-    ...         self.place += 1
-    ...         return [10 * self.place, 10 * self.place + 1]
-    ...     def reset(self):
-    ...         self.place = 0
-    ...     def state_dict(self):
-    ...         return {"place": self.place}
-    ...     def load_state_dict(self, state):
-    ...         self.place = state["place"]
-    >>> list(ReaderLoader(Reader()))
-    [10, 11, 20, 21]
-    """
-
-    def __init__(self, reader: Any, is_sharded: bool = True) -> None:
-        absent = [name for name in ("__next__", "reset", "state_dict", "load_state_dict") if not hasattr(reader, name)]
-        if absent:
-            raise ConfigError(f"the reader is {kind_of(reader)} and has no {', '.join(absent)}; give a DataReader")
-        self.reader, self.is_sharded = reader, is_sharded
-        self._begin, self._used, self._is_loaded = reader.state_dict(), 0, False
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._is_loaded and self._used:  # The last epoch was left before its end.
-            self.reader.reset()
-            self._used = 0
-        skipped, self._is_loaded = self._used, False
-        while True:
-            self._begin = self.reader.state_dict()
-            try:
-                batches = next(self.reader)
-            except StopIteration:
-                break
-            for self._used, batch in enumerate(batches, start=1):
-                if self._used > skipped:
-                    yield batch
-            self._used = skipped = 0
-        self.reader.reset()
-        self._begin, self._used = self.reader.state_dict(), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state before the present list of batches, and how many of them were used."""
-        return {"reader": self._begin, "used": self._used}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; the next iteration continues there."""
-        self.reader.load_state_dict(state["reader"])
-        self._begin, self._used, self._is_loaded = state["reader"], int(state["used"]), True
-
-
-def _check_unit(name: str, unit: Any) -> None:
+def check_unit(name: str, unit: Any) -> None:
     """Refuse what is not a unit, or one whose model cannot be replaced by what an engine puts around it."""
     model = getattr(unit, "model", None)
     if not callable(unit) or isinstance(unit, (type, nn.Module)) or not isinstance(model, nn.Module):
@@ -302,7 +252,7 @@ def _places_of(owner: Any, model: nn.Module, depth: int = _DEPTH) -> list[tuple[
 def _by_name(units: Any) -> dict[str, Any]:
     found = dict(units) if isinstance(units, Mapping) else {"": units}
     for name, unit in found.items():
-        _check_unit(f"valid_units[{name!r}]" if name else "valid_units", unit)
+        check_unit(f"valid_units[{name!r}]" if name else "valid_units", unit)
     return found
 
 

@@ -1,0 +1,163 @@
+"""What the trainer of fairseq2 does around its steps: cadences of steps and epochs, anomaly detection, a profiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from zae.addon import AddOnBase, replaces
+from zae.common.argument_checks import check_flags
+from zae.errors import ConfigError, kind_of
+from zae.loop.progress import NO_LIMIT, Every
+from zae.loop.step_output import StepOutput
+
+__all__ = ["AnyOf", "RegimeAddon", "any_of", "every_of"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AnyOf(Every):
+    """Several cadences together; `any_of` makes it."""
+
+    parts: tuple[Every, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return it as it is written in a script."""
+        return f"any_of({', '.join(map(repr, self.parts))})"
+
+    def due_at_step(self, step: int) -> bool:
+        """Return whether one of them is due after this optimizer step."""
+        return any(each.due_at_step(step) for each in self.parts)
+
+    def due_at_epoch(self, epoch: int) -> bool:
+        """Return whether one of them is due at the end of this epoch."""
+        return any(each.due_at_epoch(epoch) for each in self.parts)
+
+
+def any_of(*cadences: Every) -> Every:
+    """Return the cadence that is due whenever one of several is: of steps, and of epochs.
+
+    Parameters
+    ----------
+    *cadences : Every
+        At least one.
+
+    Returns
+    -------
+    Every
+        For ``valid_every``, ``save_every``, ``save_weights_every`` and ``log_every``.
+
+    Examples
+    --------
+    >>> from zae import Every
+    >>> from zae.interop.fairseq2 import any_of
+    >>> every = any_of(Every(steps=100), Every(epochs=1))
+    >>> every.due_at_step(200), every.due_at_step(250), every.due_at_epoch(3)
+    (True, False, True)
+    """
+    if not cadences or not all(isinstance(each, Every) for each in cadences):
+        raise ConfigError(f"any_of{cadences!r}; give one or more of Every(steps=...) and Every(epochs=...)")
+    if len(cadences) == 1:
+        return cadences[0]
+    steps = next((each.steps for each in cadences if each.steps is not None), NO_LIMIT)
+    return AnyOf(steps=steps, parts=cadences)
+
+
+def every_of(steps: int | None, after: int, epochs: int | None, after_epochs: int) -> list[Every]:
+    """Return the cadences of fairseq2's arguments, which begin at the step, or epoch, ``after``."""
+    found = [] if steps is None else [Every(steps=steps, after=max(0, after - 1))]
+    return found if epochs is None else [*found, Every(epochs=epochs, after=max(0, after_epochs - 1))]
+
+
+class RegimeAddon(AddOnBase):
+    """Do around the steps what the trainer of fairseq2 does; `from_arguments` adds it where it is needed.
+
+    A step whose validation is due by its number and by the end of its epoch is validated once.
+
+    Parameters
+    ----------
+    anomaly_detection : bool
+        Whether each step detects operations whose backward computes NaN, which makes it slower.
+    profiler : object, optional
+        One with ``step()``, which is called after each step, and a context of ``with`` around a run: a
+        ``TorchProfiler`` of fairseq2, or a ``torch.profiler.profile``.
+
+    Raises
+    ------
+    ConfigError
+        An option has an invalid value.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Every
+    >>> from zae.interop.fairseq2 import RegimeAddon, any_of
+    >>> from zae.testing import PlainTask
+    >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))] * 4
+    >>> trainer = PlainTask.add_on(RegimeAddon)(model, "cpu", optimizer=torch.optim.SGD)
+    >>> metrics = trainer.run(1, batches, batches, valid_every=any_of(Every(steps=2), Every(epochs=1)))
+    >>> [row["step"] for row in metrics["valid_metrics_history"]]
+    [2, 4]
+    """
+
+    layer = "control"
+    process_attributes = {"_is_profiling": False}
+
+    def __init__(self, *args: Any, anomaly_detection: bool = False, profiler: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (self.anomaly_detection,) = check_flags(anomaly_detection=anomaly_detection)
+        absent = [name for name in ("step", "__enter__", "__exit__") if not hasattr(profiler, name)]
+        if profiler is not None and absent:
+            raise ConfigError(
+                f"profiler is {kind_of(profiler)} and has no {', '.join(absent)}; give a torch.profiler.profile, or "
+                "leave it out and add ProfilerAddon with profile_dir=..."
+            )
+        self.profiler = profiler
+        self._is_profiling = False
+
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to do in a step."""
+        return not self.anomaly_detection and not self._is_profiling
+
+    def on_run_begin(self) -> None:
+        """Start the profiler."""
+        super().on_run_begin()
+        if self.profiler is not None:
+            self.profiler.__enter__()
+            self._is_profiling = True
+
+    def batch_context(self) -> AbstractContextManager[None]:
+        """Detect anomalies in the backward of a step."""
+        inner = super().batch_context()
+        return self._detecting(inner) if self.anomaly_detection else inner
+
+    @contextmanager
+    def _detecting(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        with inner, torch.autograd.set_detect_anomaly(True, check_nan=True):
+            yield
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Tell the profiler that a step has ended."""
+        super().on_step_end(outputs)
+        if self._is_profiling:
+            self.profiler.step()
+
+    def teardown(self) -> None:
+        """Stop the profiler."""
+        is_profiling, self._is_profiling = self._is_profiling, False
+        try:
+            if is_profiling:
+                self.profiler.__exit__(None, None, None)
+        finally:
+            super().teardown()
+
+    @replaces
+    def validate(self) -> dict[str, float]:
+        """Validate, unless the last step of the epoch that has ended was validated already."""
+        rows, progress = self.history.valid, self.progress_checker
+        if not progress.epoch_batch and rows and rows[-1]["step"] == progress.step:
+            return dict(self.history.test_metrics)
+        return super().validate()
