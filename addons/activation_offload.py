@@ -13,6 +13,7 @@ from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_flags
 from zae.errors import ConfigError
 from zae.launch.activations.offload import HostStorage, offload
+from zae.launch.activations.recompute import find_own_checkpointing
 from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
 
 __all__ = ["ActivationOffloadAddon"]
@@ -105,10 +106,10 @@ class ActivationOffloadAddon(AddOnBase):
         """
         model = self.unwrap()
         found = choose_outermost(model, self.offload_modules, "offload_modules", "offloaded")
-        if getattr(model, "is_gradient_checkpointing", False) is True:
+        if own := find_own_checkpointing(model):
             raise ConfigError(
-                f"{type(model).__name__} checkpoints its layers itself, within which nothing is to be offloaded; call "
-                "model.gradient_checkpointing_disable(), and add GradientCheckpointingAddon"
+                f"{own} checkpoints its layers itself, within which nothing is to be offloaded; call its "
+                "gradient_checkpointing_disable(), and add GradientCheckpointingAddon"
             )
         recomputed = self.checkpointed() if hasattr(self, "checkpointed") else {}
         for name in found:

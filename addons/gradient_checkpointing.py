@@ -10,7 +10,7 @@ from torch import nn
 
 from zae.addon import AddOnBase
 from zae.errors import ConfigError
-from zae.launch.activations.recompute import MATMULS, norms_in, operation_of, recompute
+from zae.launch.activations.recompute import MATMULS, find_own_checkpointing, norms_in, operation_of, recompute
 from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.preview.eject.script import quoted
 
@@ -26,10 +26,11 @@ class GradientCheckpointingAddon(AddOnBase):
     """Keep only the inputs of chosen modules for the backward, which computes their forward again: less memory.
 
     A step takes about a third longer where all layers are computed again. Weights are bitwise the same with and without
-    it: the forward in the backward has the random numbers of the first one, so that dropout drops the same, and leaves
-    the statistics of BatchNorm alone. A module that changes other buffers in its forward, as spectral normalization
-    does, changes them twice: do not choose it. Evaluations are as without the add-on. In what is compiled, the compiler
-    itself decides what is computed again, and the modules are not checkpointed.
+    it: the forward in the backward has the random numbers of the first one, so that dropout drops the same, and the
+    buffers of before it, so that statistics of BatchNorm and the vectors of spectral normalization move once. What a
+    module changes elsewhere, such as a counter in an attribute, it changes twice: do not choose it. Evaluations are as
+    without the add-on. In what is compiled, the compiler itself decides what is computed again, and the modules are not
+    checkpointed.
 
     Parameters
     ----------
@@ -90,10 +91,10 @@ class GradientCheckpointingAddon(AddOnBase):
             The outermost ones: a module in another one is computed again with it.
         """
         model = self.unwrap()
-        if getattr(model, "is_gradient_checkpointing", False) is True:
+        if own := find_own_checkpointing(model):
             raise ConfigError(
-                f"{type(model).__name__} checkpoints itself already; call model.gradient_checkpointing_disable(), or "
-                "leave GradientCheckpointingAddon out"
+                f"{own} checkpoints itself already; call its gradient_checkpointing_disable(), or leave "
+                "GradientCheckpointingAddon out"
             )
         return choose_outermost(model, self.checkpoint_modules, "checkpoint_modules", "checkpointed")
 
@@ -151,8 +152,8 @@ class GradientCheckpointingAddon(AddOnBase):
 
 def _parse_keep(given: Any) -> Any:
     """Return the operations to keep as a tuple of names, or a policy."""
-    if callable(given) and not isinstance(given, (type, _OPERATION)):
-        return given
+    if given is None or (callable(given) and not isinstance(given, (type, _OPERATION))):
+        return () if given is None else given
     if isinstance(given, str) and given == "matmuls":
         return MATMULS
     names = tuple(map(str, given if isinstance(given, (list, tuple, set)) else (given,)))

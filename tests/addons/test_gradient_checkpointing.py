@@ -24,6 +24,7 @@ from zae.addons import (
     PipelineAddon,
     StateManagerAddon,
 )
+from zae.errors import StepError
 from zae.launch.activations.recompute import Recomputed
 
 
@@ -188,3 +189,80 @@ def test_it_is_refused_beside_others_that_do_the_same() -> None:
     with pytest.raises(ConfigError, match="Sequential checkpoints itself already"):
         build(CHECKPOINT, model=model).run(1, hand.loader())
     assert issubclass(Task.add_on(CHECKPOINT, MultiGPUAddon), Task)
+
+
+class Centred(nn.Module):
+    """A layer that subtracts a moving mean, which its forward updates, in place or by another tensor."""
+
+    def __init__(self, is_in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.is_in_place, self.calls = nn.Linear(8, 8), is_in_place, 0
+        self.register_buffer("mean", torch.zeros(8))
+        self.late = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.layer(x)
+        if self.training and self.calls > self.late:
+            moved = torch.lerp(self.mean, hidden.detach().mean(0), 0.1)
+            self.mean = self.mean.copy_(moved) if self.is_in_place else moved
+        return x + torch.tanh(hidden - self.mean)
+
+
+def spectral(width: int, is_old: bool) -> nn.Module:
+    norm: Any = nn.utils.spectral_norm if is_old else nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(norm(nn.Linear(width, width)), nn.Tanh())
+
+
+MOVING = {
+    "in place": lambda: Centred(True),
+    "replaced": lambda: Centred(False),
+    "spectral": lambda: spectral(8, False),
+    "spectral, by hooks": lambda: spectral(8, True),
+    "without momentum": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_buffers_that_a_forward_changes_move_once(name: str) -> None:
+    """The forward in the backward begins with their values of before: gradients and buffers are bitwise the same."""
+    ends = []
+    for add_ons in ((), (CHECKPOINT,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), MOVING[name](), MOVING[name](), nn.Linear(8, 2))
+        options = {"checkpoint_modules": ["1", "2"]} if add_ons else {}
+        ends.append(hand.digest(trained(*add_ons, model=model, **options).model))
+    assert ends[0] == ends[1]
+
+
+def test_a_buffer_that_a_later_forward_changes_is_refused() -> None:
+    """Of the first forward all buffers are copied, of later ones those that it has changed."""
+    model = nn.Sequential(nn.Linear(4, 8), Centred(True), nn.Linear(8, 2))
+    model[1].late = 5
+    with pytest.raises(StepError, match=r"Centred has changed its buffer 'mean' .* Leave this module out"):
+        trained(CHECKPOINT, model=model, checkpoint_modules="1")
+
+
+class TwoLosses(Task):
+    """Two losses of one forward: its graph is differentiated twice."""
+
+    def train_step(self, batch: Any) -> Any:
+        logits = self.model(batch[0])
+        return {"loss": {"body": nn.functional.cross_entropy(logits, batch[1]), "head": logits.square().mean()}}
+
+
+def test_a_graph_may_be_differentiated_twice() -> None:
+    """Its forward is then computed again twice, with BatchNorm and buffers of its own."""
+    ends = []
+    for add_ons in ((), (CHECKPOINT,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Block(8), Centred(True), nn.Linear(8, 2))
+        optimizer = {
+            "body": torch.optim.SGD([p for each in model[:3] for p in each.parameters()], lr=0.1),
+            "head": torch.optim.SGD(model[3].parameters(), lr=0.1),
+        }
+        options = {"checkpoint_modules": ["1", "2"]} if add_ons else {}
+        trainer = TwoLosses.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False, seed=3, **options)
+        trainer.run(2, hand.loader(24))
+        ends.append(hand.digest(model))
+    assert ends[0] == ends[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "parse_blocks",
     "parse_methods",
     "prepare_block",
+    "prepare_copy",
     "split_by_block",
 ]
 
@@ -133,7 +135,15 @@ def check_divisible(modules: Mapping[str, nn.Module]) -> None:
 
 def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:
     """Return the option that names blocks as a list of names and classes, or as a function."""
+    if isinstance(given, nn.Module):
+        raise ConfigError(f"{option} is a {type(given).__name__} itself; give its class, or its name in the model")
     if callable(given) and not isinstance(given, type):
+        try:
+            inspect.signature(given).bind("", nn.Module())
+        except TypeError as error:
+            raise ConfigError(f"{option} is a function that does not take a name and a module: {error}") from None
+        except ValueError:  # A built-in one may not say what it takes.
+            pass
         return given
     found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
     if not all(isinstance(each, (str, type)) for each in found):
@@ -175,6 +185,8 @@ def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") ->
 def choose_outermost(model: nn.Module, wanted: Any, option: str, what: str) -> dict[str, nn.Module]:
     """Return the modules that an option names, without those in others; refuse where there are none to choose."""
     found = choose_blocks(model, wanted, option)
+    if not found and callable(wanted):
+        raise ConfigError(f"{option}: the function chooses no module of {class_name(model)}, so none is {what}")
     if not found:
         raise ConfigError(
             f"no module of {class_name(model)} is repeated, so none is {what}; name them, for instance "
@@ -190,6 +202,14 @@ def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> 
         recompute({"": block})
     if compiles:
         block.compile(backend="inductor" if compiles is True else compiles)
+
+
+def prepare_copy(blocks: Mapping[str, nn.Module], **options: Any) -> str:
+    """Let the blocks of a copy recompute their activations; return which option lets the ranks keep others."""
+    for block in blocks.values():
+        prepare_block(block, True, False)
+    given = [name for name, value in options.items() if value]
+    return f"{given[0]} of FSDPAddon changes what is kept, and plan() does not start the ranks" if given else ""
 
 
 def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:

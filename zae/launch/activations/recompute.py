@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["MATMULS", "Recomputed", "norms_in", "operation_of", "recompute", "replace_forwards"]
+from zae.errors import StepError
+
+__all__ = [
+    "MATMULS",
+    "Recomputed",
+    "find_own_checkpointing",
+    "norms_in",
+    "operation_of",
+    "recompute",
+    "replace_forwards",
+]
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
@@ -24,8 +34,22 @@ MATMULS = (
 """The operations that cost most to compute again: matrix products, convolutions and attention."""
 
 
+class _Buffer(NamedTuple):
+    """A buffer, or the value that it had."""
+
+    holder: nn.Module
+    name: str
+    value: Tensor
+
+    def with_value(self, value: Tensor) -> _Buffer:
+        """Return the same buffer with another value."""
+        return self._replace(value=value)
+
+
 class Recomputed:
     """A forward whose activations are computed again in the backward.
+
+    Buffers that the forward changes are changed once: the forward in the backward has copies, with their values before.
 
     Parameters
     ----------
@@ -39,12 +63,14 @@ class Recomputed:
         self.forward = module.forward
         self.keep = keep if callable(keep) else list(keep)
         self.norms = norms_in(module)
+        self.others = [each for each in module.modules() if each not in self.norms and any(_buffers_of([each]))]
+        self.in_place: set[tuple[int, str]] | None = None  # Those that it changes in place; None before the first call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Of a graph, the compiler decides what is computed again.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        more: dict[str, Any] = {"context_fn": self._contexts} if self.keep or self.norms else {}
+        more: dict[str, Any] = {"context_fn": self._contexts} if self.keep or self.norms or self.others else {}
         return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -54,25 +80,94 @@ class Recomputed:
         if self.keep:
             policy = self.keep if callable(self.keep) else [operation_of(name) for name in self.keep]
             first, again = create_selective_checkpoint_contexts(policy)
-        return first, self._with_own_statistics(again)
+        if not self.norms and not self.others:
+            return first, again
+        before: list[_Buffer] = []
+        return self._noting_changes(first, before), _OnCopies(again, self.norms, before)
 
     @contextmanager
-    def _with_own_statistics(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Move copies of the running statistics, which the first forward has moved already."""
-        buffers = [(norm, name, each) for norm in self.norms for name, each in norm.named_buffers(recurse=False)]
-        try:
-            for norm, name, each in buffers:
-                setattr(norm, name, each.clone())
-            with inner:
-                yield
-        finally:
-            for norm, name, each in buffers:
-                setattr(norm, name, each)
+    def _noting_changes(self, inner: AbstractContextManager[Any], before: list[_Buffer]) -> Iterator[None]:
+        """Keep the buffers that the forward changes as they are before it; statistics of norms are not needed."""
+        present = [(index, *each) for index, holder in enumerate(self.others) for each in _buffers_of([holder])]
+        versions = [_version_of(each) for *_, each in present]
+        # Which of them are changed in place is known after the first call.
+        copies = {
+            (index, name): each.detach().clone()
+            for index, _, name, each in present
+            if self.in_place is None or (index, name) in self.in_place
+        }
+        with inner:
+            yield
+        in_place = set()
+        for (index, holder, name, each), version in zip(present, versions, strict=True):
+            if _version_of(each) != version:
+                in_place.add((index, name))
+                _check_copied(copies, (index, name), holder)
+                before.append(_Buffer(holder, name, copies[index, name]))
+            elif getattr(holder, name, None) is not each:
+                before.append(_Buffer(holder, name, each))
+        self.in_place = in_place | (self.in_place or set())
+
+
+class _OnCopies(AbstractContextManager[None]):
+    """Let a forward change copies of buffers, of running statistics and of those that had other values before.
+
+    It is entered once for each backward.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], norms: list[nn.Module], before: list[_Buffer]) -> None:
+        self.inner, self.norms, self.before = inner, norms, before
+        self._held: list[_Buffer] = []
+
+    def __enter__(self) -> None:
+        copies = [each.with_value(each.value.clone()) for each in (*_buffers_of(self.norms), *self.before)]
+        self._held = [each.with_value(getattr(each.holder, each.name)) for each in copies]
+        self.inner.__enter__()
+        for holder, name, value in copies:
+            setattr(holder, name, value)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        for holder, name, value in self._held:
+            setattr(holder, name, value)
+        self._held = []
+        return self.inner.__exit__(*error)
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
+    """Yield the buffers of modules themselves."""
+    return (_Buffer(each, name, value) for each in modules for name, value in each.named_buffers(recurse=False))
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_copied(copies: Mapping[Any, Tensor], key: tuple[int, str], holder: nn.Module) -> None:
+    """Refuse a change that no earlier forward has made."""
+    if key not in copies:
+        raise StepError(
+            f"{type(holder).__name__} has changed its buffer {key[1]!r} in a forward that is computed again in the "
+            "backward, and in the first one it did not: the backward would begin with the changed values. Leave this "
+            "module out of checkpoint_modules"
+        )
 
 
 def norms_in(module: nn.Module) -> list[nn.Module]:
     """Return the modules within one whose forward moves statistics of batches."""
     return [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
+
+
+def find_own_checkpointing(model: nn.Module) -> str:
+    """Return the name and class of a model of Transformers that checkpoints its layers itself, if one does."""
+    for name, each in model.named_modules():
+        kind = type(each)
+        for flag in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # The second until Transformers 5.
+            if hasattr(kind, flag) or flag in vars(each):
+                if getattr(each, flag) is True:
+                    return f"{name} ({kind.__name__})" if name else kind.__name__
+                break
+    return ""
 
 
 def operation_of(name: str) -> Any:
