@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_flags, check_folder
+from zae.common.torch_private import is_profiling
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
 from zae.storage.hashed_io import reason
@@ -114,10 +116,13 @@ class ProfilerAddon(AddOnBase):
             with_stack=self.profile_stack,
         )
         self._profiled = 0
+        if is_profiling():  # torch would end that profiler, and leave it empty.
+            self._run_without("another profiler runs in this process")
+            return
         try:
             profiler.start()
-        except RuntimeError as error:  # Another profiler runs in this process.
-            _log.warning("ProfilerAddon does nothing: torch.profiler cannot start (%s)", error)
+        except RuntimeError as error:
+            self._run_without(error)
             return
         self._profiler = profiler
 
@@ -132,7 +137,13 @@ class ProfilerAddon(AddOnBase):
             return
         wait, warmup, active, repeat = self.profile_schedule
         self._profiled += 1
-        self._profiler.step()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*Profiler clears events")  # A file has those of one cycle.
+                self._profiler.step()
+        except RuntimeError as error:
+            self._run_without(error)
+            return
         if self._profiled >= (wait + warmup + active) * repeat:
             self._stop_profiler()
 
@@ -147,12 +158,20 @@ class ProfilerAddon(AddOnBase):
         """Note which steps are profiled."""
         wait, warmup, active, repeat = self.profile_schedule
         ends = [plan.first_step - 1 + (wait + warmup + active) * (index + 1) for index in range(repeat)]
-        spans = [f"{end - active + 1} to {end}" for end in ends if plan.last_step is None or end <= plan.last_step]
+        last = max(ends) if plan.last_step is None else plan.last_step  # It may be in a window.
+        spans = [f"{end - active + 1} to {min(end, last)}" for end in ends if end - active < last]
         note = f"the profiler records steps {', '.join(spans)}"
         if not spans:
-            needed = wait + warmup + active
-            note = f"the profiler records nothing: profile_schedule={self.profile_schedule} needs {needed} steps"
+            needed = wait + warmup + 1
+            note = (
+                f"the profiler records nothing: profile_schedule={self.profile_schedule} needs {needed} steps or more"
+            )
         return [*super().plan_lines(plan), note]
+
+    def _run_without(self, reason: object) -> None:
+        """Continue without a profiler."""
+        self._profiler = None
+        _log.warning("ProfilerAddon does nothing in this run: torch.profiler cannot start (%s)", reason)
 
     def _stop_profiler(self) -> None:
         profiler, self._profiler = self._profiler, None
@@ -161,7 +180,15 @@ class ProfilerAddon(AddOnBase):
 
     def _write_profile(self, profiler: Any) -> None:
         """Write the trace and the table of the steps that were recorded."""
+        wait, warmup, active, _ = self.profile_schedule
+        in_cycle = (self._profiled - 1) % (wait + warmup + active) + 1
+        if in_cycle <= wait + warmup:  # The run has ended before the first step to record.
+            return
         if not (events := profiler.key_averages()):
+            _log.warning(
+                "the profile up to step %d is empty: another profiler was started within the run, and torch has one "
+                "at a time", self.progress_checker.step,
+            )  # fmt: skip
             return
         key = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         self.profile_table = events.table(sort_by=key, row_limit=self.profile_rows)
@@ -174,8 +201,11 @@ class ProfilerAddon(AddOnBase):
             self.profile_dir.mkdir(parents=True, exist_ok=True)
             for path, write in ((trace, profiler.export_chrome_trace), (table, self._write_table)):
                 partial = path.with_name(f".{path.name}")
-                write(str(partial))
-                os.replace(partial, path)
+                try:
+                    write(str(partial))
+                    os.replace(partial, path)
+                finally:
+                    partial.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             said = reason(error) if isinstance(error, OSError) else str(error)
             _log.warning("the profile %s cannot be written: %s; training continues", trace, said)

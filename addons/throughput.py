@@ -9,13 +9,14 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from zae.addon import AddOnBase
-from zae.common.argument_checks import check_flags, check_number
+from zae.common.argument_checks import check_flags, check_number, describe_batch
 from zae.common.walk import leading_dimension
-from zae.errors import ConfigError
+from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
 
 __all__ = ["PEAK_FLOPS", "ThroughputAddon"]
@@ -33,15 +34,21 @@ class _Meter:
     def __init__(self) -> None:
         self.is_warm = False  # Whether the first step of this process is over.
         self.is_counted = False  # Whether its operations are known.
+        self.counted_samples: int | None = None  # Those of the step whose operations were counted.
         self.began: float | None = None
+        self.ended: float | None = None  # When the last step ended; moved on by what is not measured.
+        self.paused = 0.0
         self.clear()
 
     def clear(self) -> None:
         """Begin to measure again."""
         self.seconds = array("d")
-        self.waited = self.wait = 0.0
-        self.samples = self.batches = self.new_samples = self.new_batches = 0
+        self.waited = self.wait = self.late = 0.0
+        self.batches = self.new_batches = 0
+        self.samples: int | None = 0  # None where a batch does not say how many it has.
+        self.new_samples: int | None = 0
         self.tokens: Any = 0
+        self.new_tokens: Any = 0
 
 
 class ThroughputAddon(AddOnBase):
@@ -49,17 +56,19 @@ class ThroughputAddon(AddOnBase):
 
     A record of training has, of the steps since the last one:
 
-    - ``throughput/samples_per_second``, ``batches_per_second``, ``steps_per_second`` and ``tokens_per_second``, where
-      the tokens are known;
+    - ``throughput/batches_per_second`` and ``steps_per_second``; ``samples_per_second``, unless a batch contains no
+      tensor; and ``tokens_per_second``, where the tokens are known;
     - ``throughput/step_seconds_p50`` and ``step_seconds_p99``: the median and the 99th percentile of a step, with the
       wait for its batches, without validations and saves;
     - ``throughput/data_wait_share``: the share of that time in which the loader was waited for;
-    - ``throughput/flops_per_second``, and ``mfu``, the share of the peak of the device, where that is known;
+    - ``throughput/flops_per_second`` of one rank, and ``mfu``, the share of the peak of its device, where that is
+      known;
     - ``throughput/peak_memory_mib``: allocated on an accelerator, else resident in the process.
 
     Every logger, ``log_history`` and the report show them. Rank 0 measures: its samples are multiplied by the number of
-    ranks with other batches. On an accelerator the host runs ahead of the device: rates over many steps are right, and
-    the percentiles are those of the host. Weights are bitwise the same with and without the add-on.
+    ranks with other batches. On an accelerator the host runs ahead of the device: the wait for it before a record is
+    read is in the rates, and the percentiles are those of the host. Weights are bitwise the same with and without the
+    add-on.
 
     Parameters
     ----------
@@ -68,8 +77,9 @@ class ThroughputAddon(AddOnBase):
         return it.
     count_flops : bool
         Whether the floating-point operations of the first step of this process are counted, by
-        ``torch.utils.flop_counter``: matrix products, convolutions and attention, forward and backward. That step takes
-        longer, and is not in the rates. A compiled step hides them: with CompileAddon they are not counted.
+        ``torch.utils.flop_counter``: matrix products, convolutions and attention, forward and backward, with what is
+        computed again in the backward; recurrent layers are not. That step takes longer, and is not in the rates.
+        Other steps count by their samples. A compiled step hides operations: with CompileAddon they are not counted.
     peak_flops : float, optional
         The operations a second that one device can make; by default those of bfloat16 for the devices in
         ``PEAK_FLOPS``.
@@ -134,63 +144,92 @@ class ThroughputAddon(AddOnBase):
 
     def on_step_begin(self, batch: Any) -> None:
         """Begin a step."""
-        self._meter.new_samples = self._meter.new_batches = 0
+        self._meter.new_samples = self._meter.new_batches = self._meter.new_tokens = 0
         self._meter.began = time.perf_counter()
         super().on_step_begin(batch)
 
     def to_device(self, batch: Any) -> Any:
         """Count the samples of a batch."""
         if self.mode == "train" and self._meter.new_batches == self.current_run.micro_index:  # Not when it is repeated.
-            self._meter.new_samples += leading_dimension(batch) or 1
+            samples, before = leading_dimension(batch), self._meter.new_samples
+            self._meter.new_samples = None if samples is None or before is None else before + samples
             self._meter.new_batches += 1
-            if self.throughput_tokens is not None and self._meter.is_warm:
-                self._meter.tokens += self.throughput_tokens(batch)
+            if self.throughput_tokens is not None:
+                self._meter.new_tokens += _count(self.throughput_tokens, batch)
         return super().to_device(batch)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Count the operations of the first step; of the next one where AutoBatchAddon had to repeat it."""
-        if self._meter.is_counted or self._why_not_counted():
+        """Count the operations of the first step; of a later one where AutoBatchAddon tries or repeats batches."""
+        divides = hasattr(self, "memory_errors")
+        if self._meter.is_counted or self._why_not_counted() or (divides and not self._meter.is_warm):
             return super().gradients(batch)
+        self._meter.began = None  # A step that is counted takes longer.
         repeated = len(getattr(self, "memory_errors", ()))
         with FlopCounterMode(display=False) as counter:
             found = super().gradients(batch)
         if len(getattr(self, "memory_errors", ())) == repeated:
             flops = counter.get_total_flops() // self.current_run.computation
             self._meter.is_counted, self.step_flops = True, flops
+            self._meter.counted_samples = self._meter.new_samples
         return found
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """End a step."""
         super().on_step_end(outputs)
         began, self._meter.began = self._meter.began, None
+        self._meter.ended = time.perf_counter()
         if not self._meter.is_warm:  # The first step of a process, with all that happens only once.
             self._meter.is_warm = True
             self._meter.clear()
         elif began is not None:
-            self._meter.seconds.append(time.perf_counter() - began + self._meter.wait)
+            self._meter.seconds.append(self._meter.ended - began + self._meter.wait)
             self._meter.waited += self._meter.wait
-            self._meter.samples += self._meter.new_samples
+            samples, before = self._meter.new_samples, self._meter.samples
+            self._meter.samples = None if samples is None or before is None else before + samples
             self._meter.batches += self._meter.new_batches
             if self.throughput_tokens is None:
                 counts = [each.num_targets for each in outputs]
-                self._meter.tokens = self._meter.tokens + sum(counts) if None not in counts else self._meter.tokens
+                self._meter.new_tokens = sum(counts) if None not in counts else 0
+            self._meter.tokens = self._meter.tokens + self._meter.new_tokens
         self._meter.wait = 0.0
+
+    def checkpoint(self) -> None:
+        """Leave the time of a save out."""
+        began = time.perf_counter()
+        super().checkpoint()
+        self._leave_out(began)
+
+    def on_validation_begin(self) -> None:
+        """Note when a validation begins."""
+        super().on_validation_begin()
+        self._meter.paused = time.perf_counter()
+
+    def on_validation_end(self, metrics: Mapping[str, float]) -> None:
+        """Leave the time of a validation out."""
+        super().on_validation_end(metrics)
+        self._leave_out(self._meter.paused)
+
+    def _leave_out(self, began: float) -> None:
+        if self._meter.ended is not None:
+            self._meter.ended += time.perf_counter() - began
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add the rates to a record of training."""
         if self.mode == "train" and self._meter.seconds and any(str(key).startswith("train/") for key in metrics):
+            if self._meter.ended is not None:  # The loss was read, which waits for an accelerator.
+                self._meter.late = time.perf_counter() - self._meter.ended
             metrics = {**metrics, **{f"throughput/{name}": value for name, value in self.rates().items()}}
             self._meter.clear()
         super().log(metrics, step)
 
     def rates(self) -> dict[str, float]:
         """Return what was measured since the last record, by name."""
-        seconds, ranks = math.fsum(self._meter.seconds), self.data_size
+        seconds, ranks = math.fsum(self._meter.seconds) + self._meter.late, self.data_size
         if not seconds:
             return {}
-        ordered, tokens = sorted(self._meter.seconds), float(self._meter.tokens)
+        ordered, tokens, samples = sorted(self._meter.seconds), float(self._meter.tokens), self._meter.samples
         found = {
-            "samples_per_second": self._meter.samples * ranks / seconds,
+            **({} if samples is None else {"samples_per_second": samples * ranks / seconds}),
             "batches_per_second": self._meter.batches * ranks / seconds,
             "steps_per_second": len(ordered) / seconds,
             **({"tokens_per_second": tokens * ranks / seconds} if tokens else {}),
@@ -199,7 +238,9 @@ class ThroughputAddon(AddOnBase):
             "data_wait_share": self._meter.waited / seconds,
         }
         if self.step_flops:
-            found["flops_per_second"] = self.step_flops * len(ordered) / seconds
+            of_one = self._meter.counted_samples
+            steps = samples / of_one if samples is not None and of_one else len(ordered)
+            found["flops_per_second"] = self.step_flops * steps / seconds
             peak = self.peak_flops or _peak_of(self.device)
             found |= {"mfu": found["flops_per_second"] / peak} if peak else {}
         memory = _peak_memory(self.device)
@@ -223,6 +264,22 @@ class ThroughputAddon(AddOnBase):
         names = {each.__name__ for each in type(self).__mro__}
         compiles = "CompileAddon" in names or bool(getattr(self, "compile_blocks", None))
         return "a compiled step hides them" if compiles else ""
+
+
+def _count(tokens: Callable[[Any], Any], batch: Any) -> Any:
+    """Return the tokens of a batch; refuse what is not a number."""
+    try:
+        count = tokens(batch)
+    except Exception as error:
+        error.add_note(f"zae: raised by throughput_tokens, for the batch {describe_batch(batch)}")
+        raise
+    is_number = isinstance(count, (int, float, np.number)) or (isinstance(count, torch.Tensor) and count.numel() == 1)
+    if not is_number:
+        raise ConfigError(
+            f"throughput_tokens returned {kind_of(count)}; return the number of tokens of a batch, for instance "
+            "lambda batch: batch['input_ids'].numel()"
+        )
+    return count
 
 
 def _peak_of(device: torch.device) -> float | None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kit.ranks import on_ranks
 from kit.table import Task
 from zae import ConfigError, Trainer
 from zae.addons import (
+    AutoBatchAddon,
     CompileAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
@@ -103,6 +105,9 @@ def test_operations_are_counted_once_and_windows_whole() -> None:
     assert window.step_flops == 2 * trainer.step_flops
     found = rates(window.log_history[-1])
     assert found["batches_per_second"] == pytest.approx(2 * found["steps_per_second"])
+    parts = build(ThroughputAddon, AutoBatchAddon, micro_batch_size=3)  # Its first step compares parts with the whole.
+    parts.run(1, hand.loader(12))
+    assert parts.step_flops == trainer.step_flops
     compiled = build(ThroughputAddon, CompileAddon, compile_mode="model", compile_backend="eager")
     assert "operations are not counted: a compiled step hides them" in str(compiled.plan(1, hand.loader(8)))
     compiled.run(1, hand.loader(8))
@@ -185,12 +190,11 @@ def test_a_trace_and_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 def test_several_cycles_and_a_run_that_ends_early(tmp_path: Path) -> None:
     trainer = profiled(tmp_path, profile_schedule=(0, 1, 1, 2), profile_shapes=True, profile_memory=True)
-    trainer.run(1, hand.loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.run(1, hand.loader())
     assert len([*(tmp_path / "profile").glob("*.json")]) == 2
     short = profiled(tmp_path / "short", profile_schedule=(3, 1, 9, 1))
-    assert any(
-        "records nothing: profile_schedule=(3, 1, 9, 1) needs 13 steps" in n for n in short.plan(1, hand.loader()).notes
-    )
     short.run(1, hand.loader())
     assert [path.name for path in (tmp_path / "short" / "profile").glob("*.txt")] == ["rank0-step00000006.txt"]
 
@@ -231,3 +235,128 @@ def test_a_folder_that_cannot_be_written_costs_the_profile_alone(tmp_path: Path,
 def test_a_schedule_that_cannot_be_meant(given: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         profiled(tmp_path, profile_schedule=given)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recorded", "files"),
+    [
+        ((3, 1, 9, 1), "5 to 6", ["rank0-step00000006"]),
+        ((0, 1, 2, 3), "2 to 3, 5 to 6", ["rank0-step00000003", "rank0-step00000006"]),
+        ((0, 1, 3, 2), "2 to 4, 6 to 6", ["rank0-step00000004", "rank0-step00000006"]),
+        ((5, 1, 3, 1), None, []),
+        ((0, 1, 4, 2), "2 to 5", ["rank0-step00000005"]),
+    ],
+)
+def test_the_plan_says_what_a_run_of_six_steps_records(
+    schedule: Any, recorded: Any, files: list[str], tmp_path: Path
+) -> None:
+    """Also where it ends within a window, or before its first step."""
+    trainer = profiled(tmp_path, profile_schedule=schedule)
+    needed = schedule[0] + schedule[1] + 1
+    nothing = f"the profiler records nothing: profile_schedule={schedule} needs {needed} steps or more"
+    expected = nothing if recorded is None else f"the profiler records steps {recorded}"
+    assert expected in trainer.plan(1, hand.loader()).notes
+    trainer.run(1, hand.loader())
+    assert sorted(path.stem for path in (tmp_path / "profile").glob("*.txt")) == files
+
+
+@pytest.mark.parametrize("wait", [0, 1])
+def test_another_profiler_of_the_process_keeps_running(wait: int, tmp_path: Path, caplog: Any) -> None:
+    """torch has one at a time: the run goes on without a profile of ProfilerAddon, and that of the process is whole."""
+    trainer = profiled(tmp_path, profile_schedule=(wait, 1, 2, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as outer:
+        trainer.run(1, hand.loader())
+    assert trainer.progress_checker.step == 6
+    assert "ProfilerAddon does nothing in this run" in caplog.text
+    assert "aten::addmm" in {event.key for event in outer.key_averages()}
+    assert not (tmp_path / "profile").exists()
+
+
+class Nested(Task):
+    """The fourth step is profiled by the task itself."""
+
+    def train_step(self, batch: Any) -> Any:
+        if self.progress_checker.step != 3:
+            return super().train_step(batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return super().train_step(batch)
+
+
+def test_a_profiler_of_a_step_leaves_an_empty_profile(tmp_path: Path, caplog: Any) -> None:
+    trainer = profiled(tmp_path, task=Nested)
+    assert trainer.run(1, hand.loader())["step"] == 6
+    assert "the profile up to step 4 is empty: another profiler was started within the run" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path: Path, caplog: Any) -> None:
+    trainer = profiled(tmp_path)
+    (tmp_path / "profile" / "rank0-step00000004.pt.trace.json").mkdir(parents=True)
+    trainer.run(1, hand.loader())
+    assert "cannot be written" in caplog.text
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank0-step00000004.pt.trace.json"]
+
+
+# ------------------------------------------------------------------------------------- what throughput cannot know
+
+
+class Box:
+    """A batch that does not say how many samples it has."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.ones(4, 4)
+
+    def to(self, *args: Any, **kwargs: Any) -> Box:
+        return self
+
+
+class Boxed(Trainer):
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch.inputs).square().mean()}
+
+    test_step = train_step
+
+
+def test_samples_that_are_not_known_are_left_out() -> None:
+    trainer = build(ThroughputAddon, task=Boxed)
+    trainer.run(1, [Box() for _ in range(4)])
+    found = rates(trainer.log_history[-1])
+    assert "samples_per_second" not in found
+    assert found["flops_per_second"] == pytest.approx(trainer.step_flops * found["steps_per_second"])
+
+
+def test_operations_go_by_samples() -> None:
+    """Batches of 4 and 2 samples, in turn: half of the steps have half of the operations."""
+    trainer = build(ThroughputAddon)
+    trainer.run(4, hand.loader(6))
+    found = rates(trainer.log_history[-1])
+    assert found["samples_per_second"] == pytest.approx(3 * found["steps_per_second"])
+    assert found["flops_per_second"] == pytest.approx(trainer.step_flops / 4 * found["samples_per_second"])
+
+
+def test_tokens_that_are_no_number_and_an_absent_key_are_explained() -> None:
+    trainer = build(ThroughputAddon, throughput_tokens=lambda batch: None)
+    with pytest.raises(ConfigError, match="throughput_tokens returned None; return the number of tokens"):
+        trainer.run(1, hand.loader())
+    absent = build(ThroughputAddon, throughput_tokens=lambda batch: batch["input_ids"].numel())
+    with pytest.raises(TypeError) as raised:
+        absent.run(1, hand.loader())
+    assert absent.progress_checker.step == 0
+    assert "throughput_tokens, for the batch list(Tensor[4, 4] float32, Tensor[4] int64)" in str(raised.value.__notes__)
+
+
+class Late(Task):
+    """Reading the record of training takes 50 ms, as where the host waits for a device, and a validation 300 ms."""
+
+    def metric_on_epoch_end(self) -> dict[str, float]:
+        time.sleep(0.05 if self.mode == "train" else 0.3)
+        return {}
+
+
+def test_the_wait_for_a_record_is_in_its_rates() -> None:
+    """On an accelerator that is where the host waits for the steps. A validation between them and it is not."""
+    trainer = build(ThroughputAddon, task=Late)
+    trainer.run(1, hand.loader(8), hand.loader(8), valid_every=1)
+    found = [rates(record) for record in trainer.log_history if rates(record)][-1]
+    assert found["step_seconds_p99"] < 0.3
+    assert 0.05 <= 1 / found["steps_per_second"] < 0.3
