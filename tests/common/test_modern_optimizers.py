@@ -298,6 +298,13 @@ def test_the_matrices_between_the_first_and_the_last_layer() -> None:
         (lambda: hidden_matrices(nn.Linear(2, 2)), r"no matrix for Muon beside its .* weight \(2, 2\), bias"),
         (lambda: hidden_matrices(hand.network(), ["haed"]), "exclude has 'haed', which matches no parameter"),
         (lambda: muon(exclude=[])["adamw"](nn.Linear(2, 2, bias=False)), "all parameters of the model are hidden"),
+        (lambda: muon(exclude="head"), r"exclude='head'; give a list .*: exclude=\['head'\]"),
+        (lambda: hidden_matrices(hand.network(), [nn.Linear]), "give a list of regular expressions"),
+        (lambda: muon(exclude=["("]), "which is not a regular expression: missing \\)"),
+        (lambda: muon(momentun=0.9), "torch.optim.Muon has no option 'momentun'; did you mean 'momentum'"),
+        (lambda: muon(lr=-1.0), "torch.optim.Muon refuses its options .* Learning rate should be >= 0"),
+        (lambda: muon(adjust_lr_fn="x"), "torch.optim.Muon refuses its options"),
+        (lambda: muon(adamw_betas=(2.0, 0.9)), "torch.optim.AdamW refuses its options .* Invalid beta"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Callable[[], Any], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zae.errors import ConfigError, MissingError
+from zae.errors import ConfigError, MissingError, did_you_mean
 
 __all__ = ["hidden_matrices", "muon"]
 
@@ -38,7 +39,7 @@ def hidden_matrices(model: nn.Module, exclude: Sequence[str] | None = None) -> d
     Raises
     ------
     ConfigError
-        If there are none, or an expression matches no parameter.
+        If there are none, or an expression matches no parameter, or is not one.
 
     Examples
     --------
@@ -50,6 +51,7 @@ def hidden_matrices(model: nn.Module, exclude: Sequence[str] | None = None) -> d
     >>> list(hidden_matrices(model, exclude=[]))
     ['1.weight', '3.weight']
     """
+    _check_exclude(exclude)
     modules = list(model.modules())
     left_out = {id(p) for module in modules if isinstance(module, _TABLES) for p in module.parameters()}
     if exclude is None:
@@ -72,6 +74,32 @@ def hidden_matrices(model: nn.Module, exclude: Sequence[str] | None = None) -> d
             "torch.optim.AdamW alone, or name the output layer: exclude=['head']"
         )
     return found
+
+
+def _check_exclude(exclude: Any) -> None:
+    """Refuse what is not a list of regular expressions; a string would be one for each letter."""
+    is_list = exclude is None or isinstance(exclude, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(each, str) for each in exclude or ()):
+        written = [exclude] if isinstance(exclude, str) else ["head"]
+        raise ConfigError(f"exclude={exclude!r:.80}; give a list of regular expressions for names: exclude={written!r}")
+    for pattern in exclude or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"exclude has {pattern!r}, which is not a regular expression: {error}") from None
+
+
+def _check_options(kind: Any, options: dict[str, Any]) -> None:
+    """Refuse options that an optimizer does not have, or whose values it refuses."""
+    known = [*inspect.signature(kind).parameters][1:]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"torch.optim.{kind.__name__} has no option {name!r}{hint}; it has {', '.join(known)}")
+    try:
+        kind([nn.Parameter(torch.zeros(1, 1))], **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"muon(): torch.optim.{kind.__name__} refuses its options {options}: {error}") from None
 
 
 def _some(names: list[str]) -> str:
@@ -116,6 +144,8 @@ def muon(
 
     Raises
     ------
+    ConfigError
+        An optimizer does not have an option, or refuses its value; or ``exclude`` is not a list of regular expressions.
     MissingError
         If this release of torch has no Muon (from 2.9 on it has).
 
@@ -131,9 +161,12 @@ def muon(
     """
     if not hasattr(torch.optim, "Muon"):
         raise MissingError(f"torch {torch.__version__} has no torch.optim.Muon; it is in torch 2.9 and later")
+    _check_exclude(exclude)
     decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
     rest = {"lr": lr if adamw_lr is None else adamw_lr, "betas": adamw_betas, "weight_decay": decay}
     options = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw", **options}
+    _check_options(torch.optim.Muon, options)
+    _check_options(torch.optim.AdamW, rest)
     return {
         "muon": partial(_muon, exclude=exclude, options=options),
         "adamw": partial(_adamw, exclude=exclude, options=rest),
