@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zae.addon import AddOnBase
 from zae.common import random_state
 from zae.common.argument_checks import check_count
-from zae.common.model_weights import fit_name, own_names, plain_names, plain_state
+from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
 from zae.common.optim import has_lazy
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
@@ -38,8 +38,9 @@ class EMAAddon(AddOnBase):
 
     After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak &
     Juditsky 1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1).
-    An accumulation window counts once, a skipped step not at all. Buffers are copied. The saved model file contains the
-    training weights; the average is saved beside them.
+    An accumulation window counts once, a skipped step not at all. Of weights in bfloat16 or float16 the average is in
+    float32: in their type, a step of ``1 - decay`` would be rounded away. Buffers are copied. The saved model file
+    contains the training weights; the average is saved beside them.
 
     ``averaging="uniform"`` is stochastic weight averaging (Izmailov et al. 2018, algorithm 1): the mean of the weights
     at the end of each epoch after ``average_start``. Call `update_batch_norm` after the run if the model has BatchNorm.
@@ -122,6 +123,8 @@ class EMAAddon(AddOnBase):
         for key, value in live.items():
             if key not in self.average:  # All of them at first; later those that were added to the model.
                 self.average[key] = started[id(value)] if id(value) in started else value.detach().clone()
+            if is_half_weight(value):
+                self.average[key] = self.average[key].float()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {
             id(value): (self.like(self.average[key].to(value.device), value), value) for key, value in live.items()
@@ -275,25 +278,27 @@ class EMAAddon(AddOnBase):
     def eject_lines(self, script: Script) -> None:
         """Write the average, its updates, and its use in evaluations."""
         super().eject_lines(script)
-        for name in ("copy_of_weights", "update_average", "weights_of"):
+        is_low = any(map(is_half_weight, self.unwrap().parameters()))
+        start = "start_of_average" if is_low else "copy_of_weights"
+        for name in dict.fromkeys(("copy_of_weights", start, "update_average", "weights_of")):
             script.define(name)
-        script.add("setup", "average = copy_of_weights(model)")
-        is_uniform, start = self.averaging == "uniform", self.average_start
+        script.add("setup", f"average = {start}(model)")
+        is_uniform, first = self.averaging == "uniform", self.average_start
         if is_uniform:
             script.add("setup", "averaged = 0")
             script.add("after_step", "if not averaged:", "    update_average(average, model, 0.0)")
-            script.add("epoch_schedules", *_uniform_lines(start))
+            script.add("epoch_schedules", *_uniform_lines(first))
         else:
-            decay = f"{self.decay!r} if epoch >= {start} else 0.0" if start else repr(self.decay)
+            decay = f"{self.decay!r} if epoch >= {first} else 0.0" if first else repr(self.decay)
             script.add("after_step", f"update_average(average, model, {decay})")
         script.evaluation.append("weights_of(average, task.model)")
         script.values += ["average", "averaged"] if is_uniform else ["average"]
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""
-        state = plain_state(self.unwrap(), keep_vars=True)
-        held = {key: state[key] for key in self._names_to_average(state)}
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
+            state = plain_state(self.unwrap(), keep_vars=True)
+            held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
             plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
         notes = super().plan_lines(plan)
         if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
@@ -303,7 +308,7 @@ class EMAAddon(AddOnBase):
     def plan_memory(self, plan: Any) -> None:
         """Add the average, which lies on the ranks as the weights do."""
         super().plan_memory(plan)
-        plan.memory.held["average"] = plan.memory.parameters
+        plan.memory.held["average"] = plan.memory.in_float32
 
     def adapt_state(self, entry: Any) -> Any:
         """Refuse an average of another model; replace names of wrappers, which older versions saved."""

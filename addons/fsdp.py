@@ -25,6 +25,7 @@ from zae.launch.blocks import (
     parse_blocks,
     parse_methods,
     prepare_block,
+    prepare_copy,
     split_by_block,
 )
 from zae.launch.ddp import BUCKET, broadcast, group_alike
@@ -116,15 +117,10 @@ class FSDPAddon(DistributedAddon):
         fsdp_methods: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        flags = {
-            "reshard_after_forward": reshard_after_forward,
-            "activation_checkpointing": activation_checkpointing,
-            "cpu_offload": cpu_offload,
-            "meta_init": meta_init,
-        }
         self.reshard_after_forward, self.activation_checkpointing, self.cpu_offload, self.meta_init = check_flags(
-            **flags
-        )
+            reshard_after_forward=reshard_after_forward, activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload, meta_init=meta_init,
+        )  # fmt: skip
         self._meta: Any = None  # What makes the model, with meta_init.
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
@@ -235,6 +231,11 @@ class FSDPAddon(DistributedAddon):
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
                 "parameters. To try the precision here, add AMPAddon with precision='bf16'"
             )
+
+    def prepare_copy(self, module: nn.Module) -> str:
+        """Let a copy of the model compute as a rank does, for `plan`; return why it cannot."""
+        blocks = choose_blocks(module, self.fsdp_blocks) if self.activation_checkpointing else {}
+        return prepare_copy(blocks, mp_policy=self.mp_policy, compile_blocks=self.compile_blocks)
 
     def _data_mesh(self) -> Any:
         """Return the dimensions of the mesh that shard and replicate the model.

@@ -145,3 +145,38 @@ def test_the_average_of_another_model_is_refused() -> None:
         with pytest.raises(CheckpointMismatch, match=f"no average of this model's weights: {what}; build .*apply"):
             trainer.load_state_dict({**trainer.state_dict(), "EMAAddon": own})
         assert all(torch.equal(before[key], trainer.average[key]) for key in before)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_the_average_of_half_precision_is_in_float32(kind: torch.dtype, tmp_path: Any) -> None:
+    """In the type of the weights, steps of 1 - decay would be rounded away; resumed, and from a state in that type."""
+    options = {"decay": 0.999, "save_path": tmp_path / "run", "resume": "auto", "log_bar": False}
+
+    def train(steps: int) -> Any:
+        model = nn.Linear(1, 1, bias=False).to(kind)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        trainer = Falling.add_on(EMAAddon, StateManagerAddon)(model, "cpu", optimizer=optimizer, **options)
+        trainer.run(None, [torch.ones(1, 1, dtype=kind)] * 4, max_steps=steps)
+        return trainer
+
+    expected, weight = torch.ones(1, 1), 1.0
+    for _ in range(4):
+        weight -= 0.25
+        expected.mul_(0.999).add_(torch.full((1, 1), weight), alpha=1 - 0.999)
+    train(2)
+    trainer = train(4)
+    assert trainer.average["weight"].dtype == torch.float32
+    assert torch.equal(trainer.average["weight"], expected)
+    assert trainer.model.weight.dtype == kind
+    state = trainer.state_dict()
+    state["EMAAddon"]["average"] = {"weight": expected.to(kind)}
+    trainer.load_state_dict(state)
+    assert torch.equal(trainer.average["weight"], expected.to(kind).float())
+
+
+class Falling(Task):
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch).sum()}
+
+    test_step = train_step

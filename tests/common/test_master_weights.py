@@ -55,7 +55,7 @@ def by_hand(
     model = network()
     copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer, loader = INNER[name](copies), hand.loader()
-    average = [p.detach().clone() for p in model.parameters()]
+    average = [p.detach().float() for p in model.parameters()]
     for _ in range(3):
         for index, (inputs, targets) in enumerate(loader):
             window = min(accumulate, len(loader) - index // accumulate * accumulate)
@@ -108,7 +108,9 @@ def test_the_weights_are_those_of_the_loop_by_hand(name: str, case: str) -> None
         assert torch.equal(found[key], weights), key
     if "decay" in hand_options:
         with trainer.ready(), trainer.evaluation_context():
-            assert all(map(torch.equal, trainer.unwrap().parameters(), average))
+            for (key, p), mean in zip(trainer.unwrap().named_parameters(), average, strict=True):
+                assert torch.equal(trainer.average[key], mean), key  # In float32.
+                assert torch.equal(p, mean.to(BF16)), key
 
 
 def test_small_steps_are_not_lost() -> None:
@@ -292,3 +294,30 @@ def test_what_cannot_be_stepped_is_refused() -> None:
         MasterWeights(schedulefree.AdamWScheduleFree([weight]))
     with pytest.raises(ConfigError, match="takes no closure"):
         MasterWeights(torch.optim.SGD([weight])).step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose step may fail."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("the step fails")
+        return super().step(closure)
+
+
+def test_a_step_that_fails_keeps_the_float32_weights() -> None:
+    """Else the next step, or a checkpoint, would begin with those of the model, which are rounded."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    optimizer = MasterWeights(Failing([weight], lr=1e-3))
+    for fails in (False, True, False):
+        weight.grad = torch.ones_like(weight)
+        optimizer.inner.fails = fails
+        if fails:
+            with pytest.raises(RuntimeError, match="the step fails"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    expected = torch.ones(1).sub_(1e-3).sub_(1e-3)
+    assert torch.equal(optimizer.state[weight]["master"], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from kit import matrix
+from kit.ranks import each_rank
 from zae import ConfigError, Trainer
-from zae.addons import AMPAddon, CompileAddon, FSDPAddon, GradientCheckpointingAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import (
+    AccelerateAddon,
+    AMPAddon,
+    CompileAddon,
+    FSDPAddon,
+    GradientCheckpointingAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    StateManagerAddon,
+)
 from zae.cli import main
 from zae.common import random_state
+from zae.preview.activations import _Storages
 from zae.preview.memory import Memory
 
 SAMPLES = 32
@@ -126,8 +139,8 @@ def test_a_larger_step_of_the_optimizer_is_the_peak() -> None:
 @pytest.mark.parametrize(
     ("add_on", "reason"),
     [
-        (MultiGPUAddon, "plan() does not start the ranks of MultiGPUAddon; plan without it"),
-        (FSDPAddon, "plan() does not start the ranks of FSDPAddon; plan without it"),
+        (PipelineAddon, "plan() does not start the ranks of PipelineAddon; plan without it"),
+        (AccelerateAddon, "plan() does not start the ranks of AccelerateAddon; plan without it"),
         (CompileAddon, "the model is compiled, and the compiler decides what is kept"),
     ],
 )
@@ -190,3 +203,71 @@ def test_the_command_measures_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["memory"]["activations"] == 8 * 2 * FLOAT + FLOAT
     assert main(["plan", "train.py:wrong"]) == 2
     assert "run() has no argument 'measure_activations'" in capsys.readouterr().err
+
+
+ENGINES: list[tuple[Any, dict[str, Any]]] = [
+    (MultiGPUAddon, {}),
+    (FSDPAddon, {}),
+    (FSDPAddon, {"reshard_after_forward": False}),
+    (FSDPAddon, {"activation_checkpointing": True}),
+    (FSDPAddon, {"fsdp_blocks": ["1", "2"], "activation_checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize(("engine", "options"), ENGINES)
+def test_those_of_a_rank_are_those_of_one_process(engine: Any, options: Any) -> None:
+    """Blocks that the engine computes again keep their inputs, as with GradientCheckpointingAddon."""
+    names = options.get("fsdp_blocks")
+    same: dict[str, Any] = {"add_ons": ()}
+    if options.get("activation_checkpointing"):
+        same = {"add_ons": (GradientCheckpointingAddon,), "checkpoint_modules": names}
+    expected = measured(*same.pop("add_ons"), **same).memory.activations
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD
+        trainer = Task.add_on(engine)(network(), devices, optimizer=optimizer, log_bar=False, **options)
+        plan = trainer.plan(1, [torch.ones(SAMPLES, 4)] * 2, measure_activations=True)
+        assert plan.memory.activations == expected
+        gathered = plan.memory.peaks.get("gathered blocks", 0)
+        if gathered:
+            assert plan.memory.entries()["gathered blocks"] == gathered
+        assert plan.memory.entries()["activations"] == expected
+
+
+class Recording(Task):
+    """Note what the backward of a step needs, beside parameters, on a rank."""
+
+    kept = 0
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        storages = _Storages()
+        with storages:
+            out = super().train_step(batch)
+        gc.collect()
+        self.kept = storages.count(self.device)
+        return out
+
+
+def of_a_rank(engine: Any, options: Any) -> tuple[int, int]:
+    torch.manual_seed(0)
+    trainer = Recording.add_on(engine)(network(), "cpu", optimizer=torch.optim.SGD, log_bar=False, **options)
+    batches = [torch.ones(SAMPLES, 4)] * 2
+    planned = trainer.plan(1, batches, measure_activations=True).memory.activations
+    trainer.run(1, batches)
+    assert trainer.world_size == 2
+    return planned, trainer.kept
+
+
+@pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
+def test_a_rank_keeps_what_the_plan_says(engine: Any) -> None:
+    """In the process of a rank; FSDP makes the whole parameters too, which the plan counts as gathered blocks."""
+    gathered = sum(each.nbytes for each in network().parameters()) if engine is FSDPAddon else 0
+    for planned, kept in each_rank(2, of_a_rank, engine, {}):
+        assert kept == planned + gathered
+
+
+def test_a_policy_of_types_is_a_note() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    trainer = Task.add_on(FSDPAddon)(network(), ["cpu"] * 2, optimizer=torch.optim.SGD, mp_policy=policy)
+    plan = trainer.plan(1, [torch.ones(SAMPLES, 4)] * 2, measure_activations=True)
+    assert "activations are not measured: mp_policy of FSDPAddon changes what is kept" in str(plan.notes)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -24,11 +25,13 @@ __all__ = [
     "fit_name",
     "fit_state",
     "fit_weights",
+    "is_half_weight",
     "load_fitted",
     "named_parameters",
     "own_names",
     "plain_names",
     "plain_state",
+    "shapes_of_average",
     "without_wrappers",
 ]
 
@@ -200,3 +203,17 @@ def _accepts(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> boo
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state, without the parameters of a lazy module, which have no shape yet."""
     return {key: each for key, each in state.items() if isinstance(each, Tensor) and not nn.parameter.is_lazy(each)}
+
+
+def is_half_weight(value: Tensor) -> bool:
+    """Return whether a tensor is a parameter in half precision, whose average is in float32."""
+    return isinstance(value, nn.Parameter) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def shapes_of_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without data like the average of weights; tied ones share one."""
+    shapes = {
+        id(value): torch.empty_like(value, dtype=torch.float32 if is_half_weight(value) else None, device="meta")
+        for value in state.values()
+    }
+    return {key: shapes[id(value)] for key, value in state.items()}

@@ -118,12 +118,15 @@ class MasterWeights(Optimizer):
             state = self.state.pop(parameter, {})
             if rest := {key: value for key, value in state.items() if key != _MASTER}:
                 self.state[master] = rest  # Most optimizers make their state where there is none.
-        with self._replaced(stepped):
-            self.inner.step()
+        try:
+            with self._replaced(stepped):
+                self.inner.step()
+        finally:  # A step that fails leaves the float32 weights in the state.
+            for parameter, master in stepped.items():
+                master.grad = None
+                self.state[parameter][_MASTER] = master
         for parameter, master in stepped.items():
-            master.grad = None
             parameter.copy_(master)
-            self.state[parameter][_MASTER] = master
             self._versions[parameter] = parameter._version
 
     def _low(self) -> Iterator[Tensor]:

@@ -37,6 +37,8 @@ def measure_activations(run: Any) -> int:
         with twin.ready():  # Its add-ons choose the precision and wrap the model.
             if isinstance(twin.model, torch.nn.Module) and any(map(_is_compiled, twin.model.modules())):
                 raise NotTried(_COMPILED)
+            if hasattr(run.trainer, "prepare_copy") and (reason := run.trainer.prepare_copy(twin.unwrap())):
+                raise NotTried(reason)
             twin.unwrap().train()
             batch = to_device(batch, twin.device)
             with storages, twin.forward_context():
@@ -52,11 +54,11 @@ def _check(trainer: Any) -> None:
     if _MODE is None:
         raise NotTried("this release of torch has no TorchDispatchMode")
     cls, module = type(trainer), trainer.unwrap()
-    engines = [each.__name__ for each in add_ons_of(cls) if is_engine_slot(each.slot)]
-    if engines:
+    engines = [each for each in add_ons_of(cls) if is_engine_slot(each.slot)]
+    if len(engines) > 1 or not all(hasattr(each, "prepare_copy") for each in engines):
+        names = " and ".join(each.__name__ for each in engines)
         raise NotTried(
-            f"plan() does not start the ranks of {' and '.join(engines)}; plan without it for the activations of one "
-            "process"
+            f"plan() does not start the ranks of {names}; plan without it for the activations of one process"
         )
     if "compile" in slots_of(cls) or any(map(_is_compiled, (trainer.model, *module.modules()))):
         raise NotTried(_COMPILED)

@@ -79,8 +79,8 @@ class Memory:
     held : dict of str to int
         What else is there all the time, by name, such as the buckets of DistributedDataParallel.
     peaks : dict of str to int
-        What is there for a moment of a step, by name; only the largest of them counts. The activations are gone when
-        the optimizer steps.
+        What is there for a moment of a step, by name; only the largest of them counts. The activations are beside all
+        others, but for the step of the optimizer, when they are gone.
     start : int
         The bytes of all together before an engine has divided the model.
     is_offloaded : bool
@@ -134,6 +134,11 @@ class Memory:
         return sum(each.bytes for each in self.parts.values()) + self.buffers
 
     @property
+    def in_float32(self) -> int:
+        """The bytes of the parameters and buffers, with parameters in half precision in float32."""
+        return self.parameters + sum(each.bytes for each in self.parts.values() if each.itemsize == 2)
+
+    @property
     def gradients(self) -> int:
         """The bytes of the gradients that are there at a time."""
         sizes = [each.gradient for each in self.parts.values()]
@@ -167,11 +172,16 @@ class Memory:
         return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
 
     def entries(self) -> dict[str, int]:
-        """Return the bytes of a step on the device by name, with the largest peak."""
+        """Return the bytes of a step on the device by name, with the largest peak.
+
+        What a rank gathers or sends in the backward is there beside the activations.
+        """
         found = {**({} if self.is_offloaded else self._state()), **self.held}
         peaks = {name: size for name, size in self.peaks.items() if not (self.is_offloaded and name == _STEP)}
-        peak = max(peaks, key=peaks.__getitem__, default="")
-        return {name: size for name, size in {**found, peak: peaks.get(peak, 0)}.items() if size}
+        activations = {_ACTIVATIONS: peaks.pop(_ACTIVATIONS, 0)}
+        moments = [{name: size} if name == _STEP else {name: size, **activations} for name, size in peaks.items()]
+        largest = max([*moments, activations], key=lambda each: sum(each.values()))
+        return {name: size for name, size in {**found, **largest}.items() if size}
 
     def __str__(self) -> str:
         entries = self.entries()

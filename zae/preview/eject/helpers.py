@@ -188,6 +188,16 @@ def copy_of_weights(model: Any) -> Any:
     return {key: value.detach().clone() for key, value in values.items()}
 
 
+def start_of_average(model: Any) -> Any:
+    """Return a copy of the weights and buffers of a model, with weights in half precision in float32."""
+    parameters, low = (
+        {name for name, _ in model.named_parameters(remove_duplicate=False)},
+        (torch.bfloat16, torch.float16),
+    )
+    values = copy_of_weights(model)
+    return {key: each.float() if key in parameters and each.dtype in low else each for key, each in values.items()}
+
+
 @contextlib.contextmanager
 def weights_of(average: Any, model: Any) -> Any:
     """Put an average into the model for the block."""
