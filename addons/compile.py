@@ -17,13 +17,12 @@ from zae.common import argument_checks, optim, torch_private
 from zae.common.walk import tensors_in
 from zae.compiling import compiler, fused, graphs, kernels
 from zae.compiling.benchmark import Benchmark, Report
-from zae.errors import ConfigError, did_you_mean
+from zae.errors import ConfigError
 from zae.loop.step_output import read_output
 
 __all__ = ["CompileAddon"]
 
 _log = logging.getLogger("zae")
-_MODES = ("auto", "graph", "fused", "model")
 _REMEDY = "write compile_mode='model', which does"
 
 
@@ -55,6 +54,8 @@ class CompileAddon(AddOnBase):
         tie keeps the eager step.
     compile_backend : str or callable
         A backend of ``torch.compile``; "aot_eager" only traces, for debugging.
+    compile_options : mapping of str, optional
+        Options of the backend "inductor", as ``torch.compile(options=...)`` takes them: ``{"max_autotune": True}``.
     fallback_random : bool
         With the backend "inductor", draw the same random numbers as the eager step.
 
@@ -69,10 +70,11 @@ class CompileAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        The mode or the backend is unknown, or torch is too old for a graph; and before the first step, for what a graph
-        does not support: several ranks, several optimizers, a float16 loss scale, hooks of gradients, an overridden
-        ``backward``; with "fused" also BatchNorm's statistics, windows of several batches, other optimizers, hooks of
-        their step, and add-ons that act on gradients. With "auto" such a run is eager, with a warning that says why.
+        The mode, the backend or an option is unknown, or torch is too old for a graph; and before the first step, for
+        what a graph does not support: several ranks, several optimizers, a float16 loss scale, hooks of gradients, an
+        overridden ``backward``; with "fused" also BatchNorm's statistics, windows of several batches, other optimizers,
+        hooks of their step, and add-ons that act on gradients. With "auto" such a run is eager, with a warning that
+        says why.
 
     Examples
     --------
@@ -102,15 +104,14 @@ class CompileAddon(AddOnBase):
         *args: Any,
         compile_mode: str = "auto",
         compile_backend: str = "inductor",
+        compile_options: Mapping[str, Any] | None = None,
         fallback_random: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if compile_mode not in _MODES:
-            raise ConfigError(f"compile_mode={compile_mode!r}; it must be one of {', '.join(map(repr, _MODES))}"
-                              f"{did_you_mean(str(compile_mode), _MODES)}")  # fmt: skip
         compiler.check_compiler(compile_mode, compile_backend)
         self.compile_mode, self.compile_backend = compile_mode, compile_backend
+        self.compile_options = compiler.check_options(compile_options, compile_mode, compile_backend)
         (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
         self.compile_report: dict[str, Any] = Report()
         self._compiled: dict[str, Any] = {}
@@ -325,7 +326,7 @@ class CompileAddon(AddOnBase):
         functions: dict[str, Callable[..., Any]] = {
             "model": self._call_module, "graph": self._with_gradients, "fused": self._with_step,
         }  # fmt: skip
-        options = compiler.options_of(self.compile_backend, self.fallback_random)
+        options = compiler.options_of(self.compile_backend, self.fallback_random, self.compile_options)
         compiled = self._compiled[what] = torch.compile(functions[what], fullgraph=what != "model", **options)
         return compiled
 

@@ -301,6 +301,25 @@ def test_what_a_graph_cannot_hold_is_refused_by_name() -> None:
         Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, compile_backend=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"compile_mode": "max-autotune"},
+            r"a mode of torch\.compile, .* write compile_options=\{'max_autotune': True\}",
+        ),
+        ({"compile_options": "max-autotune"}, "compile_options='max-autotune'; write a dict of options of inductor"),
+        ({"compile_options": {"max_autotun": True}}, "compile_options: Unexpected optimization option max_autotun;"),
+        ({"compile_options": {"max_autotune": "yes"}}, "compile_options: Unexpected type of attr max_autotune"),
+        ({"compile_options": {"triton.cudagraphs": True}}, "gradients of each batch over those of the last"),
+        ({"compile_options": {"max_autotune": True}, **FAST}, "those of the backend 'inductor', and compile_backend="),
+    ],
+)
+def test_options_of_inductor_that_cannot_be_meant(options: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Task.add_on(CompileAddon)(network(), "cpu", optimizer=two, **options)
+
+
 def test_teardown_leaves_the_compiler_and_the_optimizer_as_they_were() -> None:
     before = torch._dynamo.config.trace_autograd_ops
     task = trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FAST)
@@ -320,8 +339,10 @@ def test_inductor_draws_dropout_like_eager_on_request() -> None:
         values: list[Tensor] = task.log_train["loss"]
         return [float(value) for value in values]
 
-    compiled = losses(Task.add_on(CompileAddon), compile_mode="graph", fallback_random=True)
-    assert compiled == pytest.approx(losses(Task), abs=1e-12)
+    eager = losses(Task)
+    for option in ({"fallback_random": True}, {"compile_options": {"fallback_random": True}}):
+        compiled = losses(Task.add_on(CompileAddon), compile_mode="graph", **option)
+        assert compiled == pytest.approx(eager, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------------- what eager does without thought

@@ -17,6 +17,7 @@ __all__ = [
     "TRACES",
     "acquire_settings",
     "check_compiler",
+    "check_options",
     "is_off",
     "options_of",
     "reason_of",
@@ -34,11 +35,20 @@ GUARDS: dict[str, Any] = {
 torch 2.13 would draw the former from its own stream, and treat the latter as constants."""
 TRACES = {"config.trace_autograd_ops": True, **GUARDS}
 """Trace ``torch.autograd.grad`` as well."""
+_MODES = ("auto", "graph", "fused", "model")
+_OF_TORCH = (
+    ", which say what is compiled. That is a mode of torch.compile, which says how: for 'max-autotune' write "
+    "compile_options={'max_autotune': True}"
+)
 _in_use: dict[str, tuple[int, Any]] = {}  # How many trainers use a setting, and its value before.
 
 
-def check_compiler(mode: str, backend: Any) -> None:
-    """Refuse an unknown backend, and a torch that cannot trace ``torch.autograd.grad``, which "model" does not need."""
+def check_compiler(mode: Any, backend: Any) -> None:
+    """Refuse an unknown mode or backend, and a torch that cannot trace ``torch.autograd.grad`` where it is needed."""
+    if mode not in _MODES:
+        is_of_torch = str(mode).startswith(("max-autotune", "reduce-overhead", "default"))
+        hint = _OF_TORCH if is_of_torch else did_you_mean(str(mode), _MODES)
+        raise ConfigError(f"compile_mode={mode!r}; it must be one of {', '.join(map(repr, _MODES))}{hint}")
     backends = torch.compiler.list_backends(())
     if not isinstance(backend, str) and not callable(backend):
         raise ConfigError(
@@ -56,11 +66,35 @@ def check_compiler(mode: str, backend: Any) -> None:
         )
 
 
-def options_of(backend: Any, fallback_random: bool) -> dict[str, Any]:
+def check_options(options: Any, mode: str, backend: Any) -> dict[str, Any]:
+    """Return the options of inductor as a dict; refuse those that it does not have, or that a graph cannot take."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f"compile_options={options!r:.80}; write a dict of options of inductor, for instance "
+            "{'max_autotune': True}"
+        )
+    if backend != "inductor":
+        raise ConfigError(f"compile_options are those of the backend 'inductor', and compile_backend={backend!r}")
+    if options.get("triton.cudagraphs") and mode != "model":
+        raise ConfigError(
+            "compile_options has 'triton.cudagraphs', which writes the gradients of each batch over those of the last "
+            "one; leave it out, or write compile_mode='model'"
+        )
+    try:
+        torch.compile(lambda: None, options=dict(options))
+    except RuntimeError as error:
+        known = str(error).partition(", known")[0]
+        raise ConfigError(f"compile_options: {known}; torch._inductor.list_options() returns the known ones") from None
+    return dict(options)
+
+
+def options_of(backend: Any, fallback_random: bool, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for ``torch.compile``; with ``fallback_random`` inductor draws as the eager step."""
     options: dict[str, Any] = {"backend": backend, "dynamic": False}
-    if fallback_random and backend == "inductor":
-        options["options"] = {"fallback_random": True}
+    if backend == "inductor" and (fallback_random or more):
+        options["options"] = {**({"fallback_random": True} if fallback_random else {}), **more}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         # Else all trainers of a process share the limit on the graphs of one function.
         options["isolate_recompiles"] = True
