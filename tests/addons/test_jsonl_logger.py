@@ -10,7 +10,9 @@ import fsspec
 import pytest
 import torch
 
+from kit import faults
 from kit.loggers import Killed, Task, bare, build, digest, forked, lines, loader, warned
+from kit.stores import Failing, Gate, planned
 from zae import ConfigError, Every
 from zae.addons import StateManagerAddon
 from zae.addons.jsonl_logger import JSONLLoggerAddon
@@ -133,12 +135,52 @@ def test_a_store_that_fails_costs_a_warning(tmp_path, caplog):
     trainer = build(JSONLLoggerAddon, jsonl_path=tmp_path / "run.jsonl", jsonl_url=url)
     trainer.run(3, loader())
     (told,) = warned(caplog)
-    assert f"{url} could not be uploaded (" in told
+    assert f"{url} could not be renamed (" in told
     assert told.endswith(f"; the records are in {tmp_path / 'run.jsonl'}")
     twin = build(JSONLLoggerAddon, jsonl_path=tmp_path / "twin.jsonl")
     twin.run(3, loader())
     assert digest(trainer) == digest(twin)
     assert lines(tmp_path / "run.jsonl") == lines(tmp_path / "twin.jsonl")
+
+
+def test_a_store_that_hangs_or_is_slow_keeps_no_record_waiting(tmp_path, caplog):
+    """One warning, and the file is that of a run without the store; an upload that ends late is whole."""
+    gate, url = Gate("put_file"), f"faulty://{tmp_path}/store/log.jsonl"
+    options = {"log_every": 1, "logger_timeout": 0.9}
+    with planned(gate):
+        trainer = build(JSONLLoggerAddon, StateManagerAddon, save_path=tmp_path / "saved", save_every=3,
+                        jsonl_path=tmp_path / "run.jsonl", jsonl_url=url, **options)  # fmt: skip
+        trainer.run(3, loader(4))
+        assert gate.reached.is_set()
+        (told,) = warned(caplog)
+        assert f"{url} could not be uploaded (TimeoutError: no answer within 0.3 s)" in told
+        gate.opened.set()
+        faults.wait_for(lambda: (tmp_path / "store" / "log.jsonl").exists())
+    build(JSONLLoggerAddon, jsonl_path=tmp_path / "whole.jsonl", **options).run(3, loader(4))
+    assert lines(tmp_path / "run.jsonl") == lines(tmp_path / "whole.jsonl")
+    copy = lines(tmp_path / "store" / "log.jsonl")
+    assert copy
+    assert copy == lines(tmp_path / "run.jsonl")[: len(copy)]
+
+
+@pytest.mark.parametrize("error", ["client", "permission", "time"])
+def test_a_copy_that_could_not_be_read_is_not_written_over(tmp_path, error, caplog):
+    """The records of another machine are kept beside the new copy."""
+    url, saved, store = f"faulty://{tmp_path}/store/log.jsonl", tmp_path / "saved", tmp_path / "store"
+
+    def part(machine, steps):
+        trainer = build(JSONLLoggerAddon, StateManagerAddon, save_path=saved, resume="auto", log_every=1,
+                        jsonl_path=tmp_path / machine / "run.jsonl", jsonl_url=url)  # fmt: skip
+        trainer.run(3, loader(4), max_steps=steps)
+
+    part("a", 3)
+    part("b", 7)
+    theirs = (store / "log.jsonl").read_bytes()
+    with planned(Failing(0, error, names=("info",))):
+        part("a", None)
+    assert (store / "log.1.jsonl").read_bytes() == theirs
+    assert (store / "log.jsonl").read_bytes() == (tmp_path / "a" / "run.jsonl").read_bytes()
+    assert f"{url} could not be downloaded (" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["log.jsonl", 3, "nothing://bucket/log.jsonl"])

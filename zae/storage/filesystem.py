@@ -41,6 +41,7 @@ __all__ = [
     "install",
     "make_directory",
     "not_saved",
+    "put_file",
     "remove_checkpoint",
     "stage",
     "staging_now",
@@ -186,6 +187,24 @@ def replace_file(path: Path, writer: Callable[[Callable[[Any], object]], object]
         write_file(staging, writer)
         disk.rename(staging, path)
         disk.fsync_directory(path.parent)
+
+
+def put_file(files: Any, source: Path, place: str) -> None:
+    """Copy a file into a file system of fsspec, whole or absent: an object is, and elsewhere what is renamed."""
+    from fsspec import AbstractFileSystem
+
+    if type(files).mv is AbstractFileSystem.mv:  # There is no rename: it copies.
+        files.put_file(str(source), place)
+        return
+    folder, _, name = place.rpartition("/")
+    hidden = f"{folder}/.{name}.part"
+    try:
+        files.put_file(str(source), hidden)
+        files.mv(hidden, place)
+    except Exception:
+        with contextlib.suppress(Exception):  # The first error is the one to report.
+            files.rm_file(hidden)
+        raise
 
 
 def install(staging: Path, directory: Path) -> None:
