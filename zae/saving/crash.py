@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zae.errors import CheckpointError
 from zae.loop.progress import ProgressChecker
 from zae.storage import filesystem
 
@@ -86,7 +87,7 @@ class CrashSaver:
 
     def _decline(self, error: BaseException, reason: str) -> None:
         """Say that the state of the failed run is not saved."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             text = f"{reason}; {self._regular()}"
             error.add_note(f"zae: {text}")
             _log.warning("%s: %s", type(error).__name__, text)

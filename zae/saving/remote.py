@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from torch import Tensor
 from zae.common.argument_checks import check_url
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from zae.saving.checkpointer import Checkpointer, Content
+from zae.saving.retention import WeightFolder, step_of_weights
 from zae.saving.saver import Job
 from zae.storage.checkpoint import load_checkpoint
-from zae.storage.filesystem import make_directory
+from zae.storage.filesystem import make_directory, put_file, stage
 from zae.storage.hashed_io import CURE
 from zae.storage.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
-from zae.storage.names import MANIFEST, staging_name
+from zae.storage.names import MANIFEST, is_known
 from zae.storage.share import sweep
 
 __all__ = ["FsspecCheckpointer"]
 
 _log = logging.getLogger("zae")
-_UPLOAD = re.compile(r"((step|crash)-\d{8,18})\.(\d{1,9})/([^/]+)")
+_UPLOAD = re.compile(r"((step|crash)-\d{8,18})\.(\d{1,9})")
 _PIECE = 1 << 22  # Bytes that are read at a time to be hashed.
 
 
@@ -43,8 +44,10 @@ class FsspecCheckpointer(Checkpointer):
     read back and compared before others are removed. No file is changed or renamed, which object storage cannot do at
     once.
 
-    Paths in ``save_path`` name the checkpoints, as in ``resume="runs/a/step-00000012"``. The lock of the run and files
-    of ``save_weights_every`` are on the local disk: do not start two runs with one URL on two machines.
+    Files of ``save_weights_every`` are uploaded in the same way, each of them whole or absent.
+
+    Paths in ``save_path`` name the checkpoints, as in ``resume="runs/a/step-00000012"``. The lock of the run is on the
+    local disk: do not start two runs with one URL on two machines. A store that fails does what a full disk does.
 
     Parameters
     ----------
@@ -89,6 +92,8 @@ class FsspecCheckpointer(Checkpointer):
         self.url = url
         self.files, root = check_url("url", url, **(storage_options or {}))
         self.root = root.rstrip("/")
+        self.weights.storage = _RemoteWeights(self)
+        self._strays: set[tuple[str, int]] = set()  # Uploads that were not removed, or not read back; 0: all.
 
     @classmethod
     def at(cls, url: str, **storage_options: Any) -> partial[FsspecCheckpointer]:
@@ -121,7 +126,8 @@ class FsspecCheckpointer(Checkpointer):
         """Download a checkpoint, verify it and read it."""
         if not self._is_here(path):
             return super().load(path, allow_partial, held or {})
-        with self._scratch(path.name) as local:
+        with self.scratch(path.name) as local:
+            local.mkdir()
             self.download(path, local)
             return load_checkpoint(local, allow_partial=allow_partial, held=held or dict[str, Tensor]())
 
@@ -143,7 +149,7 @@ class FsspecCheckpointer(Checkpointer):
         place, manifest, text = self._newest(path)
         (local / MANIFEST).write_bytes(text)
         for name in manifest["files"]:
-            with self._reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
+            with self.reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
                 self.files.get_file(f"{place}/{name}", str(local / name))
 
     def unfinished(self) -> list[str]:
@@ -158,28 +164,49 @@ class FsspecCheckpointer(Checkpointer):
 
     def _newest(self, path: Path) -> tuple[str, Manifest, bytes]:
         """Return the place and manifest of the newest upload of a checkpoint, leaving out cut manifests."""
-        uploads = self._uploads().get(path.name, {})
-        complete = [number for number in sorted(uploads, reverse=True) if self._is_complete(uploads[number])]
-        for number in complete:
+        uploads, damage = self._uploads(path.name).get(path.name, {}), None
+        for number in sorted(uploads, reverse=True):
             place = f"{self.root}/{path.name}.{number}"
-            with self._reaching(f"{path.name} was not loaded"):
-                text = self.files.cat_file(f"{place}/{MANIFEST}", end=MANIFEST_LIMIT + 1)
             try:
-                return place, parse(text, f"{place}/{MANIFEST}"), text
-            except CheckpointDamaged:
-                if number == complete[-1]:
-                    raise
-        raise CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
+                with self.reaching(f"{path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
+                    text = self.files.cat_file(f"{place}/{MANIFEST}", end=MANIFEST_LIMIT + 1)
+                    return place, parse(text, f"{place}/{MANIFEST}"), text
+            except CheckpointDamaged as error:
+                damage = error
+        raise damage or CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
 
-    def _uploads(self) -> dict[str, dict[int, set[str]]]:
+    def _uploads(self, name: str = "") -> dict[str, dict[int, set[str]]]:
         """Return the files of each upload, by the name of the checkpoint and the number of the upload."""
         found: dict[str, dict[int, set[str]]] = {}
-        with self._reaching("its checkpoints were not listed"), contextlib.suppress(FileNotFoundError):
-            self.files.invalidate_cache()
-            for each in self.files.find(self.root):
-                if match := _UPLOAD.fullmatch(each[len(self.root) :].lstrip("/")):
-                    found.setdefault(match[1], {}).setdefault(int(match[3]), set()).add(match[4])
+        for folder in self.entries():
+            match = _UPLOAD.fullmatch(folder)
+            if match and name in ("", match[1]) and (files := {*filter(is_known, self.entries(folder))}):
+                found.setdefault(match[1], {})[int(match[3])] = files
         return found
+
+    def entries(self, folder: str = "") -> list[str]:
+        """List the names in the folder of the URL, or in one below it; a missing one is empty.
+
+        Parameters
+        ----------
+        folder : str
+            The name of the one below it.
+
+        Returns
+        -------
+        list of str
+            Names of files and folders.
+
+        Raises
+        ------
+        CheckpointError
+            The store has not answered. (fsspec's `find` would leave out the folders that it cannot list.)
+        """
+        with self.reaching("its checkpoints were not listed"), contextlib.suppress(FileNotFoundError):
+            self.files.invalidate_cache()
+            listed = self.files.ls(f"{self.root}/{folder}".rstrip("/"), detail=False)
+            return [each.rstrip("/").rpartition("/")[2] for each in listed]
+        return []
 
     @staticmethod
     def _is_complete(files: Collection[str]) -> bool:
@@ -199,25 +226,47 @@ class FsspecCheckpointer(Checkpointer):
             super().store(job)
             return
         name = job.target.name
-        with self._scratch(name) as local:
-            job._replace(replaces=()).write_folder(local / name)
-            earlier = self._uploads().get(name, {})
-            number = 1 + max(earlier, default=0)
-            place, manifest = f"{self.root}/{name}.{number}", read_manifest(local / name)
-            with self._reaching(f"{name} was not saved"):
-                self.files.makedirs(place, exist_ok=True)
-                for file in (*manifest["files"], MANIFEST):
-                    self.files.put_file(str(local / name / file), f"{place}/{file}")
+        with self.scratch(name) as local:
+            job._replace(replaces=()).write_folder(local)
+            earlier = self._uploads(name).get(name, {})
+            number = self._free_number(name, earlier)
+            place, manifest = f"{self.root}/{name}.{number}", read_manifest(local)
+            try:
+                with self.reaching(f"{name} was not saved"):
+                    self.files.makedirs(place, exist_ok=True)
+                    for file in (*manifest["files"], MANIFEST):
+                        self.files.put_file(str(local / file), f"{place}/{file}")
+            except CheckpointError:
+                with contextlib.suppress(CheckpointError):  # The first error is the one to report.
+                    self._remove_upload(name, number)
+                raise
             if job.replaces or earlier:
-                self._verify(place, manifest, (local / name / MANIFEST).read_bytes())
+                self._strays.add((name, number))
+                self._verify(place, manifest, (local / MANIFEST).read_bytes())
+                self._strays.discard((name, number))
         self._clean_up(name, sorted(earlier))
+        self._strays = {stray for stray in self._strays if stray[0] != name}
+        for other, stray in sorted(self._strays):
+            with contextlib.suppress(CheckpointError):  # It was reported the first time.
+                self._remove_upload(other, stray) if stray else self.remove(self.folder / other)
+
+    def _free_number(self, name: str, listed: Collection[int]) -> int:
+        """Return a number that no upload of a checkpoint has, also where the store lists a new one late."""
+        number = 1 + max(listed, default=0)
+        with self.reaching(f"{name} was not saved"), contextlib.suppress(FileNotFoundError):
+            while True:
+                self.files.info(f"{self.root}/{name}.{number}/{MANIFEST}")
+                number += 1
+        return number
 
     def remove(self, path: Path) -> None:
         """Remove the uploads of a checkpoint, the newest last, of each the manifest first."""
         if not self._is_here(path):
             super().remove(path)
             return
-        uploads = self._uploads().get(path.name, {})
+        self._strays.add((path.name, 0))
+        uploads = self._uploads(path.name).get(path.name, {})
+        self._strays.discard((path.name, 0))
         if not uploads:
             raise CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
         for number in sorted(uploads):
@@ -232,18 +281,24 @@ class FsspecCheckpointer(Checkpointer):
                 _log.warning("%s", error)
 
     def _remove_upload(self, name: str, number: int) -> None:
-        place = f"{self.root}/{name}.{number}"
-        with self._reaching(f"{name} was not removed"), contextlib.suppress(FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                self.files.rm_file(f"{place}/{MANIFEST}")
-            self.files.rm(place, recursive=True)
+        """Remove the files of an upload; what a user has put beside them stays."""
+        folder = f"{name}.{number}"
+        self._strays.add((name, number))
+        files = {*filter(is_known, self.entries(folder))} - {MANIFEST}
+        with self.reaching(f"{name} was not removed"):
+            for file in (MANIFEST, *sorted(files)):
+                with contextlib.suppress(FileNotFoundError):
+                    self.files.rm_file(f"{self.root}/{folder}/{file}")
+        self._strays.discard((name, number))
+        with contextlib.suppress(Exception):  # It is not empty, or the store has no folders.
+            self.files.rmdir(f"{self.root}/{folder}")
 
     def _verify(self, place: str, manifest: Manifest, text: bytes) -> None:
         """Read what was uploaded and compare its hashes with the manifest."""
         expected = {name: entry["sha256"] for name, entry in manifest["files"].items()}
         for name, sha256 in {**expected, MANIFEST: hashlib.sha256(text).hexdigest()}.items():
             found = hashlib.sha256()
-            with self._reaching(f"{place}/{name} was not read back"), self.files.open(f"{place}/{name}", "rb") as file:
+            with self.reaching(f"{place}/{name} was not read back"), self.files.open(f"{place}/{name}", "rb") as file:
                 while piece := file.read(_PIECE):
                     found.update(piece)
             if found.hexdigest() != sha256:
@@ -256,25 +311,76 @@ class FsspecCheckpointer(Checkpointer):
         return os.path.dirname(os.path.abspath(path)) == str(self.folder)
 
     @contextlib.contextmanager
-    def _scratch(self, name: str) -> Iterator[Path]:
-        """Make a temporary folder in ``save_path``; the next save removes what killed processes have left there."""
+    def scratch(self, name: str) -> Iterator[Path]:
+        """Yield a hidden path in ``save_path``, and remove what was written there; the next save does so after a kill.
+
+        Parameters
+        ----------
+        name : str
+            The name of a checkpoint, or of a file.
+
+        Yields
+        ------
+        Path
+            Nothing is there yet.
+        """
         make_directory(self.folder)
         sweep(self.folder)
-        local = self.folder / staging_name(name)
-        local.mkdir()
-        try:
-            yield local
-        finally:
-            shutil.rmtree(local, ignore_errors=True)
+        with stage(self.folder / name, 0) as local:
+            try:
+                yield local
+            finally:
+                shutil.rmtree(local, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _reaching(self, what: str) -> Iterator[None]:
-        """Name the URL in an error of the file system, and what failed."""
+    def reaching(self, what: str) -> Iterator[None]:
+        """Name the URL in an error of the file system.
+
+        Parameters
+        ----------
+        what : str
+            What has failed.
+
+        Raises
+        ------
+        CheckpointError
+            With the ``errno`` of the system, as for a disk.
+        """
         try:
             yield
-        except (CheckpointError, FileNotFoundError):
+        except CheckpointError:
             raise
         except Exception as error:  # The clients of object storage have their own errors.
             raised = CheckpointError(f"{self.url}: {what}: {type(error).__name__}: {error}")
             raised.errno = getattr(error, "errno", None) or errno.EIO
             raise raised from error
+
+
+class _RemoteWeights(WeightFolder):
+    """Files of weights under the URL of a checkpointer."""
+
+    def __init__(self, store: FsspecCheckpointer) -> None:
+        super().__init__(store.folder)
+        self.store = store
+
+    def list_saved(self) -> list[Path]:
+        """List the files by their step."""
+        return sorted(self.folder / name for name in self.store.entries() if step_of_weights(name))
+
+    def save(self, path: Path, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save a file to a temporary folder, and upload it from rank 0."""
+        with self.store.scratch(path.name) as local:
+            save_model(local / path.name)
+            if not is_main:
+                return
+            with self.store.reaching(f"{path.name} was not saved"):
+                self.store.files.makedirs(self.store.root, exist_ok=True)
+                put_file(self.store.files, local / path.name, f"{self.store.root}/{path.name}")
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; one that stays costs space, not the run."""
+        try:
+            with self.store.reaching(f"{path.name} was not removed"), contextlib.suppress(FileNotFoundError):
+                self.store.files.rm_file(f"{self.store.root}/{path.name}")
+        except CheckpointError as error:
+            _log.warning("%s", error)

@@ -10,7 +10,7 @@ from zae.common.argument_checks import check_count
 from zae.errors import ConfigError
 from zae.loop.progress import Every, ProgressChecker
 
-__all__ = ["Retention", "WeightFiles", "weight_files"]
+__all__ = ["Retention", "WeightFiles", "WeightFolder", "weight_files"]
 
 _WEIGHTS = re.compile(r"weights-(\d{8,18})\.(?:safetensors|ckpt)")
 
@@ -74,6 +74,8 @@ class WeightFiles:
         The scores of the files by name, and the rule for which of them stay.
     is_used : bool
         Whether the run saves any.
+    storage : WeightFolder
+        Where they are.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class WeightFiles:
         self.is_used = self.every is not None or best > 0
         self._replaced: list[Path] = []  # Those of another run.
         self._step: int | None = None  # That of the last file: a moment has several occasions to save.
+        self.storage = WeightFolder(folder)
 
     def path_at(self, step: int) -> Path:
         """Return the file of a step."""
@@ -105,7 +108,7 @@ class WeightFiles:
 
     def open(self, step: int, overwrite: bool) -> None:
         """Refuse files of another run, where this one begins and does not overwrite them."""
-        others = [] if self.every is None or step else weight_files(self.folder)
+        others = [] if self.every is None or step else self.storage.list_saved()
         if others and not overwrite:
             raise ConfigError(
                 f"save_path={str(self.folder)!r} contains {len(others)} file{'s' * (len(others) > 1)} of weights of "
@@ -124,18 +127,18 @@ class WeightFiles:
         """Save the file of a step, on every rank, and then remove those that it replaces."""
         path = self.path_at(step)
         if step != self._step:
-            save_model(path)
+            self.storage.save(path, save_model, is_main)
         self.rule.scores[path.name] = score
         self._step, replaced, self._replaced = step, self._replaced, []
         if not is_main:
             return
-        there = weight_files(self.folder)
+        there = self.storage.list_saved()
         # A run that was resumed from an earlier step makes the later ones again.
         later = [each for each in there if each > path or (each in replaced and each != path)]
         present = [each for each in there if each not in later]
         self.rule.scores = {each.name: self.rule.scores.get(each.name) for each in present}
         for each in [*later, *(self.folder / name for name in self.rule.to_delete())]:
-            each.unlink(missing_ok=True)
+            self.storage.remove(each)
             self.rule.scores.pop(each.name, None)
 
     def plan_lines(self) -> list[str]:
@@ -147,6 +150,25 @@ class WeightFiles:
             return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
         kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
         return [f"the weights alone are saved too, {self.every!r}, and {kept}"]
+
+
+class WeightFolder:
+    """The folder of files of weights; a subclass keeps them elsewhere, under the same names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def list_saved(self) -> list[Path]:
+        """List the files by their step."""
+        return weight_files(self.folder)
+
+    def save(self, path: Path, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save a file, whole or absent; every rank calls it."""
+        save_model(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink(missing_ok=True)
 
 
 def weight_files(folder: Path) -> list[Path]:

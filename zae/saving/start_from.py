@@ -147,6 +147,11 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
     """Return the path; refuse it beside options that contradict it."""
     if not isinstance(start_from, (str, Path)) or not str(start_from):
         raise ConfigError(f"start_from={start_from!r}; it must be the path of a checkpoint, or of a folder of them")
+    if "://" in str(start_from):
+        raise ConfigError(
+            f"start_from={start_from!r} is a URL, and start_from reads the local disk; copy the checkpoint to a local "
+            "folder, or load a file of weights: trainer.apply_weights(url)"
+        )
     if resume not in (False, "auto"):
         raise ConfigError(
             f"start_from begins a new run, and resume={resume!r} continues one; give one of them, or write "

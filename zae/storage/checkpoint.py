@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from zae.common.argument_checks import check_url
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 from zae.storage.encoding import decode
 from zae.storage.filesystem import install
 from zae.storage.hashed_io import CURE, read_whole
@@ -197,6 +199,8 @@ def read_weights(weights: Weights) -> Mapping[str, Tensor]:
 
 def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
     """Read the state of a model from one file, or from a checkpoint."""
+    if isinstance(path, str) and "://" in path:
+        return _download_weights(path, trust_pickle)
     path = Path(path).expanduser()
     if path.is_dir():
         if not holds_checkpoint(path) and (saved := list_checkpoints(path)):
@@ -214,3 +218,18 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
         _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
         return read_trusted(path)
     return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
+
+
+def _download_weights(url: str, trust_pickle: bool) -> dict[str, Tensor]:
+    """Read the state of a model from one file in a file system of fsspec."""
+    files, place = check_url("weights", url)
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder, place.rpartition("/")[2])
+        format_of(local)
+        try:
+            files.get_file(place, str(local))
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no file {url}; give one that save_weights_every has stored") from None
+        except Exception as error:  # The clients of object storage have their own errors.
+            raise CheckpointError(f"{url} was not loaded: {type(error).__name__}: {error}") from error
+        return load_weights(local, trust_pickle=trust_pickle)

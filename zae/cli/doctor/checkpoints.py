@@ -83,13 +83,14 @@ def examine_url(url: str) -> dict[str, Any]:
             return [_examine_stored(store, path) for path in store.list_saved(folder, kind)]
 
         checkpoints, crashes, left_behind = examined("step"), examined("crash"), store.unfinished()
+        weights = [each.name for each in store.weights.storage.list_saved()]
     whole = [each for each in checkpoints if each["whole"]]
     return {
         "path": url,
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
         "resume_from": whole[0]["name"] if whole else None,
         "checkpoints": checkpoints,
-        "weights": [],
+        "weights": weights,
         "crashes": crashes,
         "left_behind": left_behind,
         "holder": None,
