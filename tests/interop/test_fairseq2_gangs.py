@@ -28,6 +28,7 @@ from kit.ranks import each_rank, on_ranks
 from zae import ConfigError
 from zae.addons import FSDPAddon, MultiGPUAddon, TensorParallelAddon
 from zae.interop.fairseq2 import from_arguments, mesh_of, task_of
+from zae.interop.fairseq2.gangs import GangSizes
 
 SIZES = ((4, 1, 3, 4, 2), (2, 3, 3, 1, 4))
 
@@ -63,31 +64,35 @@ def near(first, second):
     return all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(first, second, strict=True))
 
 
-@on_ranks(2)
-def test_two_ranks_train_bitwise_as_the_loop_with_distributed_data_parallel(world, tmp_path):
-    """Unequal batches, accumulation, clipping, a schedule; validated by two units; resumed within an epoch."""
-    gangs = parallel_gangs(root_gang())
-    expected = by_hand(gangs.dp.rank, gangs.dp)
-    for steps in (4, 7):
+def test_two_ranks_that_are_killed_end_bitwise_as_the_loop_with_distributed_data_parallel(tmp_path):
+    """Unequal batches, accumulation, clipping, a schedule, two valid units; rank 1 is killed within a step."""
+
+    def on_rank(kill_at):
+        gangs = parallel_gangs(root_gang())
+        expected = by_hand(gangs.dp.rank, gangs.dp)
         unit, reader, optimizer, schedule = parts(gangs.dp.rank)
+        unit.kill_at = kill_at * gangs.dp.rank
         units = [ScoreUnit(unit.model, "dev"), ScoreUnit(unit.model, "test", 3.0)]
         carried = from_arguments(
             unit=unit, data_reader=reader, optimizer=optimizer, lr_scheduler=schedule, gangs=gangs,
-            max_num_steps=steps, max_gradient_norm=0.5, checkpoint_manager=tmp_path, checkpoint_every_n_steps=2,
+            max_num_steps=7, max_gradient_norm=0.5, checkpoint_manager=tmp_path, checkpoint_every_n_steps=2,
             valid_units=units, valid_data_readers=[Reader(batches((3, 2), seed=9 + gangs.dp.rank)) for _ in units],
             validate_every_n_steps=3, score_metric_name="score",
         )  # fmt: skip
         trainer = carried.trainer(log_bar=False)
         metrics = carried.train(trainer)
-    assert isinstance(trainer, MultiGPUAddon)
-    assert trainer.device.type == "cpu"
-    assert metrics["step"] == 7
-    assert unit.steps == [5, 6, 7]
-    assert equal(weights(unit.model), expected)
-    rows = metrics["valid_metrics_history"]
-    assert [row["step"] for row in rows] == [3, 4, 6, 7]
+        assert isinstance(trainer, MultiGPUAddon)
+        assert trainer.device.type == "cpu"
+        return equal(weights(unit.model), expected), unit.steps, metrics["valid_metrics_history"]
+
+    with pytest.raises(AssertionError, match="rank 1 of 2: ended with -9"):
+        each_rank(2, on_rank, 9)  # The second batch of the fifth step.
+    results = each_rank(2, on_rank, 0)
+    assert [(is_equal, steps) for is_equal, steps, _ in results] == [(True, [5, 6, 7])] * 2
+    rows = results[0][2]
+    assert rows == results[1][2]
+    assert [row["step"] for row in rows] == [3, 6, 7]
     assert all(row["valid/test/score"] == pytest.approx(3 * row["valid/dev/score"]) for row in rows)
-    assert dist.is_initialized()
 
 
 @on_ranks(2)
@@ -174,6 +179,26 @@ def test_gangs_that_do_not_fit_are_refused(world):
             call(rank, **more)
     with pytest.raises(ConfigError, match="dp_gang has 1 ranks"):
         mesh_of(root, FakeGang(), FakeGang())
+
+
+@on_ranks(2)
+def test_an_early_stopper_of_one_rank_stops_both(world):
+    """There it is called on rank 0 alone."""
+    gangs = parallel_gangs(root_gang())
+    unit, reader, optimizer, _ = parts(gangs.dp.rank)
+    carried = from_arguments(
+        unit=unit, data_reader=reader, optimizer=optimizer, root_gang=gangs.root, max_num_steps=7,
+        valid_units=[ScoreUnit(unit.model, "dev")], valid_data_readers=[Reader(batches((2,)))],
+        score_metric_name="score", validate_every_n_steps=2,
+        early_stopper=lambda step_nr, score: step_nr == 4 and gangs.root.rank == 0,
+    )  # fmt: skip
+    assert carried.train(carried.trainer(log_bar=False))["step"] == 4
+
+
+def test_hybrid_sharding_has_two_dimensions():
+    assert GangSizes(world=4, data=4, sharded=2).mesh(is_sharding=True) == {"replicate": 2, "shard": 2}
+    assert GangSizes(world=4, data=4, sharded=2).mesh(is_sharding=False) is None
+    assert GangSizes(world=4, data=4, sharded=4).mesh(is_sharding=True) is None
 
 
 def test_a_mesh_needs_processes():

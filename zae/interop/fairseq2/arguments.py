@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zae.common.argument_checks import check_count, check_flags, check_number
+from zae.common.walk import is_sharded
 from zae.errors import ConfigError, OptionError, did_you_mean, kind_of
 from zae.interop.fairseq2.reader import check_reader
 from zae.interop.fairseq2.unit import check_unit
@@ -60,6 +62,7 @@ REPORTED = {
     "keep_checkpoint_every_n_steps": "keep_last_n_checkpoints and keep_best_n_checkpoints decide what is kept",
     "hugging_face_saver": "save the model in on_save(path)",
 }
+_FSDP = "FullyShardedDataParallel"
 _REFUSED = {"validator": "write valid_units=[...] and valid_data_readers=[...]"}
 _PLACES = ("checkpoint_dir", "_checkpoint_dir", "save_path", "path", "output_dir")  # Of a checkpoint manager.
 
@@ -88,10 +91,11 @@ def _check_model(args: Arguments) -> None:
     """Refuse a model that an engine is around already."""
     model = args.unit.model
     wrapper = type(model).__name__
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or wrapper == "FullyShardedDataParallel":
+    is_sharded_already = any(map(is_sharded, model.parameters()))
+    if isinstance(model, (DataParallel, DistributedDataParallel)) or is_sharded_already or wrapper == _FSDP:
         raise ConfigError(
-            f"unit.model is a {wrapper}, and the gangs say which engine is put around the model in a run; make the "
-            "unit, and the optimizer, of the model itself"
+            f"unit.model is a {wrapper}{', which is sharded' * is_sharded_already}, and the gangs say which engine is "
+            "put around the model in a run; make the unit, and the optimizer, of the model itself"
         )
 
 
@@ -132,7 +136,8 @@ def _check_score(args: Arguments) -> None:
         args.lower_better = not descriptor.higher_better
     if args.early_stopper is None:
         return
-    if not callable(args.early_stopper) and not hasattr(args.early_stopper, "should_stop"):
+    args.early_stopper = getattr(args.early_stopper, "should_stop", args.early_stopper)
+    if not _takes_two(args.early_stopper):
         raise ConfigError(f"early_stopper is {kind_of(args.early_stopper)}; give a function (step_nr, score) -> bool")
     if args.score_metric_name is None:
         raise ConfigError(
@@ -143,6 +148,19 @@ def _check_score(args: Arguments) -> None:
         raise ConfigError(
             "early_stopper is called after validations; write valid_units=[...], valid_data_readers=[...]"
         )
+
+
+def _takes_two(function: Any) -> bool:
+    """Return whether a function can be called with a step and a score."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(1, 0.0)
+    except TypeError:
+        return False
+    except ValueError:  # Some builtins have no signature.
+        return True
+    return True
 
 
 def _check_validation(args: Arguments) -> None:
@@ -223,7 +241,11 @@ def _folder_of(manager: Any) -> Path:
 
 
 def _check_precision(args: Arguments) -> None:
-    """Refuse a type that neither the model has nor ``amp`` computes in."""
+    """Refuse a type that neither the model has nor ``amp`` computes in, and a loss scale that is not a pair."""
+    scale = args.fp16_loss_scale
+    if not (isinstance(scale, (tuple, list)) and len(scale) == 2):
+        raise ConfigError(f"fp16_loss_scale={scale!r}; write the first and the smallest scale: (128.0, 0.0001)")
+    args.fp16_loss_scale = tuple(scale)
     if args.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise ConfigError(f"dtype={args.dtype!r}; give torch.float32, torch.float16 or torch.bfloat16")
     found = {each.dtype for each in args.unit.model.parameters() if each.is_floating_point()}

@@ -23,17 +23,19 @@ class ReaderLoader:
     Parameters
     ----------
     reader : object
-        An iterator of lists of batches with ``reset()``, ``state_dict()`` and ``load_state_dict(state)``. Where it has
-        ``num_accumulate``, as those of fairseq2 do, each list but the last of an epoch has so many batches.
+        An iterator of lists of batches with ``reset()``, ``state_dict()`` and ``load_state_dict(state)``.
     is_sharded : bool
         Whether the reader yields the batches of its rank only, as those of fairseq2 do.
+    num_accumulate : int, optional
+        How many batches each list has, but for the last of an epoch; by default that of the reader, as those of
+        fairseq2 have one. None is not checked.
 
     Raises
     ------
     ConfigError
         The reader has no such methods.
     LoaderError
-        A list in the middle of an epoch has not ``num_accumulate`` batches.
+        A list is empty, or one in the middle of an epoch has not ``num_accumulate`` batches.
 
     Examples
     --------
@@ -55,9 +57,10 @@ class ReaderLoader:
     [10, 11, 20, 21]
     """
 
-    def __init__(self, reader: Any, is_sharded: bool = True) -> None:
+    def __init__(self, reader: Any, is_sharded: bool = True, num_accumulate: int | None = None) -> None:
         check_reader("the reader", reader)
         self.reader, self.is_sharded = reader, is_sharded
+        self.num_accumulate = getattr(reader, "num_accumulate", None) if num_accumulate is None else num_accumulate
         self._begin, self._used, self._is_loaded = reader.state_dict(), 0, False
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,13 +84,22 @@ class ReaderLoader:
 
     def _check(self, batches: Any, follows_short: bool) -> bool:
         """Refuse what is not the list of a step; return whether it is shorter than that of a whole step."""
-        name, count = type(self.reader).__name__, getattr(self.reader, "num_accumulate", None)
+        name, count = type(self.reader).__name__, self.num_accumulate
         if not isinstance(batches, (list, tuple)):
             raise LoaderError(f"next() of the {name} returned {kind_of(batches)}; return the list of a step's batches")
-        if count is not None and (follows_short or len(batches) > count):
+        if not batches:
             raise LoaderError(
-                f"num_accumulate of the {name} is {count}, and a list that is not the last of the epoch had another "
-                "number of batches; let each have num_accumulate, so that steps have the batches of its lists"
+                f"next() of the {name} returned an empty list; raise StopIteration at the end of the data"
+            )
+        if count is not None and len(batches) > count:
+            raise LoaderError(
+                f"next() of the {name} returned {len(batches)} batches, and its steps have {count}; set "
+                f"num_accumulate={len(batches)} on the reader"
+            )
+        if count is not None and follows_short:
+            raise LoaderError(
+                f"next() of the {name} returned fewer than num_accumulate={count} batches within an epoch; only its "
+                "last list may be shorter, since the steps are counted by num_accumulate"
             )
         return count is not None and len(batches) < count
 

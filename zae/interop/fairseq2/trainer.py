@@ -113,8 +113,9 @@ class Carried(CarriedArguments):
     def __init__(self, args: Arguments, gangs: GangSizes) -> None:
         super().__init__()
         self.args, self.gangs = args, gangs
-        self.loader = ReaderLoader(args.data_reader)
+        self.loader = ReaderLoader(args.data_reader, num_accumulate=num_accumulate_of(args.data_reader))
         self.valid_loader: Any = None
+        self._has_trained = False
 
     def trainer(self, task: Any = None, **more: Any) -> Any:
         """Return the trainer, with the engine that the gangs ask for.
@@ -176,7 +177,13 @@ class Carried(CarriedArguments):
         return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
 
     def __call__(self) -> Any:
-        """Make the trainer and run it, as a trainer of fairseq2 is called."""
+        """Make the trainer and run it, as a trainer of fairseq2 is called: once."""
+        if self._has_trained:
+            raise ConfigError(
+                "this call of from_arguments has trained; to train on, call from_arguments again, or run one trainer "
+                "several times: trainer = carried.trainer(), and trainer.run(1, carried.loader)"
+            )
+        self._has_trained = True
         return self.train()
 
     def tell(self, name: str, why: str) -> None:
@@ -211,9 +218,9 @@ def _carry_precision(args: Arguments, to: Carried) -> None:
     elif args.amp:
         to.add_on("AMPAddon", precision=precision)
     if args.dtype is torch.float16:
-        to.options["loss_scale"] = tuple(args.fp16_loss_scale)
+        to.options["loss_scale"] = args.fp16_loss_scale
         to.tell("dtype", "a step that overflows counts as a step, and the smallest loss scale is kept, not an error")
-    elif tuple(args.fp16_loss_scale) != DEFAULTS["fp16_loss_scale"]:
+    elif args.fp16_loss_scale != DEFAULTS["fp16_loss_scale"]:
         to.tell("fp16_loss_scale", "it is for dtype=torch.float16 with amp=True")
 
 
@@ -268,8 +275,7 @@ def _carry_score(args: Arguments, to: Carried) -> None:
     elif args.lower_better:
         to.tell("lower_better", "it is for score_metric_name")
     if args.early_stopper is not None:
-        stopper = getattr(args.early_stopper, "should_stop", args.early_stopper)
-        to.add_on("EarlyStoppingAddon", early_stopper=stopper)
+        to.add_on("EarlyStoppingAddon", early_stopper=args.early_stopper)
 
 
 def _carry_checkpoints(args: Arguments, to: Carried) -> None:

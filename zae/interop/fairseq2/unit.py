@@ -226,7 +226,13 @@ class TrainUnitAddon(AddOnBase):
 def check_unit(name: str, unit: Any) -> None:
     """Refuse what is not a unit, or one whose model cannot be replaced by what an engine puts around it."""
     model = getattr(unit, "model", None)
-    if not callable(unit) or isinstance(unit, (type, nn.Module)) or not isinstance(model, nn.Module):
+    is_unit = callable(unit) and not isinstance(unit, (type, nn.Module))
+    if is_unit and not isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
+        raise TaskError(
+            f"{name}.model is {kind_of(model)} around a module; let the property model return the torch.nn.Module "
+            "itself, self._model.module"
+        )
+    if not is_unit or not isinstance(model, nn.Module):
         raise TaskError(
             f"{name} is {kind_of(unit)}; give an object with __call__(batch) -> (loss, num_targets) and an attribute, "
             "or a property, model"
