@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addon import AddOnBase, replaces
@@ -98,6 +98,8 @@ class AMPAddon(AddOnBase):
         self._asked_for_one = isinstance(precision, str) and precision != "auto"
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
         self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
+        if self.precision == "fp16":
+            _check_weights(self.unwrap())
         self.scaler: torch.amp.GradScaler | None = None
         self._scaler_state: dict[str, Any] = {}
         self._stepped = self._unscaled = False
@@ -280,3 +282,13 @@ def _is_native(precision: str, device: torch.device) -> bool:
     if device.type == "cpu":
         return precision == "bf16" and cpu_computes_in_bf16()
     return precision == "fp16"
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuse trained weights in float16, whose gradients cannot be unscaled."""
+    low = [name for name, each in model.named_parameters() if each.requires_grad and each.dtype == torch.float16]
+    if low:
+        raise ConfigError(
+            f"precision='fp16' computes in float16 with weights in float32, and {low[0]} is in float16; leave "
+            "model.half() out, or write model.to(torch.bfloat16) with MasterWeights of zae.optimizers"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ class ProfilerAddon(AddOnBase):
     """
 
     layer = "observe"
-    process_attributes = {"_profiler": None}
+    process_attributes = {"_profiler": None, "_cycles_left": 0}
 
     def __init__(
         self,
@@ -97,55 +96,62 @@ class ProfilerAddon(AddOnBase):
         self.profile_shapes, self.profile_memory, self.profile_stack = flags
         self.profile_table = ""
         self._profiler: Any = None
-        self._profiled = 0
+        self._profiled = self._cycles_left = 0  # Steps of this cycle; cycles of this run.
 
     def on_run_begin(self) -> None:
         """Start the profiler."""
         super().on_run_begin()
         if self.mode != "train":
             return
-        wait, warmup, active, repeat = self.profile_schedule
+        self._profiled, self._cycles_left = 0, self.profile_schedule[3]
+        if not self.profile_schedule[0]:
+            self._begin_cycle()
+
+    def is_idle(self) -> bool:
+        """Return whether no step of this epoch is profiled."""
+        return not self._cycles_left
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Begin a cycle when its wait is over; tell its profiler that a step has ended; after the last one, stop it."""
+        super().on_step_end(outputs)
+        if not self._cycles_left:
+            return
+        wait, warmup, active, _ = self.profile_schedule
+        self._profiled += 1
+        if self._profiler is not None:
+            self._profiler.step()
+            if self._profiled == wait + warmup + active:
+                self._stop_profiler()
+                self._profiled, self._cycles_left = 0, self._cycles_left - 1
+        if self._profiled == wait and self._cycles_left:
+            self._begin_cycle()
+
+    def _begin_cycle(self) -> None:
+        """Start a profiler for the steps to warm up and to record."""
+        _, warmup, active, _ = self.profile_schedule
+        first, plan = self.progress_checker.step, schedule(wait=0, warmup=warmup, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         profiler = profile(
             activities=activities,
-            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
+            schedule=lambda step: plan(max(step - first, 0)),
             on_trace_ready=self._write_profile,
             record_shapes=self.profile_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.profile_stack,
         )
-        self._profiled = 0
-        if is_profiling():  # torch would end that profiler, and leave it empty.
-            self._run_without("another profiler runs in this process")
-            return
+        profiler.step_num = first
         try:
+            if is_profiling():  # torch would end that profiler, and leave it empty.
+                raise RuntimeError("another profiler runs in this process")
             profiler.start()
         except RuntimeError as error:
-            self._run_without(error)
+            self._cycles_left = 0
+            _log.warning(
+                "ProfilerAddon does nothing from step %d on: torch.profiler cannot start (%s)", first + 1, error
+            )
             return
         self._profiler = profiler
-
-    def is_idle(self) -> bool:
-        """Return whether no step of this epoch is profiled."""
-        return self._profiler is None
-
-    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Tell the profiler that a step has ended; after the last one that it records, stop it."""
-        super().on_step_end(outputs)
-        if self._profiler is None:
-            return
-        wait, warmup, active, repeat = self.profile_schedule
-        self._profiled += 1
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*Profiler clears events")  # A file has those of one cycle.
-                self._profiler.step()
-        except RuntimeError as error:
-            self._run_without(error)
-            return
-        if self._profiled >= (wait + warmup + active) * repeat:
-            self._stop_profiler()
 
     def teardown(self) -> None:
         """Stop the profiler, where the run ends before it has recorded all."""
@@ -168,11 +174,6 @@ class ProfilerAddon(AddOnBase):
             )
         return [*super().plan_lines(plan), note]
 
-    def _run_without(self, reason: object) -> None:
-        """Continue without a profiler."""
-        self._profiler = None
-        _log.warning("ProfilerAddon does nothing in this run: torch.profiler cannot start (%s)", reason)
-
     def _stop_profiler(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
@@ -180,9 +181,7 @@ class ProfilerAddon(AddOnBase):
 
     def _write_profile(self, profiler: Any) -> None:
         """Write the trace and the table of the steps that were recorded."""
-        wait, warmup, active, _ = self.profile_schedule
-        in_cycle = (self._profiled - 1) % (wait + warmup + active) + 1
-        if in_cycle <= wait + warmup:  # The run has ended before the first step to record.
+        if self._profiled <= sum(self.profile_schedule[:2]):  # The run has ended before the first step to record.
             return
         if not (events := profiler.key_averages()):
             _log.warning(

@@ -235,3 +235,10 @@ def test_a_state_of_something_else_is_refused() -> None:
     for own in ({}, 3, {"scaler": 4}, {"scaler": {"scale": 2.0}}, {"scaler": {**whole, "scale": "2"}}):
         with pytest.raises(ValueError, match=r"AMPAddon contains .*scaler"):
             trainer.load_state_dict({**trainer.state_dict(), "AMPAddon": own})
+
+
+def test_weights_in_float16_are_refused() -> None:
+    """torch cannot unscale their gradients, and says so in the first step."""
+    model = nn.Linear(4, 2).half()
+    with pytest.raises(ConfigError, match=r"weight is in float16; leave model\.half\(\) out"):
+        Task.add_on(AMPAddon)(model, "cpu", optimizer=torch.optim.SGD, precision="fp16")

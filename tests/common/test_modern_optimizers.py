@@ -281,6 +281,8 @@ def test_the_matrices_between_the_first_and_the_last_layer() -> None:
     assert list(hidden_matrices(Tied())) == ["hidden.weight"]
     model = nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     assert list(hidden_matrices(model)) == ["1.weight", "2.weight"]
+    compiled = torch.compile(model, backend="eager")
+    assert list(hidden_matrices(compiled, ["^3"])) == ["1.weight", "2.weight"]
     model[1].requires_grad_(False)
     assert list(hidden_matrices(model)) == ["2.weight"]
     assert list(hidden_matrices(model, ["^3"])) == ["2.weight"]
@@ -298,6 +300,8 @@ def test_the_matrices_between_the_first_and_the_last_layer() -> None:
         (lambda: hidden_matrices(nn.Linear(2, 2)), r"no matrix for Muon beside its .* weight \(2, 2\), bias"),
         (lambda: hidden_matrices(hand.network(), ["haed"]), "exclude has 'haed', which matches no parameter"),
         (lambda: muon(exclude=[])["adamw"](nn.Linear(2, 2, bias=False)), "all parameters of the model are hidden"),
+        (lambda: hidden_matrices(hand.network().requires_grad_(False)), "no parameter of the model requires a grad"),
+        (lambda: Plain(hand.network(), "cpu", optimizer=muon), r"optimizer is muon, .* call it: optimizer=muon\(\)"),
         (lambda: muon(exclude="head"), r"exclude='head'; give a list .*: exclude=\['head'\]"),
         (lambda: hidden_matrices(hand.network(), [nn.Linear]), "give a list of regular expressions"),
         (lambda: muon(exclude=["("]), "which is not a regular expression: missing \\)"),

@@ -151,6 +151,12 @@ def _check_factory(what: str, where: str, factory: Any) -> None:
         return
     if not signature.parameters:
         raise ConfigError(f"{where} is a function without a parameter; write {_lambda(what, _EXAMPLES[what])}")
+    if not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in signature.parameters.values()):
+        name = getattr(factory, "__name__", "make")
+        raise ConfigError(
+            f"{where} is {name}, a function that does not take the {_ARGUMENT[what]}; where it returns what makes one, "
+            f"as zae.optimizers.muon does, call it: {what}={name}()"
+        )
     needed = [p.name for p in list(signature.parameters.values())[1:] if p.default is p.empty and p.kind not in _REST]
     is_class = isinstance(factory, type)
     made = _path(what, factory) if is_class else "make"

@@ -57,18 +57,22 @@ def hidden_matrices(model: nn.Module, exclude: Sequence[str] | None = None) -> d
     if exclude is None:
         last = next((module for module in reversed(modules) if isinstance(module, nn.Linear)), None)
         left_out |= {id(p) for p in ([] if last is None else last.parameters())}
-    names = [name for name, _ in model.named_parameters()]
+    named = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}  # Of a compiled model.
     for pattern in exclude or ():
-        if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(f"exclude has {pattern!r}, which matches no parameter; the model has {_some(names)}")
+        if not any(re.search(pattern, name) for name in named):
+            raise ConfigError(f"exclude has {pattern!r}, which matches no parameter; the model has {_some([*named])}")
     found = {
         name: p
-        for name, p in model.named_parameters()
+        for name, p in named.items()
         if p.requires_grad and p.ndim == 2 and id(p) not in left_out
         and not any(re.search(pattern, name) for pattern in exclude or ())
     }  # fmt: skip
     if not found:
-        shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
+        shapes = [f"{name} {tuple(p.shape)}" for name, p in named.items() if p.requires_grad]
+        if not shapes:
+            raise ConfigError(
+                "no parameter of the model requires a gradient; unfreeze some: model.requires_grad_(True)"
+            )
         raise ConfigError(
             f"the model has no matrix for Muon beside its embeddings and its output layer: {_some(shapes)}; use "
             "torch.optim.AdamW alone, or name the output layer: exclude=['head']"
