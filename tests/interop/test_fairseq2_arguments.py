@@ -98,9 +98,8 @@ def test_the_call_of_the_documentation_trains_with_another_name(tmp_path, monkey
     assert list(Path("runs").glob("events.out.tfevents.*"))
     rows = [json.loads(line) for line in Path("metrics/metrics.jsonl").read_text().splitlines()]
     assert {"train/loss", "valid/loss", "grad_norm"} <= {name for row in rows for name in row}
-    assert set(trainer.report) == {"keep_best_n_checkpoints", "publish_metrics_every_n_steps"}
+    assert set(trainer.report) == {"keep_best_n_checkpoints"}
     assert "score_metric_name" in str(trainer.report)
-    assert "metric_bag" in str(trainer.report)
     expected = Unit(network())
     by_hand = torch.optim.AdamW(expected.model.parameters(), lr=0.01)
     schedule = warmed_up(by_hand)
@@ -231,6 +230,22 @@ def test_a_step_that_is_due_twice_is_validated_once():
     trainer, metrics = trained(model=model, **made, **more)
     assert RegimeAddon in type(trainer).__mro__
     assert [row["step"] for row in metrics["valid_metrics_history"]] == [2, 3, 4, 6]
+
+
+def test_metrics_are_published_since_the_record_before(tmp_path):
+    """Windows of two steps go over the ends of epochs; the rows of epochs have all of theirs, also after a resume."""
+    more = {"publish_metrics_every_n_steps": 2, "checkpoint_manager": tmp_path, "metrics_dir": tmp_path / "log"}
+    for steps in (3, 5, 9):
+        trained(**more, max_num_steps=steps, checkpoint_every_n_steps=1)
+    _, metrics = trained(publish_metrics_every_n_steps=2, max_num_data_epochs=3, max_num_steps=10)
+    rows = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    records = {row["step"]: row for row in rows if "train/error" in row}
+    assert [*records] == [2, 3, 4, 5, 6, 8, 9]  # The last step of each call is recorded too.
+    assert all(row["train/error"] == pytest.approx(row["train/loss"], abs=1e-5) for row in records.values())
+    sizes = [5, 7, 2] * 3  # Targets of each step.
+    spans = zip([0, *records], records)
+    counted = sum(records[end]["train/error"] * sum(sizes[start:end]) for start, end in spans)
+    assert counted == pytest.approx(sum(row["train_error"] * 14 for row in metrics["train_metrics_history"]), rel=1e-5)
 
 
 def test_checkpoints_and_models_have_their_own_rules(tmp_path):

@@ -195,6 +195,16 @@ def test_an_early_stopper_of_one_rank_stops_both(world):
     assert carried.train(carried.trainer(log_bar=False))["step"] == 4
 
 
+@on_ranks(2)
+def test_published_metrics_are_those_of_both_ranks(world):
+    carried = call(dist.get_rank(), root_gang=root_gang(), max_num_steps=6, publish_metrics_every_n_steps=2)
+    trainer = carried.trainer(log_bar=False)
+    carried.train(trainer)
+    records = {row["step"]: row for row in trainer.history.log}
+    assert [*records] == [2, 4, 6]
+    assert all(row["train/error"] == pytest.approx(row["train/loss"], abs=1e-5) for row in records.values())
+
+
 def test_hybrid_sharding_has_two_dimensions():
     assert GangSizes(world=4, data=4, sharded=2).mesh(is_sharding=True) == {"replicate": 2, "shard": 2}
     assert GangSizes(world=4, data=4, sharded=2).mesh(is_sharding=False) is None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,7 +75,8 @@ def every_of(steps: int | None, after: int, epochs: int | None, after_epochs: in
 class RegimeAddon(AddOnBase):
     """Do around the steps what the trainer of fairseq2 does; `from_arguments` adds it where it is needed.
 
-    A step whose validation is due by its number and by the end of its epoch is validated once.
+    A step whose validation is due by its number and by the end of its epoch is validated once. Where ``log_every``
+    counts steps, a record has the metrics of the unit's ``metric_bag`` since the record before, over all ranks.
 
     Parameters
     ----------
@@ -103,8 +104,9 @@ class RegimeAddon(AddOnBase):
     [2, 4]
     """
 
-    layer = "control"
-    process_attributes = {"_is_profiling": False}
+    layer = "observe"
+    outside = ("LoggerAddon",)
+    process_attributes = {"_is_profiling": False, "_published": {}}
 
     def __init__(self, *args: Any, anomaly_detection: bool = False, profiler: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,10 +119,16 @@ class RegimeAddon(AddOnBase):
             )
         self.profiler = profiler
         self._is_profiling = False
+        self._published: dict[str, float] = {}  # The metrics of the unit, until the record of this step.
 
     def is_idle(self) -> bool:
         """Return whether there is nothing to do in a step."""
-        return not self.anomaly_detection and not self._is_profiling
+        return not (self.anomaly_detection or self._is_profiling or self.publishes_metrics)
+
+    @property
+    def publishes_metrics(self) -> bool:
+        """Whether the metrics of a unit are logged within epochs: ``log_every`` counts steps."""
+        return hasattr(self, "publish_metrics") and self.log_every.steps not in (None, NO_LIMIT)
 
     def on_run_begin(self) -> None:
         """Start the profiler."""
@@ -140,10 +148,19 @@ class RegimeAddon(AddOnBase):
             yield
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Tell the profiler that a step has ended."""
+        """Tell the profiler that a step has ended, and compute the metrics of the unit for its record."""
         super().on_step_end(outputs)
+        if self.publishes_metrics and self.log_every.due_at_step(self.progress_checker.step):
+            self._published = cast(Any, self).publish_metrics()
         if self._is_profiling:
             self.profiler.step()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add the metrics of the unit to the record of a step."""
+        if self._published and any(name.startswith("train/") for name in metrics):
+            published, self._published = self._published, {}
+            metrics = {**metrics, **{f"train/{name}": value for name, value in published.items()}}
+        super().log(metrics, step)
 
     def teardown(self) -> None:
         """Stop the profiler."""

@@ -15,6 +15,7 @@ from zae.errors import ConfigError
 from zae.interop.carried import CarriedArguments
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, Arguments, describe, read_arguments
 from zae.interop.fairseq2.gangs import GangSizes, read_gangs
+from zae.interop.fairseq2.metric_bag import metrics_of
 from zae.interop.fairseq2.reader import ReaderLoader, num_accumulate_of
 from zae.interop.fairseq2.regime import RegimeAddon, any_of, every_of
 from zae.interop.fairseq2.unit import task_of
@@ -304,8 +305,8 @@ def _carry_records(args: Arguments, to: Carried) -> None:
     cadences = _cadences(args, "publish_metrics")
     if cadences:
         to.options["log_every"] = _with_end(args, cadences)
-        if args.publish_metrics_every_n_steps is not None and getattr(args.unit, "metric_bag", None):
-            to.tell("publish_metrics_every_n_steps", "the metrics of metric_bag are recorded at the end of each epoch")
+        if args.publish_metrics_every_n_steps is not None and metrics_of(args.unit):
+            _add_regime(to)
     if args.tb_dir is not None:
         to.add_on("TensorBoardLoggerAddon", log_dir=args.tb_dir)
     if args.metrics_dir is not None:

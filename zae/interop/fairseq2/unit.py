@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
 from zae.common.optim import total_targets
-from zae.errors import CheckpointMismatch, ConfigError, StepError, TaskError, kind_of
-from zae.interop.torchmetrics import numbers_of
-from zae.loop.epoch_log import to_host
+from zae.errors import ConfigError, StepError, TaskError, kind_of
+from zae.interop.fairseq2.metric_bag import BagCounts, check_names, compute_over_ranks, metrics_of, reset, states_of
 from zae.trainer import Trainer
 
 __all__ = ["TrainUnitAddon", "check_unit", "task_of"]
@@ -87,13 +85,13 @@ class TrainUnitAddon(AddOnBase):
     """
 
     layer = "model"
-    rank_state_attributes = ("metric_bag_state",)
+    rank_state_attributes = ("metric_bag_state", "published_state")
 
     def __init__(self, *args: Any, train_unit: Any = None, valid_units: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if train_unit is None:
             raise ConfigError(f"the model is {kind_of(self.unwrap())}; give the unit in its place: task_of(unit)(unit)")
-        self.train_unit = train_unit
+        self.train_unit, self._counts = train_unit, BagCounts(train_unit)
         self.valid_units = {"": train_unit} if valid_units is None else _by_name(valid_units)
         self._units = {id(each): each for each in (train_unit, *self.valid_units.values())}
         for name, each in self.valid_units.items():
@@ -180,7 +178,8 @@ class TrainUnitAddon(AddOnBase):
     def epoch_context(self) -> Iterator[None]:
         """Reset the metrics of the training unit, unless the epoch is continued."""
         if not self.progress_checker.epoch_batch:
-            _reset(self.train_unit)
+            is_published = getattr(self, "publishes_metrics", False) and self.progress_checker.step > 0
+            self._counts.begin_epoch(is_published)
         with super().epoch_context():
             yield
 
@@ -189,7 +188,7 @@ class TrainUnitAddon(AddOnBase):
         """Reset the metrics of the unit that evaluates; those that the training unit counts in its epoch stay."""
         unit, training = self._valid_unit, self.metric_bag_state
         _set_step(unit, self.progress_checker.step)
-        _reset(unit)
+        reset(unit)
         try:
             with super().evaluation_context():
                 yield
@@ -198,29 +197,43 @@ class TrainUnitAddon(AddOnBase):
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of the unit, computed over all ranks."""
-        unit = self.train_unit if self.mode == "train" else self._valid_unit
-        found = dict(super().metric_on_epoch_end())
-        metrics = _metrics_of(unit)
-        states = self.gather_data(to_host({name: each.state_dict() for name, each in metrics.items()}))
-        for name, metric in metrics.items():
-            found |= numbers_of(name, _combined(metric, [each[name] for each in states]).compute())
-        return found
+        found, unit = super().metric_on_epoch_end(), self._valid_unit if self.mode == "test" else None
+        if unit is None:
+            return {**found, **self._counts.compute_epoch(self.gather_data)}
+        return {**found, **compute_over_ranks(unit, states_of(unit), self.gather_data)}
+
+    def publish_metrics(self) -> dict[str, float]:
+        """Return what the metrics of the training unit have counted since the last time; all ranks call it.
+
+        Those of an epoch, which are recorded at its end, stay what they are.
+
+        Returns
+        -------
+        dict of str to float
+            Numbers by name, computed over all ranks.
+        """
+        return self._counts.publish(self.gather_data)
 
     @property
     def metric_bag_state(self) -> dict[str, Any]:
-        """What the metrics of the training unit have counted in the open epoch."""
-        return {name: copy.deepcopy(each.state_dict()) for name, each in _metrics_of(self.train_unit).items()}
+        """What the metrics of the training unit have counted in the open epoch, since they were last published."""
+        return states_of(self.train_unit)
 
     @metric_bag_state.setter
     def metric_bag_state(self, states: Mapping[str, Any]) -> None:
-        metrics = _metrics_of(self.train_unit)
-        if states.keys() != metrics.keys():
-            raise CheckpointMismatch(
-                f"the state has the metrics {', '.join(states) or 'none'} of the unit, and here they are "
-                f"{', '.join(metrics) or 'none'}; build the unit as it was"
-            )
+        metrics = metrics_of(self.train_unit)
+        check_names(states, metrics)
         for name, each in metrics.items():
             each.load_state_dict(states[name])
+
+    @property
+    def published_state(self) -> dict[str, Any]:
+        """What they have counted before that."""
+        return self._counts.state_dict()
+
+    @published_state.setter
+    def published_state(self, state: Mapping[str, Any]) -> None:
+        self._counts.load_state_dict(state)
 
 
 def check_unit(name: str, unit: Any) -> None:
@@ -266,22 +279,3 @@ def _set_step(unit: Any, step: int) -> None:
     set_step_nr: Callable[[int], None] | None = getattr(unit, "set_step_nr", None)
     if set_step_nr is not None:
         set_step_nr(step)
-
-
-def _metrics_of(unit: Any) -> dict[str, Any]:
-    """Return the metrics of a unit by name; those of torcheval have ``state_dict`` and ``merge_state``."""
-    bag = getattr(unit, "metric_bag", {})
-    return dict(getattr(bag, "metrics", bag) or {})
-
-
-def _reset(unit: Any) -> None:
-    for each in _metrics_of(unit).values():
-        each.reset()
-
-
-def _combined(metric: Any, states: list[Any]) -> Any:
-    """Return a metric that has counted what all ranks have."""
-    parts = [copy.deepcopy(metric) for _ in states]
-    for part, state in zip(parts, states, strict=True):
-        part.load_state_dict(state)
-    return parts[0].merge_state(parts[1:]) if parts[1:] else parts[0]
