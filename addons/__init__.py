@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zae.addons.accumulation import GradientAccumulationAddon
     from zae.addons.activation_offload import ActivationOffloadAddon
     from zae.addons.amp import AMPAddon
+    from zae.addons.anomaly import AnomalyAddon
     from zae.addons.auto_batch import AutoBatchAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
@@ -48,6 +49,7 @@ __all__ = [
     "AMPAddon",
     "AccelerateAddon",
     "ActivationOffloadAddon",
+    "AnomalyAddon",
     "AutoBatchAddon",
     "CallbackAddon",
     "CompileAddon",
@@ -87,6 +89,7 @@ _HOMES = {
     "AMPAddon": "amp",
     "AccelerateAddon": "accelerate",
     "ActivationOffloadAddon": "activation_offload",
+    "AnomalyAddon": "anomaly",
     "AutoBatchAddon": "auto_batch",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",

@@ -30,6 +30,7 @@ _CLIENT = "print(trainer.plan(20, train, test))  # trainer.run(20, train, test) 
 OPTIONS = {
     "AMPAddon": 'precision="auto"',
     "ActivationOffloadAddon": "offload_modules=torch.nn.Linear",
+    "AnomalyAddon": "",
     "EMAAddon": "decay=0.98",
     "EarlyStoppingAddon": "patience=3",
     "GradientAccumulationAddon": "gradient_accumulation_steps=4",

@@ -76,6 +76,7 @@ PIECES: dict[str, Piece] = {
     "HuggingFaceAddon": Piece(_nothing, lambda _, folder: {}),
     "GradientCheckpointingAddon": Piece(_nothing, lambda _, folder: {"checkpoint_modules": torch.nn.Linear}),
     "ActivationOffloadAddon": Piece(_nothing, lambda _, folder: {"offload_modules": torch.nn.Linear}),
+    "AnomalyAddon": Piece(_nothing, lambda _, folder: {"anomaly_steps": (2, 5)}),
     "ThroughputAddon": Piece(_nothing, lambda _, folder: {}),
     "ProfilerAddon": Piece(
         _nothing, lambda _, folder: {"profile_dir": folder / "profile", "profile_schedule": (1, 1, 1, 1)}

@@ -12,7 +12,9 @@ from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, wit
 from zae import find_batch_size
 from zae.addons import (
     ActivationOffloadAddon,
+    AnomalyAddon,
     AutoBatchAddon,
+    CompileAddon,
     EarlyStoppingAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
@@ -417,6 +419,25 @@ def offloading_within_what_is_computed_again():
 @mistake
 def schedule_of_the_profiler_that_is_too_short():
     trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
+
+
+@mistake
+def watching_compiled_code():
+    Task.add_on(AnomalyAddon, CompileAddon)
+
+
+@mistake
+def watching_steps_in_the_wrong_order():
+    trainer_of(Task.add_on(AnomalyAddon), anomaly_steps=(820, 800))
+
+
+@mistake
+def derivative_that_is_nan():
+    class Root(Task):
+        def train_step(self, batch):
+            return {"loss": (super().train_step(batch)["loss"] * 0).sqrt()}
+
+    trainer_of(Root.add_on(AnomalyAddon)).run(1, loader())
 
 
 @mistake

@@ -19,6 +19,7 @@ from zae.addons import (
     AccelerateAddon,
     ActivationOffloadAddon,
     AMPAddon,
+    AnomalyAddon,
     CallbackAddon,
     CompileAddon,
     ContextParallelAddon,
@@ -235,6 +236,7 @@ TABLE = [
         lambda folder: {"profile_dir": folder / "biting", "profile_schedule": (1, 1, 1, 2)},
         transient=("_profiler", "_profiled", "profile_table"),
     ),
+    Entry(AnomalyAddon, fixed(anomaly_steps=(98, 99)), fixed(), transient=("_anomaly",)),
     Entry(
         ThroughputAddon, fixed(count_flops=False), fixed(peak_flops=1e12),
         transient=("_meter", "step_flops"),

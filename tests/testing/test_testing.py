@@ -150,6 +150,7 @@ def test_check_addon_tells_all_faults_at_once_and_refuses_unknown_checks() -> No
 OWN = {
     "ActivationOffloadAddon": {"offload_modules": torch.nn.Linear},
     "AMPAddon": {"precision": "fp16", "loss_scale": (2.0**20, 1.0)},
+    "AnomalyAddon": {},
     "EMAAddon": {"decay": 0.5},
     "EarlyStoppingAddon": {"patience": 100},
     "GradientAccumulationAddon": {"gradient_accumulation_steps": 2},

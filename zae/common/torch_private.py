@@ -150,6 +150,11 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_compiled_by_hand(module: Any) -> bool:
+    """Whether a module was compiled in place, or is what ``torch.compile`` returned."""
+    return hasattr(module, "_orig_mod") or is_compiled(module)
+
+
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """Return the call of a module with its hooks, without the function of `call_instead`."""
     return module._call_impl

@@ -163,7 +163,7 @@ OPTIONS = _by_name(
         # Reproducibility and debugging.
         "seed, and torch.use_deterministic_algorithms(True)": "deterministic full_determinism",
         "torch.backends.cudnn.benchmark = True": "benchmark",
-        "torch.autograd.set_detect_anomaly(True), before run": "detect_anomaly anomaly_detection",
+        "AnomalyAddon": "detect_anomaly anomaly_detection",
         "ProfilerAddon(profile_dir=...)": "profiler",
         # Extensions.
         "add-ons: Task.add_on(...)": "plugins",

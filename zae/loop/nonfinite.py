@@ -162,8 +162,8 @@ class NonFiniteGuard:
 
 
 _CURE = (
-    "Look for a division by 0, a log of 0 or a bad sample (torch.autograd.set_detect_anomaly(True) names the "
-    "operation), lower the learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
+    "Look for a division by 0, a log of 0 or a bad sample (AnomalyAddon names the module and the operation), lower the "
+    "learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
 )
 
 

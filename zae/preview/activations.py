@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zae.common import optim, random_state
 from zae.common.device import to_device
-from zae.common.torch_private import find, is_compiled, sparse_parts
+from zae.common.torch_private import find, is_compiled_by_hand, sparse_parts
 from zae.common.walk import tensors_in
 from zae.composition.introspect import add_ons_of, is_engine_slot, slots_of
 from zae.preview.dry_run import NotTried, begin_call, copy_to_train, first_batch
@@ -35,7 +35,7 @@ def measure_activations(run: Any) -> int:
         twin = copy_to_train(run.trainer)
         begin_call(twin, [batch], None, run.limits)
         with twin.ready():  # Its add-ons choose the precision and wrap the model.
-            if isinstance(twin.model, torch.nn.Module) and any(map(_is_compiled, twin.model.modules())):
+            if isinstance(twin.model, torch.nn.Module) and any(map(is_compiled_by_hand, twin.model.modules())):
                 raise NotTried(_COMPILED)
             if hasattr(run.trainer, "prepare_copy") and (reason := run.trainer.prepare_copy(twin.unwrap())):
                 raise NotTried(reason)
@@ -60,14 +60,10 @@ def _check(trainer: Any) -> None:
         raise NotTried(
             f"plan() does not start the ranks of {names}; plan without it for the activations of one process"
         )
-    if "compile" in slots_of(cls) or any(map(_is_compiled, (trainer.model, *module.modules()))):
+    if "compile" in slots_of(cls) or any(map(is_compiled_by_hand, (trainer.model, *module.modules()))):
         raise NotTried(_COMPILED)
     if optim.has_lazy([*module.parameters(), *module.buffers()]):
         raise NotTried("the model is lazy: its first batch makes its weights")
-
-
-def _is_compiled(module: Any) -> bool:
-    return hasattr(module, "_orig_mod") or is_compiled(module)
 
 
 class _Storages(_MODE or object):  # type: ignore[misc]

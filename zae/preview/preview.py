@@ -18,7 +18,7 @@ import torch
 from zae.common import optim, random_state
 from zae.common.argument_checks import check_flags
 from zae.common.optimizer_checks import check_schedules
-from zae.common.torch_private import is_compiled
+from zae.common.torch_private import is_compiled_by_hand
 from zae.composition.introspect import add_ons_of, seam, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
@@ -118,8 +118,8 @@ class Preview:
     def _describe_compiled(self) -> list[str]:
         """Say what follows where the script has compiled the model itself: nothing is wrong, and more is compiled."""
         trainer = self.trainer
-        parts = {name: each for name, each in trainer.unwrap().named_modules() if name and _is_compiled_by_hand(each)}
-        is_whole = hasattr(trainer.model, "_orig_mod") or _is_compiled_by_hand(trainer.unwrap())
+        parts = {name: each for name, each in trainer.unwrap().named_modules() if name and is_compiled_by_hand(each)}
+        is_whole = any(map(is_compiled_by_hand, (trainer.model, trainer.unwrap())))
         if not parts and not is_whole:
             return []
         what = "the model is compiled by the script" if is_whole else f"{', '.join(parts)} is compiled by the script"
@@ -297,10 +297,6 @@ class Preview:
             found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
             return
         found.bytes_per_checkpoint, *found._within_epoch = sizes
-
-
-def _is_compiled_by_hand(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or is_compiled(module)
 
 
 # ------------------------------------------------------------------------------------- the methods of the Trainer

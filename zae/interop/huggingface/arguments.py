@@ -310,7 +310,7 @@ REPORTED = {
     "save_on_each_node": "one folder is written, on a disk that the nodes share",
     "enable_jit_checkpoint": "checkpoints are saved at SIGTERM in any case, see save_on_signal",
     "restore_callback_states_from_checkpoint": "the state of callbacks is always restored",
-    "debug": "use torch.autograd.set_detect_anomaly, or on_nonfinite='raise', which names the step",
+    "debug": "add AnomalyAddon, which names the module and the operation",
     "skip_memory_metrics": "plan() and the report show memory",
     "local_rank": "the rank is that of the launcher",
     "ddp_bucket_cap_mb": "buckets have the size of torch",

@@ -1,0 +1,224 @@
+"""Name the module and the operation in which a number first becomes NaN or infinite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zae.addon import AddOnBase
+from zae.common.argument_checks import check_count
+from zae.common.model_weights import named_parameters
+from zae.common.optimizer_modes import NOTHING
+from zae.common.torch_private import is_compiled_by_hand
+from zae.common.walk import dense_part, local_part, tensors_in
+from zae.errors import ConfigError, NonFiniteError
+from zae.loop.step_output import StepOutput, loss_numbers
+
+if TYPE_CHECKING:
+    from zae.preview.eject.script import Script
+
+__all__ = ["AnomalyAddon"]
+
+_log = logging.getLogger("zae")
+_OF_BACKWARD = "returned nan values"
+"""What torch's error of a backward contains."""
+
+
+class AnomalyAddon(AddOnBase):
+    """Name the module and the operation in which a number of a step first becomes NaN or infinite.
+
+    In the steps that it watches, it looks at the output of each module, at the loss before the backward, and at each
+    gradient; torch's anomaly mode names the operation whose derivative is NaN, and a warning beside it shows the line
+    of its forward. With ``on_nonfinite="raise"`` the run ends with NonFiniteError before the optimizer steps, also for
+    a gradient whose norm is not computed. With "skip" and "warn", and with the loss scale of float16, whose overflows
+    are no errors, training continues, and a warning names the module. An infinity that does not reach the loss, in a
+    mask for instance, is not an error. Weights are bitwise the same with and without the add-on.
+
+    A step takes twice as long, a short one more, and on an accelerator the host waits for each module. Add it to a run
+    that has failed: from its last checkpoint it comes to the same step again. Or give ``anomaly_steps``.
+
+    Parameters
+    ----------
+    anomaly_steps : (int, int), optional
+        The first and the last optimizer step that is watched, counted from 1; by default all.
+
+    Raises
+    ------
+    ConfigError
+        The steps are not a range, or the model is compiled.
+    NonFiniteError
+        In ``run``: a number is not finite.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import NonFiniteError
+    >>> from zae.addons import AnomalyAddon
+    >>> from zae.testing import PlainTask
+    >>> class Root(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x.sqrt()
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), Root(), torch.nn.Linear(4, 1))
+    >>> trainer = PlainTask.add_on(AnomalyAddon)(model, "cpu", optimizer=torch.optim.SGD, log_bar=False)
+    >>> try:
+    ...     trainer.run(1, [(torch.randn(64, 2), torch.ones(64, 1))])
+    ... except NonFiniteError as error:
+    ...     print(str(error).split("; ")[1])
+    the first NaN of the forward is in the output of '1' (Root)
+    """
+
+    layer = "observe"
+    process_attributes = {"_anomaly": None}
+    excludes = {
+        "CompileAddon": "compiled code has no modules and operations to look at; leave CompileAddon out until the "
+        "cause is found",
+    }
+
+    def __init__(self, *args: Any, anomaly_steps: Sequence[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        steps: Any = (1, math.inf) if anomaly_steps is None else anomaly_steps
+        if anomaly_steps is not None:
+            if not isinstance(steps, (tuple, list)) or len(steps) != 2:
+                raise ConfigError(f"anomaly_steps={steps!r}; write (first, last), for instance (800, 820)")
+            first = check_count("the first of anomaly_steps", steps[0])
+            steps = first, check_count("the last of anomaly_steps", steps[1], least=first)
+        self.anomaly_steps: tuple[float, float] = steps
+        self._anomaly: _Found | None = None
+        if any(map(is_compiled_by_hand, (self.model, *self.unwrap().modules()))):
+            raise ConfigError(
+                "the model is compiled, and compiled code has no modules that AnomalyAddon could look at; give the "
+                "model without torch.compile"
+            )
+
+    def is_idle(self) -> bool:
+        """Return whether the last of the steps is over."""
+        return self.progress_checker.step >= self.anomaly_steps[1]
+
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Watch the forward and the backward of the step."""
+        self._anomaly = None
+        if not self.anomaly_steps[0] <= self.progress_checker.step + 1 <= self.anomaly_steps[1]:
+            return super().gradients(batch)
+        found = self._anomaly = _Found(self.unwrap())
+        try:
+            with found.watching(), self._naming_operations():
+                return super().gradients(batch)
+        except RuntimeError as error:
+            if _OF_BACKWARD not in str(error):
+                raise
+            said = str(error).rstrip(".")
+            raise self._error(f"in the backward, {said} (a warning shows its line); {found}") from error
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Look at the loss first: the backward of a NaN says nothing of where it comes from."""
+        found, numbers = self._anomaly, loss_numbers(loss)
+        values = [*numbers.values()] if isinstance(numbers, dict) else [numbers]
+        if found is not None and self._ends_run and not all(map(math.isfinite, values)):
+            raise self._error(f"the loss is {numbers}; {found}")
+        super().backward(loss, **kwargs)
+
+    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+        """Say where a step that is not finite became so; refuse one of which only a gradient is not."""
+        found, self._anomaly, before = self._anomaly, None, self.progress_checker.nonfinite_steps
+        try:
+            may = super().may_step(outputs)
+        except NonFiniteError as error:
+            if found is not None:
+                error.add_note(f"zae: {found}")
+            raise
+        if found is not None and (found.gradient or self.progress_checker.nonfinite_steps > before):
+            if self._ends_run:
+                raise self._error(str(found))
+            _log.warning("step %d: %s", self.progress_checker.step + 1, found)
+        return may
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Note which steps are watched."""
+        first, last = self.anomaly_steps
+        steps = "every step" if (first, last) == (1, math.inf) else f"steps {first} to {last}"
+        return [*super().plan_lines(plan), f"AnomalyAddon watches {steps}, which makes them slower"]
+
+    def eject_lines(self, script: Script) -> None:
+        """Leave it out of a script of plain PyTorch: it changes no numbers."""
+        super().eject_lines(script)
+        script.leave_out("AnomalyAddon", False)
+
+    @property
+    def _ends_run(self) -> bool:
+        return self.nonfinite.policy == "raise" and not self.nonfinite.scaled
+
+    def _naming_operations(self) -> AbstractContextManager[Any]:
+        """Let torch raise an error at a derivative that is NaN, where that ends the run."""
+        return torch.autograd.set_detect_anomaly(True) if self._ends_run else NOTHING
+
+    def _error(self, what: str) -> NonFiniteError:
+        progress = self.progress_checker
+        batch = progress.epoch_batch + 1 + self.current_run.micro_index
+        return NonFiniteError(
+            f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {batch}) is not finite: {what}. The "
+            f"optimizer did not step: the weights are those after step {progress.step}"
+        )
+
+
+class _Found:
+    """What of a step is not finite, each in the order in which it was computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._outputs: dict[str, str] = {}
+        self.gradient = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what the modules return, and at the gradients of the parameters."""
+        model = self._model
+        hooks = [each.register_forward_hook(partial(self._look, name)) for name, each in model.named_modules()]
+        hooks += [p.register_post_accumulate_grad_hook(partial(self._look_at_gradient, name))
+                  for name, p in named_parameters(model).items() if p.requires_grad and p.is_leaf]  # fmt: skip
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note the first NaN and the first infinity; inner modules return before those around them."""
+        for value in _floats(output):
+            if bool(value.isfinite().all()):
+                continue
+            kind = "NaN" if bool(value.isnan().any()) else "infinity"
+            bad, inner = int((~value.isfinite()).sum()), _are_finite(inputs)
+            owner = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+            self._outputs.setdefault(kind, (
+                f"the first {kind} of the forward is in the output of {owner}; {bad} of {value.numel()} values, its "
+                f"inputs {inner}, its weights {_are_finite([*module.parameters(recurse=False)])}"
+            ))  # fmt: skip
+
+    def _look_at_gradient(self, name: str, parameter: Tensor) -> None:
+        """Note the first parameter whose gradient is not finite."""
+        gradient = parameter.grad
+        if not self.gradient and gradient is not None and not bool(dense_part(gradient).isfinite().all()):
+            self.gradient = name
+
+    def __str__(self) -> str:
+        if self._outputs:
+            return "; ".join(self._outputs.values())
+        gradient = f"; the first gradient that is not finite is that of {self.gradient!r}" if self.gradient else ""
+        return f"the outputs of all modules are finite{gradient}"
+
+
+def _floats(values: Any) -> list[Tensor]:
+    """Return the tensors of numbers with a point; those in 8 bits have no operations that look at them."""
+    found = [local_part(each.detach()) for each in tensors_in(values)]
+    return [each for each in found if (each.is_floating_point() or each.is_complex()) and each.element_size() > 1]
+
+
+def _are_finite(values: Any) -> str:
+    return "are finite" if all(bool(each.isfinite().all()) for each in _floats(values)) else "are not"
