@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ __all__ = ["Job", "Saver", "Snapshots", "check_moment", "format_for"]
 
 _log = logging.getLogger("zae")
 _PIECE = 1 << 19  # Bytes that a thread copies at a time; less than that is copied directly.
+_Buffer: TypeAlias = tuple[Tensor, memoryview]  # With its bytes, which take time to get.
+_Spare: TypeAlias = dict[Any, list[_Buffer]]
 _THREADS = 4  # More do not copy faster: they wait for the memory.
 
 
@@ -38,12 +40,12 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[tuple[Any, Tensor]] = []
+        self._buffers: list[tuple[Any, _Buffer]] = []
         self._pieces: deque[tuple[memoryview, memoryview]] = deque()
 
     def take(self, state: Any) -> Any:
         """Return a copy of nested dicts, lists and tuples of tensors and plain values; tied tensors stay tied."""
-        spare: dict[Any, list[Tensor]] = {}
+        spare: _Spare = {}
         for kind, buffer in self._buffers:
             spare.setdefault(kind, []).append(buffer)
         self._buffers = []
@@ -54,7 +56,7 @@ class Snapshots:
             torch.accelerator.synchronize(device)  # It need not be the current one.
         return copied
 
-    def _copy(self, value: Any, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Any:
+    def _copy(self, value: Any, spare: _Spare, copies: dict[Any, Tensor]) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value.detach(), spare, copies)
         if type(value) is dict and PLAIN.issuperset(map(type, value.values())):
@@ -66,20 +68,23 @@ class Snapshots:
             return type(value)(self._copy(each, spare, copies) for each in value)
         return value.copy() if hasattr(value, "dtype") and hasattr(value, "copy") else value
 
-    def _tensor(self, value: Tensor, spare: dict[Any, list[Tensor]], copies: dict[Any, Tensor]) -> Tensor:
+    def _tensor(self, value: Tensor, spare: _Spare, copies: dict[Any, Tensor]) -> Tensor:
         key = view_key(value)
         if key is None or type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             return value.clone()
         if key not in copies:
             device = value.device if can_copy_async(value.device) else None
             kind, pinned = (value.dtype, value.shape, device), device is not None
-            buffers = spare.get(kind)
-            buffer = buffers.pop() if buffers else torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
-                self._plan(byte_view(buffer), byte_view(value))  # torch would synchronise its threads for each tensor.
+            if buffers := spare.get(kind):
+                buffer = buffers.pop()
             else:
-                buffer.copy_(value, non_blocking=pinned)
-            copies[key] = buffer
+                memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+                buffer = memory, byte_view(memory)
+            if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
+                self._plan(buffer[1], byte_view(value))  # torch would synchronise its threads for each tensor.
+            else:
+                buffer[0].copy_(value, non_blocking=pinned)
+            copies[key] = buffer[0]
             self._buffers.append((kind, buffer))
         return copies[key]
 
