@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from kit import faults, hand
 from kit.faults import Child, everything, forked, wait_for
-from kit.stores import ERRORS, OPERATIONS, Failing, FaultyFiles, Gate, LateFiles, files_in
+from kit.ranks import on_ranks
+from kit.stores import ERRORS, OPERATIONS, Failing, FaultyFiles, Gate, LateFiles, files_in, planned
 from zae import Every
-from zae.addons import StateManagerAddon
+from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.cli.doctor.checkpoints import examine_url
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 from zae.saving.remote import FsspecCheckpointer
@@ -370,3 +372,32 @@ def test_weights_that_a_store_refuses(tmp_path: Path, caplog: pytest.LogCaptureF
     FaultyFiles.plan = Failing(0, "permission", 99, ("rm_file",))
     train(store, tmp_path / "local", 5, **options)
     assert "weights-00000003.safetensors was not removed: PermissionError" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------- on several ranks
+
+
+@on_ranks(2)
+def test_two_ranks_with_a_store(world: int, tmp_path: Path) -> None:
+    """Each with its own local disk: rank 0 alone uploads; all resume bitwise, and all get the error of an upload."""
+    url, local = f"faulty://{tmp_path}/store", tmp_path / f"local-{dist.get_rank()}"
+    options = {"save_weights_every": 2, "keep_weights": 1, "save_async": True}
+
+    def run(steps: int, place: Path, url: str = url, **more: Any) -> Any:
+        made = faults.build(faults.Task, MultiGPUAddon, StateManagerAddon, save_path=place, save_every=1, keep_best=0,
+                            resume="auto", checkpointer=FsspecCheckpointer.at(url), **options, **more)  # fmt: skip
+        made.run(None, hand.loader(), max_steps=steps)
+        return made
+
+    whole = run(5, tmp_path / f"whole-{dist.get_rank()}", f"file://{tmp_path}/whole")
+    run(2, local)
+    with planned(Failing(1, "full", names=("put_file",))):  # Of a rank that uploads nothing, it fails nothing.
+        with pytest.raises(CheckpointError, match="step-00000003 was not saved: OSError"):
+            run(4, local)
+    dist.barrier()
+    resumed = run(5, local)
+    assert everything(resumed) == everything(whole)
+    dist.barrier()
+    assert checkpoints_in(tmp_path / "store") == ["step-00000004", "step-00000005", "weights-00000"]
+    assert files_in(tmp_path / "store")[-1] == "weights-00000004.safetensors"
+    assert files_in(local) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ import pytest
 
 from kit import faults, hand
 from kit.faults import everything, forked
-from zae import Every
 from zae.addons import JSONLLoggerAddon, StateManagerAddon
 from zae.cli import main
 from zae.errors import CheckpointError
@@ -172,17 +171,17 @@ def test_logs(bucket: str, tmp_path: Path) -> None:
     assert {each for each in names(saved) if each.startswith("log")} == {"log.jsonl", "log.1.jsonl"}
 
 
-def test_a_server_that_is_gone(bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error that names the URL, or a warning; a resume does not start from scratch."""
-    url, quick = f"{bucket}/gone", {"retries": {"max_attempts": 1}, "connect_timeout": 2}
+@pytest.mark.parametrize("kind", ["gone", "hangs"])
+def test_a_server_that_does_not_answer(bucket: str, tmp_path: Path, kind: str) -> None:
+    """A resume ends with an error that names the URL, after the time of the client, and does not start from scratch."""
+    url = f"{bucket}/{kind}"
+    quick = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 0.2}
     train(url, tmp_path / "local", 2)
-    shutil.rmtree(tmp_path / "local")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{9 if kind == 'gone' else silent.getsockname()[1]}")
         gone = FsspecCheckpointer.at(url, config_kwargs=quick, skip_instance_cache=True)
-        options = {"save_every": Every(epochs=9), "on_save_error": "warn", "save_path": tmp_path / "local"}
+        options = {"on_save_error": "warn", "save_path": tmp_path / "other"}
         made = faults.build(faults.Task, StateManagerAddon, checkpointer=gone, resume="auto", **options)
-        with pytest.raises(CheckpointError, match=r"s3://runs/gone: its checkpoints were not listed: "):
+        with pytest.raises(CheckpointError, match=rf"s3://runs/{kind}: its checkpoints were not listed: "):
             made.run(None, hand.loader(), max_steps=3)
-    resumed = train(url, tmp_path / "local", 4)
-    assert resumed.progress_checker.step == 4
+    assert train(url, tmp_path / "other", 4).progress_checker.step == 4
