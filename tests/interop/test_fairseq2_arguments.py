@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from kit.fairseq2_parts import FakeGang, HandTrainer, Reader, ScoreUnit, Unit, batches, network, parallel_gangs, weights
 from kit.faults import Child
-from zae import ConfigError, Every, LoaderError, OptionError, StepError, TaskError
+from zae import ConfigError, Every, LoaderError, MonitorError, OptionError, StepError, TaskError
 from zae.addons import AMPAddon, EarlyStoppingAddon, JSONLLoggerAddon, ProfilerAddon, StateManagerAddon
 from zae.interop.fairseq2 import RegimeAddon, any_of, from_arguments, task_of
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, REQUIRED
@@ -287,8 +287,11 @@ def test_the_direction_of_a_score():
         ({"score_metric_name": "score", "lower_better": True}, "min"),
         ({"score_metric_descriptor": descriptor}, "min"),
     ):
-        assert from_arguments(**given(**more)).options["monitor_mode"] == mode
+        made = validation("dev", model=(model := network()))
+        assert from_arguments(**given(model=model, **made, **more)).options["monitor_mode"] == mode
     assert "lower_better" in from_arguments(**given(lower_better=True)).report
+    report = from_arguments(**given(score_metric_descriptor="score")).report
+    assert report["score_metric_descriptor"] == "score_metric_descriptor='score': there are no valid_units"
 
 
 def test_a_profiler_is_told_each_step(tmp_path):
@@ -322,6 +325,16 @@ def test_anomaly_detection_names_the_operation():
     with pytest.raises(RuntimeError, match=r"Function '.*Backward0' returned nan"):
         trained(model=Bad(3, 1), anomaly_detection=True)
     assert not torch.is_anomaly_enabled()
+
+
+def test_an_error_names_the_argument_behind_an_option():
+    made = validation("dev", model=(model := network()))
+    with pytest.raises(MonitorError, match="unknown metric 'acc' in monitor; available: score") as caught:
+        trained(model=model, **made, score_metric_name="acc")
+    assert "zae: in the arguments of from_arguments, monitor is score_metric_name" in caught.value.__notes__
+    with pytest.raises(ConfigError, match=r"device='cuda:99'") as caught:
+        from_arguments(**given(root_gang=FakeGang("cuda:99"))).trainer()
+    assert "device is root_gang" in caught.value.__notes__[0]
 
 
 def test_names_of_units_are_unique():

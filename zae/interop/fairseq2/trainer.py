@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from zae.composition.introspect import add_ons_of
 from zae.composition.metaclass import load_installed
-from zae.errors import ConfigError
+from zae.errors import ConfigError, ZaeError
 from zae.interop.carried import CarriedArguments
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, Arguments, describe, read_arguments
 from zae.interop.fairseq2.gangs import GangSizes, read_gangs
@@ -23,6 +25,14 @@ from zae.launch.mesh import DATA
 from zae.loop.progress import Every
 
 __all__ = ["CARRIED", "Carried", "from_arguments"]
+
+# What options of zae are called there, for errors.
+_THEIRS = {
+    "monitor": "score_metric_name", "monitor_mode": "lower_better", "max_steps": "max_num_steps",
+    "n_epoch": "max_num_data_epochs", "scheduler": "lr_scheduler", "save_path": "checkpoint_manager",
+    "save_every": "checkpoint_every_n_steps", "valid_loader": "valid_data_readers", "jsonl_path": "metrics_dir",
+    "log_dir": "tb_dir", "loss_scale": "fp16_loss_scale", "gradient_clip": "max_gradient_norm", "device": "root_gang",
+}  # fmt: skip
 
 
 def from_arguments(**arguments: Any) -> Carried:
@@ -140,7 +150,8 @@ class Carried(CarriedArguments):
         cls = task.add_on(*self.missing(task)) if self.missing(task) else task
         engines, options = self._engine(cls, more)
         cls = cls.add_on(*engines) if engines else cls
-        return cls(self.args.unit, **{**self.options, **options, **more})
+        with _their_names():
+            return cls(self.args.unit, **{**self.options, **options, **more})
 
     def _engine(self, cls: Any, more: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the engines that a class lacks for the gangs, and their options."""
@@ -175,7 +186,8 @@ class Carried(CarriedArguments):
             What ``run`` returned.
         """
         trainer = self.trainer() if trainer is None else trainer
-        return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
+        with _their_names():
+            return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
 
     def __call__(self) -> Any:
         """Make the trainer and run it, as a trainer of fairseq2 is called: once."""
@@ -190,6 +202,18 @@ class Carried(CarriedArguments):
     def tell(self, name: str, why: str) -> None:
         """Report an argument."""
         self.report[name] = f"{name}={describe(getattr(self.args, name))}: {why}"
+
+
+@contextmanager
+def _their_names() -> Iterator[None]:
+    """Note on an error which arguments the options in its text are."""
+    try:
+        yield
+    except ZaeError as error:
+        found = [f"{ours} is {theirs}" for ours, theirs in _THEIRS.items() if re.search(rf"\b{ours}\b", str(error))]
+        if found:
+            error.add_note(f"zae: in the arguments of from_arguments, {', '.join(found)}")
+        raise
 
 
 def _add_regime(to: Carried, **options: Any) -> None:
@@ -271,7 +295,10 @@ def _names_of(units: list[Any]) -> list[str]:
 
 def _carry_score(args: Arguments, to: Carried) -> None:
     """Carry the name of the score, its direction and the early stopper."""
-    if args.score_metric_name is not None:
+    if args.score_metric_name is not None and not args.valid_units:
+        name = "score_metric_descriptor" if args.score_metric_descriptor is not None else "score_metric_name"
+        to.tell(name, "there are no valid_units")
+    elif args.score_metric_name is not None:
         to.options.update(monitor=args.score_metric_name, monitor_mode="min" if args.lower_better else "max")
     elif args.lower_better:
         to.tell("lower_better", "it is for score_metric_name")
