@@ -20,7 +20,7 @@ from kit import hand
 from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
-from zae.addons import GradientAccumulationAddon
+from zae.addons import GradientAccumulationAddon, StateManagerAddon
 from zae.loop.epoch_log import EpochLog, plain, to_host
 from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
 from zae.metrics.reductions import Partial, merge_sums
@@ -714,3 +714,30 @@ def test_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor: str
     ]
     trainer.history.recompute_best()
     assert trainer.best == best
+
+
+@pytest.mark.parametrize(("first", "second"), [("val_loss", "val_acc"), ("test/loss", "loss")])
+def test_a_step_may_name_a_metric_with_a_split(first: str, second: str, tmp_path: Any) -> None:
+    """By its own name it is found in a row, and it is the best one's score also after a resume with another monitor."""
+
+    class Named(Task):
+        def test_step(self, batch: Any) -> dict[str, Any]:
+            loss = super().test_step(batch)["loss"]
+            return {"val_loss": loss, "val_acc": -loss, "test/loss": loss, "loss": 2 * loss}
+
+    def build(monitor: str) -> Any:
+        model = network()
+        return Named.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), monitor=monitor, log_bar=False,
+            save_path=tmp_path, resume="auto",
+        )  # fmt: skip
+
+    history = build(first).run(3, hand.loader(), hand.loader(9))
+    row = min(history["valid_metrics_history"], key=lambda row: row[f"valid_{first}"])
+    assert row[first] == row[f"valid_{first}"] == history["best_valid"]["score"]
+    assert first in row
+    resumed = build(second)
+    history = resumed.run(3, hand.loader(), hand.loader(9))
+    scores = {each["step"]: each["score"] for each in resumed.history.scores_by_step().values()}
+    assert scores == {each["step"]: each[f"valid_{second}"] for each in history["valid_metrics_history"]}
+    assert history["best_valid"]["score"] in scores.values()

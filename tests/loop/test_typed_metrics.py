@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -249,6 +250,8 @@ def test_predictions_leave_them_out() -> None:
         (Max("3"), None, r"'x' as Max of a str '3'; give it one number"),
         (Mean(1.0, -2), None, "'x' as a Mean of weight -2.0; give the number of items"),
         (Mean(1.0, math.nan), None, "'x' as a Mean of weight nan"),
+        (Mean(1.0, torch.tensor(-2)), None, "'x' as a Mean of weight -2; give the number of items"),
+        (Mean(torch.tensor(1.0), torch.tensor(math.inf)), None, "'x' as a Mean of weight inf"),
         (Sum(1), 1.0, "'x' to be combined by mean, and before by sum; return it as the same type"),
         (1.0, Sum(1), "'x' to be combined by sum, and before by mean"),
     ],
@@ -264,6 +267,29 @@ def test_what_cannot_be_combined_is_refused(first: Any, second: Any, text: str) 
     with pytest.raises(StepError, match=text) as caught:
         build(task=Wrong).run(1, loader())
     assert "in epoch 1" in "".join(caught.value.__notes__)
+
+
+def test_loaders_combine_a_metric_in_one_way() -> None:
+    class Wrong(Task):
+        def test_step(self, batch: Any) -> Any:
+            return {"loss": 1.0, "x": Sum(1) if self.valid_name == "a" else 1.0}
+
+    for names, text in (("ab", "by mean with the loader 'b', and by sum before"), ("ba", "by sum with the loader 'a'")):
+        with pytest.raises(StepError, match=f"'x' to be combined {text}"):
+            build(task=Wrong).evaluate(dict.fromkeys(names, loader()))
+
+
+def test_an_array_without_dimensions_is_a_number() -> None:
+    """What ``np.asarray(mean)`` returns: it was kept as an output, and no metric was recorded."""
+
+    class Numpy(Task):
+        def test_step(self, batch: Any) -> Any:
+            (x,) = batch
+            mean, rows = np.asarray(x.double().mean()), np.array(len(x))
+            return {"loss": mean, "rows": Sum(rows), "weighed": Mean(mean, rows), "name": np.array("text")}
+
+    found = build(task=Numpy).evaluate(loader())
+    assert found == {"loss": 6.0, "rows": 11.0, "weighed": 6.0}
 
 
 def test_a_loss_for_training_is_a_tensor() -> None:

@@ -150,7 +150,7 @@ class EpochLog(Mapping[str, list[Any]]):
             self._keep(key, value)  # Squeezed, a batch of one sample has no dimension any more.
         elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             self._add(key, value, weight)
-        elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+        elif isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)) or _is_scalar_array(value):
             self._add(key, float(value), weight)
         elif isinstance(value, Mapping):
             self.record({f"{key}/{inner}": item for inner, item in value.items()}, weight)
@@ -178,6 +178,8 @@ class EpochLog(Mapping[str, list[Any]]):
         """Record a typed metric; a mean may have its own weight."""
         own = getattr(metric, "weight", None)
         value, weight = (_one_number(key, metric, each) for each in (metric.value, weight if own is None else own))
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()
         if own is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
             raise StepError(
                 f"the step returned {key!r} as a Mean of weight {weight!r}; give the number of items that it is the "
@@ -352,12 +354,17 @@ def _one_number(key: str, metric: Any, value: Any) -> Any:
     """Return a value of a typed metric as a float, or as a tensor without dimensions; refuse another one."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.reshape(())
-    if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)):
+    if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)) or _is_scalar_array(value):
         return float(value)
     found = f"of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else f"{value!r:.40}"
     name = type(metric).__name__
     raise StepError(f"the step returned {key!r} as {name} of a {type(value).__name__} {found}; give it one number, for "
                     f"instance {name}(x.sum())")  # fmt: skip
+
+
+def _is_scalar_array(value: Any) -> bool:
+    """Return whether a value is an array without dimensions of a real number: what ``np.asarray(mean)`` returns."""
+    return isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "biuf"
 
 
 def _can_be_saved(value: Any) -> bool:

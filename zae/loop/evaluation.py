@@ -17,7 +17,7 @@ from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
 from zae.data.sharding import shares_of
 from zae.data.workers import abandon_workers
-from zae.errors import LoaderError
+from zae.errors import LoaderError, StepError
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
@@ -103,7 +103,13 @@ class Evaluation:
         rows, kinds = dict[str, Metrics](), dict[str, str]()
         for place, (name, each) in enumerate(loader.items()):
             rows[name] = self.epoch(each, (place, len(loader)), str(name))
-            kinds |= self.trainer.log_test.kinds
+            now = {key: self.trainer.log_test.kinds.get(key, "mean") for key in self.trainer.log_test.means()}
+            if differs := next((key for key, kind in now.items() if kinds.get(key, kind) != kind), None):
+                raise StepError(
+                    f"test_step returned {differs!r} to be combined by {now[differs]} with the loader {name!r}, and by "
+                    f"{kinds[differs]} before; return it as the same type with each loader (zae.metrics)"
+                )
+            kinds |= now
         metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
         common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
         of_all = {key: combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()]) for key in common}

@@ -83,6 +83,7 @@ def _find(row: dict[str, Any], key: str) -> str | None:
     """Return the key of a row that a name with another prefix means."""
     prefix, bare = split_prefix(key)
     names = [bare, *(f"{p}{mark}{bare}" for p in ([prefix] if prefix else _PREFIXES) for mark in "_/")]
+    names += [f"{p}{mark}{key}" for p in _PREFIXES for mark in "_/"] if prefix else []  # A step may return "val_loss".
     return next((name for name in names if dict.__contains__(row, name)), None)
 
 
@@ -340,16 +341,17 @@ class History:
 
     def scores_by_step(self) -> dict[int, Metrics]:
         """Map each step with a value of the present monitor to a row as ``best`` is one."""
-        bare = split_prefix(self.monitor)[1]
+        names = self.monitor, split_prefix(self.monitor)[1]
         split = "train" if self.watches_training or not self.valid else "valid"
         found = {}
         for row in self.train if split == "train" else self.valid:
             metrics = {
                 key.removeprefix(f"{split}_"): value for key, value in row.items() if key.startswith(f"{split}_")
             }
-            if metrics.get(bare) is not None:
+            score = next((metrics[name] for name in names if metrics.get(name) is not None), None)
+            if score is not None:
                 place = {"epoch": row["epoch"], "step": row["step"]}
-                found[row["step"]] = _best_row(split, metrics, metrics[bare], place)
+                found[row["step"]] = _best_row(split, metrics, score, place)
         return found
 
     # ------------------------------------------------------------------------------------------------- reading
