@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit.faults import Child
@@ -17,7 +17,8 @@ from kit.hand import digest, network
 from kit.table import Task
 from zae import ConfigError
 from zae.addons import StateManagerAddon
-from zae.data import SeededDataset
+from zae.data import Mixture, PackedDataset, SeededDataset
+from zae.data.workers import is_seeded
 
 
 class Transform:
@@ -65,6 +66,74 @@ def test_samples_are_the_same_with_any_number_of_workers(kind):
     assert torch.equal(batches(kind, num_workers=2), expected)
     if kind is DataLoader:
         assert torch.equal(batches(num_workers=1, persistent_workers=True), expected)
+
+
+def inner(count=8, seed=0):
+    return SeededDataset(Augmented(count), seed)
+
+
+def mixed(*parts):
+    made = Mixture(list(parts), [1] * len(parts))
+    return {"dataset": made, "sampler": made.sampler()}
+
+
+class Wrapped(Dataset):
+    """Another dataset around one, as a user's own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+WHERE = {
+    "Subset": lambda: {"dataset": Subset(inner(), range(6))},
+    "random_split, twice": lambda: {"dataset": random_split(random_split(inner(), [6, 2])[0], [4, 2])[0]},
+    "ConcatDataset": lambda: {"dataset": ConcatDataset([inner(), inner(seed=1)])},
+    "a dataset of its own": lambda: {"dataset": Wrapped(inner())},
+    "Mixture": lambda: mixed(inner(), Subset(inner(seed=1), range(6))),
+    "around a Mixture": lambda: (lambda made: {**made, "dataset": SeededDataset(made["dataset"])})(mixed(inner())),
+    "around a Subset": lambda: {"dataset": SeededDataset(Subset(inner(), range(6)))},
+}
+
+
+@pytest.mark.parametrize("where", list(WHERE))
+def test_each_epoch_has_its_own_numbers_wherever_the_dataset_stands(where, caplog):
+    """The epoch was not passed on by a dataset around it, and each epoch had the augmentation of the first."""
+    drawn = {}
+
+    class Drawn(Task):
+        def train_step(self, batch):
+            drawn.setdefault(self.progress_checker.epoch, []).extend(batch[0][:, 0].tolist())
+            return super().train_step((batch[0][:, :4], batch[1]))
+
+    def run(**options):
+        model = network()
+        trainer = Drawn(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log_bar=False)
+        trainer.run(3, DataLoader(**WHERE[where](), batch_size=2, **options))
+        return {number for numbers in drawn.values() for number in numbers}
+
+    assert len(run()) == sum(map(len, drawn.values()))
+    assert len(drawn) == 3
+    if where == "Mixture":
+        before = drawn.copy()
+        drawn.clear()
+        run(num_workers=1, persistent_workers=True)
+        assert drawn == before
+
+
+def test_a_resume_is_exact_where_all_samples_are_seeded():
+    """By classes that draw nothing themselves; a dataset of one's own may."""
+    assert is_seeded(Subset(ConcatDataset([inner(), inner()]), [1]))
+    assert is_seeded(mixed(inner(), inner())["dataset"])
+    assert is_seeded(PackedDataset(SeededDataset([[1, 2], [3]]), 4))
+    assert not is_seeded(mixed(inner(), Augmented())["dataset"])
+    assert not is_seeded(Wrapped(inner()))
+    assert not is_seeded(Subset(Augmented(), [1]))
 
 
 def test_the_streams_of_training_are_left_as_they_are():

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from zae.common.walk import leading_dimension
 from zae.errors import ConfigError, LoaderError
@@ -21,10 +21,12 @@ __all__ = [
     "batch_size_of",
     "check_loader",
     "copy_with",
+    "datasets_with_epoch",
     "describe",
     "has_pinned_batches",
     "is_stateful",
     "length_of",
+    "parts_of_dataset",
     "parts_with_epoch",
     "set_epoch",
     "unwrap_sampler",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
+_DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 
 
 def length_of(loader: Any) -> int | None:
@@ -112,6 +115,13 @@ def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) ->
         several = "give one loader: DataLoader(torch.utils.data.ConcatDataset(datasets), batch_size=32)"
         remedy = f"give a dict: {name}={{name: loader}}" if takes_dict else several
         raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; {remedy}")
+    batches: Any = getattr(loader, "batch_sampler", None)
+    size = length_of(getattr(loader, "dataset", None))
+    if type(batches).__name__ == "LengthGroupedBatchSampler" and size not in (None, len(batches.lengths)):
+        raise LoaderError(
+            f"{name} has a LengthGroupedBatchSampler of {len(batches.lengths)} lengths, and a dataset of {size} "
+            "samples; give it the length of each sample"
+        )
     if length_of(loader) == 0:
         remedy = "use more data, or drop_last=False" if getattr(loader, "drop_last", False) else "give it data"
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); {remedy}")
@@ -149,18 +159,40 @@ def is_stateful(loader: Any) -> TypeGuard[Any]:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def parts_of_dataset(dataset: Any) -> dict[str, Any]:
+    """Return the datasets that a dataset takes samples from, by the names after it: ``dataset``, ``datasets``."""
+    if not isinstance(dataset, Dataset):
+        return {}
+    inner, several = getattr(dataset, "dataset", None), getattr(dataset, "datasets", None)
+    if isinstance(several, (list, tuple)):
+        several = dict(enumerate(several))
+    pairs = several.items() if isinstance(several, Mapping) else ()
+    return {".dataset": inner} if inner is not None else {f".datasets[{key!r}]": each for key, each in pairs}
+
+
+def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:
+    """Return a dataset that has ``set_epoch``; else those of the ones that it takes samples from that have it."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return {place: dataset}
+    found: dict[str, Any] = {}
+    for name, each in parts_of_dataset(dataset).items() if depth else ():
+        found |= datasets_with_epoch(each, place + name, depth - 1)
+    return found
+
+
 def parts_with_epoch(loader: Any) -> dict[str, Any]:
-    """Return what has ``set_epoch`` of a loader, its samplers and its dataset, by the names after ``loader``."""
+    """Return what has ``set_epoch`` of a loader, its samplers and its datasets, by the names after ``loader``."""
     batches = getattr(loader, "batch_sampler", None)
     found = {"": loader, ".sampler": getattr(loader, "sampler", None), ".batch_sampler": batches}
-    found |= {".batch_sampler.sampler": getattr(batches, "sampler", None), ".dataset": getattr(loader, "dataset", None)}
+    found[".batch_sampler.sampler"] = getattr(batches, "sampler", None)
+    found |= datasets_with_epoch(getattr(loader, "dataset", None), ".dataset")
     once = {id(each): name for name, each in reversed(found.items())}
     return {name: each for name, each in found.items()
             if once[id(each)] == name and callable(getattr(each, "set_epoch", None))}  # fmt: skip
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader, its samplers and its dataset, where they have it."""
+    """Call ``set_epoch`` of a loader, its samplers and its datasets, where they have it."""
     for each in parts_with_epoch(loader).values():
         each.set_epoch(epoch)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae.data.gather import batches_of
 from zae.data.loaders import Proxy, copy_with
-from zae.data.workers import SeededDataset
+from zae.data.workers import is_seeded
 
 __all__ = ["iterate_on", "skip_batches"]
 
@@ -111,7 +111,7 @@ def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[A
     iterator = batches_of(copy_with(loader, **{name: sampler}), fast)
     if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
         return None
-    if loader.num_workers and not isinstance(loader.dataset, SeededDataset):
+    if loader.num_workers and not is_seeded(loader.dataset):
         _log.warning("resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random "
                      "numbers that the dataset draws in its workers are not exact; write SeededDataset(dataset) of "
                      "zae.data for the dataset of the loader", loader.num_workers)  # fmt: skip

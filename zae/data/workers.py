@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, get_worker_info
 
 from zae.common.argument_checks import check_count
 from zae.common.random_state import isolated
 from zae.common.torch_private import shut_down_workers
 from zae.common.walk import search
 from zae.data.loader_state import STREAMS, read_stream, write_stream
+from zae.data.loaders import datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, kind_of
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "dead_workers",
     "deaths_expected",
     "ignore_dead_workers",
+    "is_seeded",
     "mute_workers",
     "unmute_workers",
 ]
@@ -105,8 +107,8 @@ class SeededDataset(Dataset[Any]):
             Each has its own random numbers.
         """
         self._epoch.fill_(epoch)
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        for each in datasets_with_epoch(self.dataset).values():
+            each.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -143,6 +145,15 @@ class SeededDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_streams": None}  # A copy has generators of its own.
+
+
+def is_seeded(dataset: Any) -> bool:
+    """Return whether all samples of a dataset are those of a `SeededDataset`, by classes that draw nothing."""
+    if isinstance(dataset, SeededDataset):
+        return True
+    parts = parts_of_dataset(dataset).values()
+    draws_nothing = type(dataset) in (Subset, ConcatDataset) or type(dataset).__module__.startswith("zae.data.")
+    return draws_nothing and bool(parts) and all(map(is_seeded, parts))
 
 
 def _seed_stream(stream: Any, seed: int) -> None:

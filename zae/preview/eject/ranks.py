@@ -66,7 +66,7 @@ def _why_not_of(loader: Any, training: bool, ranks: int = 1) -> str:
         return "" if training else f"{what} that has a DistributedSampler"
     if training and type(batches) is not BatchSampler:
         return f"{what} that has a batch_sampler of another class"
-    if training and set(parts_with_epoch(loader)) - {".dataset"}:
+    if training and any(not part.startswith(".dataset") for part in parts_with_epoch(loader)):
         return f"{what} whose sampler has set_epoch"
     if training and not batches.drop_last and 0 < len(batches.sampler) % (ranks * batches.batch_size) < ranks:
         return "with a last step of fewer samples than ranks"
