@@ -18,7 +18,7 @@ from kit import faults, hand
 from kit.faults import KillAddon, everything, forked
 from kit.rank_tasks import Seen, build, dataset, same, weights
 from kit.ranks import on_ranks
-from zae import CheckpointMismatch, ConfigError
+from zae import CheckpointMismatch, ConfigError, LoaderError
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.data import LengthGroupedBatchSampler, make_loaders
 
@@ -75,8 +75,20 @@ def test_what_does_not_fit_is_refused(options: Any, text: str) -> None:
         LengthGroupedBatchSampler([], 2)
 
 
-def grouped(kind: Any = DataLoader, seed: int = 0, **options: Any) -> Any:
-    lengths = LENGTHS[:22]
+@pytest.mark.parametrize("lengths", [["long", "short"], None, [[1], [1, 2]]])
+def test_lengths_that_are_no_numbers_are_refused(lengths: Any) -> None:
+    with pytest.raises(ConfigError, match="lengths must have a whole number for each sample"):
+        LengthGroupedBatchSampler(lengths, 2)
+
+
+def test_lengths_of_another_dataset_are_refused() -> None:
+    """Fewer lengths than samples would leave samples out, silently."""
+    with pytest.raises(LoaderError, match="LengthGroupedBatchSampler of 8 lengths, and a dataset of 22 samples"):
+        faults.build(faults.Task).run(1, DataLoader(hand.data(22), batch_sampler=LengthGroupedBatchSampler([1] * 8, 4)))
+
+
+def grouped(kind: Any = DataLoader, seed: int = 0, first: int = 0, **options: Any) -> Any:
+    lengths = LENGTHS[first : first + 22]
     sampler = LengthGroupedBatchSampler(lengths, max_tokens=400, group_size=12, seed=seed)
     return kind(hand.data(22), batch_sampler=sampler, **options)
 
@@ -89,11 +101,11 @@ def grouped(kind: Any = DataLoader, seed: int = 0, **options: Any) -> Any:
 def test_killed_in_mid_epoch_it_resumes_bitwise(kind: Any, at: int, tmp_path: Path) -> None:
     """The number of batches differs between epochs."""
 
-    def train(folder: Path, seed: int = 0, **more: Any) -> Any:
+    def train(folder: Path, seed: int = 0, first: int = 0, **more: Any) -> Any:
         made = faults.build(
             faults.Task, StateManagerAddon, KillAddon, save_path=folder, save_every=at, resume="auto", **more
         )
-        made.run(3, grouped(kind, seed))
+        made.run(3, grouped(kind, seed, first))
         return everything(made)
 
     faults.ambient(1)
@@ -103,6 +115,8 @@ def test_killed_in_mid_epoch_it_resumes_bitwise(kind: Any, at: int, tmp_path: Pa
     if kind is DataLoader:
         with pytest.raises(CheckpointMismatch, match=r"order of the batch sampler was max_tokens 400, .* seed 0 and"):
             train(tmp_path / "run", seed=1)
+        with pytest.raises(CheckpointMismatch, match=r"order of the batch sampler was .*, lengths \w{8}, .* and is"):
+            train(tmp_path / "run", first=1)
     assert train(tmp_path / "run") == whole
 
 
@@ -177,6 +191,9 @@ def test_a_stream_and_a_loader_pass_through() -> None:
         (lambda: make_loaders(hand.data(), hand.loader(), batch_size=4, valid_batch_size=2), "valid_batch_size would"),
         (lambda: make_loaders(hand.data()), r"batch_size is missing: make_loaders\(train, valid, batch_size=32\)"),
         (lambda: make_loaders(hand.data(), batch_size=0), "batch_size=0; it must be a whole number"),
+        (lambda: make_loaders(hand.data(), batch_size=2, num_worker=1), "no option 'num_worker'; did you mean 'num_w"),
+        (lambda: make_loaders(hand.data(), batchsize=2), "no option 'batchsize'; did you mean 'batch_size'"),
+        (lambda: make_loaders(hand.data(), batch_size=2, seed=1, generator=torch.Generator()), "seed and generator"),
         (lambda: make_loaders(hand.data(), batch_size=2, sampler=[1]), "make that loader with DataLoader"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import signal
 import warnings
 from collections import Counter
@@ -75,6 +76,11 @@ def test_an_epoch_has_each_dataset_by_its_weight(options: Any, counts: dict[str,
         assert max(often) - min(often) <= 1
 
 
+@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor])
+def test_weights_may_be_an_array(make: Any) -> None:
+    assert mixture(weights=make([1.0, 2.0])).signature == mixture().signature
+
+
 def test_epochs_differ_and_continue_in_each_dataset() -> None:
     """Each sample of a large dataset comes once in five epochs of six; another epoch or seed is another order."""
     made = mixture()
@@ -88,6 +94,21 @@ def test_epochs_differ_and_continue_in_each_dataset() -> None:
     before = torch.get_rng_state()
     list(made.sampler())
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 7), (10, 9), (10, 3), (7, 20), (7, 14), (5, 5), (1, 3)])
+def test_every_epoch_has_each_sample_as_often_as_the_others_or_once_more(size: int, count: int) -> None:
+    """Also where a pass over the dataset ends within an epoch; and each comes in the epochs that share a pass."""
+    made = Mixture([numbers(size), numbers(40)], [count, 40 - count], samples_per_epoch=40)
+    assert made.counts["0"] == count
+    epochs = [Counter(dict.fromkeys(range(size), 0) | Counter(made.rows(0, epoch))) for epoch in range(24)]
+    assert {each.total() for each in epochs} == {count}
+    assert max(max(each.values()) - min(each.values()) for each in epochs) == (count % size > 0)
+    if count % size:
+        shared = -(-size // (count % size))
+        for first in range(0, 24 - shared, shared):
+            more = sum(epochs[first : first + shared], Counter())
+            assert min(more[row] for row in range(size)) > shared * (count // size)
 
 
 def test_without_replacement_the_weights_say_what_comes_early() -> None:
@@ -148,13 +169,16 @@ def test_a_dataset_that_takes_many_rows_is_asked_for_them_at_once() -> None:
         (lambda: mixture(weights={"large": 1, "smal": 1}), r"for each of large, small; it has \['large', 'smal'\]"),
         (lambda: mixture(weights=[1, 0]), r"weights\['small'\]=0; leave a dataset of weight 0 out"),
         (lambda: mixture(weights=[1, -1]), "must be a number of at least 0"),
-        (lambda: mixture(weights=[1, 1e-3], samples_per_epoch=9), "has none of dataset 'small' with weight 0.001"),
+        (lambda: mixture(weights=[1, 1e-3], samples_per_epoch=9), "has none of .*'small' .* write a larger samples_"),
+        (lambda: mixture(weights=[1, 1e-3]), "none of dataset 'small' with weight 0.001; .* stopping_strategy='all_"),
+        (lambda: mixture(weights=np.array([1, math.nan])), r"weights\['small'\]=nan; it must be a number"),
         (lambda: mixture(stopping_strategy="last"), "must be one of 'first_exhausted', 'all_exhausted', 'all_"),
         (lambda: mixture(stopping_strategy="all_exhausted", samples_per_epoch=3), "both say what an epoch is"),
         (lambda: Mixture([], []), "without entries|not list"),
         (lambda: Mixture([iter([])], [1]), "dataset '0' of the mixture, a list_iterator, has no samples to index"),
         (lambda: mixture().batch_sampler(7, drop_last=True), "6 samples of dataset 'large', which make no batch of 7"),
         (lambda: MixtureStream([iter([])], [1]), "a list_iterator, cannot be iterated from its beginning in each"),
+        (lambda: MixtureStream([numbers(4)], [1]), "a class with __iter__; for datasets that are read by index write"),
         (lambda: MixtureStream([Sharded(4), [1]], [1, 1]), "the sources 0 of the mixture have is_sharded = True"),
     ],
 )  # fmt: skip
@@ -284,7 +308,10 @@ def test_killed_in_mid_epoch_it_resumes_bitwise(
     ("make", "text"),
     [
         (lambda: mixed(classes(seed=1)), r"order of the sampler was seed 0, .* and is seed 1"),
-        (lambda: mixed(Mixture([hand.data(22), hand.data(10, 5)], [1, 1])), "a: 10 of weight 1, .* and is .*0: 10 of"),
+        (
+            lambda: mixed(Mixture([hand.data(22), hand.data(10, 5)], [1, 1])),
+            "a: 10 of 22 samples, weight 1.* and is .*0: 10 of",
+        ),
         (lambda: DataLoader(classes(), batch_sampler=classes().batch_sampler(4)), "batch sampler was BatchSampler"),
     ],
 )
@@ -415,8 +442,9 @@ def test_what_a_stream_does_when_a_source_ends(kind: type) -> None:
     small = [each for each in every if each < 100]
     assert small[:10] != small[10:20]
     assert sorted(small[:10]) == sorted(small[10:20]) == list(range(10))
-    with pytest.raises(LoaderError, match="source 'a' of the mixture yields no samples"):
-        names(MixtureStream({"a": [], "b": [1]}, [1, 1], stopping_strategy="all_exhausted"))
+    for strategy in ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"):
+        with pytest.raises(LoaderError, match="source 'a' of the mixture yields no samples"):
+            names(MixtureStream({"a": [], "b": range(9)}, [1, 1], stopping_strategy=strategy))
 
 
 @pytest.mark.parametrize("kind", [Source, Placed, lambda data: data])

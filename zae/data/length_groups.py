@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from zae.common.argument_checks import check_count, check_flags
 from zae.data.loaders import length_of
-from zae.errors import ConfigError
+from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["LengthGroupedBatchSampler", "make_loaders"]
 
@@ -68,7 +70,10 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if (batch_size is None) == (max_tokens is None):
             raise ConfigError("give one of batch_size and max_tokens: samples of a batch, or tokens of one")
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        try:
+            self.lengths = np.asarray(lengths, dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"lengths must have a whole number for each sample ({error})") from None
         if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 0:
             raise ConfigError(f"lengths must have a number for each sample, none negative; its shape is "
                               f"{self.lengths.shape}")  # fmt: skip
@@ -97,7 +102,8 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
     def signature(self) -> str:
         """What decides the order; a checkpoint contains it."""
         size = f"max_tokens {self.max_tokens}" if self.batch_size is None else f"batch_size {self.batch_size}"
-        return f"{size}, groups of {self.group_size}, seed {self.seed if self.shuffle else None}"
+        seen = blake2b(self.lengths.tobytes(), digest_size=4).hexdigest()
+        return f"{size}, groups of {self.group_size}, lengths {seen}, seed {self.seed if self.shuffle else None}"
 
     def _batches(self) -> list[list[int]]:
         """Return the batches of this epoch; those of the last one are kept, since a length is asked for as well."""
@@ -187,6 +193,11 @@ def make_loaders(
     (2, 2)
     """
     several = list(valid.values()) if isinstance(valid, Mapping) else [each for each in (valid,) if each is not None]
+    known = inspect.signature(DataLoader).parameters
+    if unknown := next((name for name in options if name not in known), None):
+        raise ConfigError(f"DataLoader has no option {unknown!r}{did_you_mean(unknown, [*known, 'seed'])}")
+    if seed is not None and options.get("generator") is not None:
+        raise ConfigError("seed and generator both decide the order of the training data; give one of them")
     _check_options({"batch_size": batch_size, "seed": seed, **options}, train, several, valid_batch_size)
     own = {"batch_size": batch_size, **options}
     is_random = options.keys() & {"shuffle", "sampler", "batch_sampler"} or isinstance(train, IterableDataset)

@@ -26,8 +26,8 @@ class Mixture(Dataset[Any]):
 
     An epoch contains a fixed number of samples of each dataset, in an order that is a function of ``seed``, epoch and
     position. It needs no state: a run that is resumed, with any number of workers, continues with the next sample, and
-    several ranks share the samples of each step, each sample once. A dataset is shuffled anew in each pass over it, and
-    an epoch begins in each dataset where the last one ended.
+    several ranks share the samples of each step, each sample once. A dataset is shuffled anew in each pass over it.
+    Where an epoch has a part of its samples, the next epochs have the others, until each was used.
 
     Parameters
     ----------
@@ -98,10 +98,11 @@ class Mixture(Dataset[Any]):
         self.counts = dict(zip(self._names, self._counts_of(sizes), strict=True))
         for name, count in self.counts.items():
             if not count:
+                ends = "stopping_strategy='all_exhausted'"
+                cure = ends if samples_per_epoch is None else "a larger samples_per_epoch"
                 raise ConfigError(
                     f"an epoch of the mixture, {sum(self.counts.values())} samples, has none of dataset {name!r} with "
-                    f"weight {self.weights[name]:g}; give it a larger weight, leave it out, or write "
-                    "stopping_strategy='all_exhausted'"
+                    f"weight {self.weights[name]:g}; give it a larger weight, leave it out, or write {cure}"
                 )
 
     def _counts_of(self, sizes: list[int]) -> list[int]:
@@ -175,21 +176,27 @@ class Mixture(Dataset[Any]):
         return numbers[np.argsort(np.concatenate([np.cumsum(draw.exponential(1 / w, n)) for n, w in rates]))]
 
     def rows(self, source: int, epoch: int) -> Iterator[int]:
-        """Yield the rows of one dataset in an epoch, which continue those of the epoch before."""
+        """Yield the rows of one dataset in an epoch: whole passes over it, and a part of one that epochs share."""
         name = self._names[source]
-        size, count = len(self.datasets[name]), self.counts[name]
-        first, end = epoch * count, (epoch + 1) * count
-        while first < end:
-            turn, at = divmod(first, size)
-            rows = self._generator(_ROWS, source, turn).permutation(size)[at : at + end - first]
-            yield from rows.tolist()
-            first += len(rows)
+        size = len(self.datasets[name])
+        whole, rest = divmod(self.counts[name], size)
+        for turn in range(epoch * whole, (epoch + 1) * whole):
+            yield from self._generator(_ROWS, source, turn).permutation(size).tolist()
+        if rest:
+            turn, part = divmod(epoch, -(-size // rest))
+            order = self._generator(_ROWS, source, turn, *[1] * (whole > 0)).permutation(size)
+            # The last epoch of a pass is filled up with samples of the first one, so that none comes twice in it.
+            yield from np.roll(order, -part * rest)[:rest].tolist()
 
     @property
     def signature(self) -> str:
         """What decides the order, which a resumed run must have as well."""
-        weights = ", ".join(f"{name}: {self.counts[name]} of weight {w:g}" for name, w in self.weights.items())
-        return f"seed {self.seed}, {weights}"
+        shares = ", ".join(
+            f"{name}: {self.counts[name]} of {len(self.datasets[name])} samples, weight {weight!r}"
+            for name, weight in self.weights.items()
+        )
+        ends = self.stopping_strategy if self.samples_per_epoch is None else f"{self.samples_per_epoch} in an epoch"
+        return f"seed {self.seed}, {shares}, {ends}"
 
 
 class _MixtureOrder(Sampler[_Entry]):

@@ -30,6 +30,8 @@ def check_sources(sources: Any, weights: Any) -> tuple[dict[str, Any], dict[str,
             f"a mixture takes a dict of datasets by name, or a list of them, not {type(sources).__name__}"
             + (" without entries" if isinstance(sources, Mapping) else "")
         )
+    if hasattr(weights, "tolist"):  # An array or a tensor.
+        weights = weights.tolist()
     if isinstance(weights, (list, tuple)) and len(weights) == len(sources):
         weights = dict(zip(sources, weights, strict=True))
     if not isinstance(weights, Mapping) or {*weights} != {*sources}:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from zae.common.argument_checks import check_count, check_flags
 from zae.common.torch_private import outside_worker
-from zae.data.loaders import is_stateful
+from zae.data.loaders import is_stateful, length_of
 from zae.data.mixture.sources import FIRST, ONCE, check_sources, check_strategy
 from zae.errors import ConfigError, LoaderError
 
@@ -70,9 +70,10 @@ class MixtureStream(IterableDataset[Any]):
         self.sources, self.weights = check_sources(sources, weights)
         for name, source in self.sources.items():
             if isinstance(source, Iterator) or not hasattr(source, "__iter__"):
+                cure = "; for datasets that are read by index write Mixture" * (length_of(source) is not None)
                 raise ConfigError(
                     f"source {name!r} of the mixture, a {type(source).__name__}, cannot be iterated from its beginning "
-                    "in each epoch; give an IterableDataset, a list or a class with __iter__"
+                    f"in each epoch; give an IterableDataset, a list or a class with __iter__{cure}"
                 )
         own = {name for name, source in self.sources.items() if getattr(source, "is_sharded", False)}
         if own and own != {*self.sources}:
@@ -172,6 +173,8 @@ class _Place:
         while not self._is_over:
             source = self._drawn()
             sample = self._readers[source].next(self.epoch)
+            if sample is _END and self._readers[source].is_empty and self._stream._divides:
+                raise LoaderError(f"source {self._names[source]!r} of the mixture yields no samples")
             if sample is _END and not self._may_continue(source):
                 self._is_over = True
                 return
@@ -227,7 +230,7 @@ class _Reader:
     """One source of a stream: how often it was begun again, and how many of its samples were read since."""
 
     def __init__(self, source: Any) -> None:
-        self._source, self._turn, self._count = source, 0, 0
+        self._source, self._turn, self._count, self.is_empty = source, 0, 0, False
         self._iterator: Iterator[Any] | None = None
         self._own: Any = None  # The state of the source, until it is opened.
         # A source that does not divide itself yields all its samples in each worker.
@@ -240,6 +243,7 @@ class _Reader:
         assert self._iterator is not None
         sample = self._call(next, self._iterator, _END)
         if sample is _END:
+            self.is_empty = not self._count  # Where it divides itself, it may be so in one worker.
             self._turn, self._count, self._iterator, self._own = self._turn + 1, 0, None, None
         else:
             self._count += 1
