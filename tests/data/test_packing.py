@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,43 @@ def test_documents_that_are_too_long() -> None:
         _ = grown[0]
     with pytest.raises(ConfigError, match="too_long='cut'; it must be"):
         PackedDataset(texts, 4, too_long="cut")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PackedDataset(iter([]), 4), "reads documents by index, and this is a list_iterator; .*packed_collate"),
+        (lambda: PackedDataset([[1]], 4, pad_id=None), "pad_id=None; it must be a token id.*tokenizer.eos_token_id"),
+        (lambda: PackedDataset([[1]], 4, lengths=[-1]), "lengths must be the number of tokens of each document"),
+        (lambda: PackedDataset([[1]], 4, lengths=[math.nan]), "lengths must be the number of tokens of each document"),
+        (lambda: PackedDataset([PADDED], 4), r"a document of 3 tokens is padded: .* tokenize with padding=False"),
+        (lambda: pack([PADDED]), r"a document of 3 tokens is padded: .* tokenize with padding=False"),
+        (lambda: PackedDataset(["some text"], 40), r"a document is the text 'some text'; tokenize it"),
+        (lambda: pack([[1.5, 2.0]]), "the input_ids of a document are floats"),
+        (
+            lambda: pack([{"input_ids": [1], "text": "one"}]),
+            "entry 'text' of a document is a str, not a list of numbers",
+        ),
+        (
+            lambda: pack([{"input_ids": [1], "w": [1]}, [2]]),
+            "entries input_ids, w, labels, and another one input_ids, l",
+        ),
+        (lambda: pack([[2], {"input_ids": [1], "w": [1]}]), "entries input_ids, labels, and another one input_ids, w"),
+    ],
+)
+def test_documents_that_cannot_be_packed_are_refused(make: Any, text: str) -> None:
+    """Padding would be trained on, and entries of some documents were lost."""
+    with pytest.raises((ConfigError, LoaderError), match=text):
+        make()
+
+
+PADDED = {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}
+
+
+def test_an_empty_document_changes_no_types() -> None:
+    row = pack([{"input_ids": [], "kind": []}, {"input_ids": [4, 5], "kind": [1, 1]}])
+    assert {str(values.dtype) for values in row.values()} == {"torch.int64"}
+    assert row["document_ids"].tolist() == [1, 1]
 
 
 def test_batches_by_tokens_in_one_row() -> None:

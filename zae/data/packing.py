@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from zae.common.argument_checks import check_count
-from zae.errors import ConfigError, LoaderError
+from zae.data.loaders import length_of
+from zae.errors import ConfigError, LoaderError, kind_of
 
 __all__ = ["PackedDataset", "cu_seqlens", "document_mask", "flex_mask", "pack", "packed_collate"]
 
@@ -59,7 +60,13 @@ def pack(documents: Sequence[Any], length: int | None = None, *, pad_id: int = 0
     """
     parts = [_entries_of(document) for document in documents]
     sizes = [len(part["input_ids"]) for part in parts]
-    row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else _entries_of([])
+    if differing := next((part for part in parts if part.keys() != parts[0].keys()), None):
+        raise LoaderError(
+            f"one document has the entries {', '.join(parts[0])}, and another one {', '.join(differing)}; those of a "
+            "row are joined, so give all documents the same ones"
+        )
+    filled = [part for part, size in zip(parts, sizes) if size] or parts[:1]  # An empty list has no type.
+    row = {name: torch.cat([part[name] for part in filled]) for name in parts[0]} if parts else _entries_of([])
     row["position_ids"] = torch.cat([torch.arange(size) for size in sizes]) if sizes else torch.arange(0)
     row["document_ids"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
     if length is None:
@@ -75,13 +82,12 @@ def pack(documents: Sequence[Any], length: int | None = None, *, pad_id: int = 0
 
 def _entries_of(document: Any) -> dict[str, Tensor]:
     """Return the entries of a document that are joined, with labels whose first one is ignored."""
-    if not isinstance(document, Mapping):
-        document = {"input_ids": document}
-    if "input_ids" not in document:
-        raise LoaderError(f"a document has the entries {', '.join(map(str, document))} and no 'input_ids'")
-    entries = {name: torch.as_tensor(values) for name, values in document.items() if name != "attention_mask"}
-    entries["input_ids"] = entries["input_ids"].long()
+    document = _check_document(document)
+    entries = {name: _as_tensor(name, values) for name, values in document.items() if name != "attention_mask"}
     size = entries["input_ids"].shape
+    if entries["input_ids"].is_floating_point() and size.numel():
+        raise LoaderError("the input_ids of a document are floats; give token ids, which are whole numbers")
+    entries["input_ids"] = entries["input_ids"].long()
     if not size:
         raise LoaderError(f"pack takes a list of documents, and found {document['input_ids']!r} in place of one")
     for name, values in entries.items():
@@ -93,6 +99,34 @@ def _entries_of(document: Any) -> dict[str, Tensor]:
     labels = entries.get("labels", entries["input_ids"]).long().clone()
     labels[:1] = IGNORED
     return {**entries, "labels": labels}
+
+
+def _check_document(document: Any) -> Mapping[str, Any]:
+    """Return a document by its entries; refuse one that is padded, or text."""
+    if not isinstance(document, Mapping):
+        document = {"input_ids": document}
+    if "input_ids" not in document:
+        raise LoaderError(f"a document has the entries {', '.join(map(str, document))} and no 'input_ids'")
+    ids, mask = document["input_ids"], document.get("attention_mask")
+    if isinstance(ids, str):
+        raise LoaderError(f"a document is the text {ids!r:.40}; tokenize it: tokenizer(text)")
+    if mask is not None and not bool(torch.as_tensor(mask).all()):
+        raise LoaderError(
+            f"a document of {len(ids)} tokens is padded: its attention_mask has a 0, and packed padding would be "
+            "trained on; tokenize with padding=False"
+        )
+    return document
+
+
+def _as_tensor(name: str, values: Any) -> Tensor:
+    """Return an entry of a document as a tensor."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise LoaderError(
+            f"entry {name!r} of a document is {kind_of(values)}, not a list of numbers; to be packed, each has one "
+            "number for each token: take others out of the dataset's samples"
+        ) from None
 
 
 def packed_collate(documents: Sequence[Any]) -> dict[str, Tensor]:
@@ -174,12 +208,19 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         if too_long not in ("raise", "truncate", "split"):
             raise ConfigError(f"too_long={too_long!r}; it must be 'raise', 'truncate' or 'split'")
+        if length_of(dataset) is None or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"a PackedDataset reads documents by index, and this is {kind_of(dataset)}; give a dataset with "
+                "__len__ and __getitem__, or, for a stream, collate_fn=packed_collate to its DataLoader"
+            )
+        if not isinstance(pad_id, (int, np.integer)) or isinstance(pad_id, bool):
+            raise ConfigError(
+                f"pad_id={pad_id!r}; it must be a token id. Where a tokenizer has no pad_token_id any token will do, "
+                "because padding is not a target: pad_id=tokenizer.eos_token_id"
+            )
         self.dataset, self.length = dataset, check_count("length", length)
-        self.pad_id, self._too_long = pad_id, too_long
-        found = [_size_of(dataset[index]) for index in range(len(dataset))] if lengths is None else lengths
-        sizes = [int(size) for size in found]
-        if len(sizes) != len(dataset):
-            raise ConfigError(f"lengths has {len(sizes)} entries, and the dataset {len(dataset)} documents")
+        self.pad_id, self._too_long = int(pad_id), too_long
+        sizes = _sizes_of(dataset, lengths)
         self.rows = _best_fit(
             [piece for index, size in enumerate(sizes) for piece in self._pieces(index, size)], length
         )
@@ -211,8 +252,16 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return pack(documents, self.length, pad_id=self.pad_id)
 
 
-def _size_of(document: Any) -> int:
-    return len(document["input_ids"] if isinstance(document, Mapping) else document)
+def _sizes_of(dataset: Any, lengths: Any) -> list[int]:
+    """Return the number of tokens of each document."""
+    if lengths is None:
+        return [len(_check_document(dataset[index])["input_ids"]) for index in range(len(dataset))]
+    sizes = np.asarray(lengths)
+    if sizes.shape != (len(dataset),):
+        raise ConfigError(f"lengths has {len(lengths)} entries, and the dataset {len(dataset)} documents")
+    if sizes.size and (sizes.dtype.kind not in "iuf" or not (sizes >= 0).all() or (sizes != sizes.astype(int)).any()):
+        raise ConfigError("lengths must be the number of tokens of each document, whole numbers of at least 0")
+    return [int(size) for size in sizes.tolist()]
 
 
 def _best_fit(pieces: list[tuple[int, int, int]], length: int) -> list[list[tuple[int, int, int]]]:
