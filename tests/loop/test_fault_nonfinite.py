@@ -214,3 +214,24 @@ def test_the_log_is_true(caplog: pytest.LogCaptureFixture) -> None:
     made = build(Bad, on_nonfinite="warn", bad=(2,), value=math.inf)
     metrics = made.run(1, hand.loader())
     assert not math.isfinite(metrics["train_metrics_history"][0]["train_loss"])
+
+
+def test_a_mean_over_no_target_says_what_to_write() -> None:
+    """A batch of a window without targets: the mean is NaN, and the sum by at least one target is 0."""
+
+    class Counted(faults.Task):
+        divides = True
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            inputs, labels = batch
+            labels = labels.masked_fill(torch.tensor(self.current_run.micro_index == 1), -100)
+            count, reduction = (labels != -100).sum(), "mean" if self.divides else "sum"
+            loss = torch.nn.functional.cross_entropy(self.model(inputs), labels, reduction=reduction)
+            return {"loss": loss if self.divides else loss / count.clamp(min=1), "num_targets": count}
+
+    made = build(Counted, GradientAccumulationAddon, gradient_accumulation_steps=2)
+    with pytest.raises(NonFiniteError, match=r"num_targets 0, and the mean over no target is NaN: .*clamp\(min=1\)"):
+        made.run(1, hand.loader())
+    made = build(Counted, GradientAccumulationAddon, gradient_accumulation_steps=2)
+    made.divides = False
+    assert math.isfinite(made.run(1, hand.loader())["train_metrics_history"][0]["train_loss"])

@@ -278,7 +278,10 @@ def total_targets(counts: list[Any], reduce: Callable[[Tensor], Tensor], world_s
     if world_size > 1:
         total = float(reduce(torch.tensor(total, dtype=torch.float64)))
     if not total > 0:
-        raise StepError(f"the steps of a window counted {total:g} targets ('num_targets'); return a positive number")
+        raise StepError(
+            f"the steps of a window counted {total:g} targets ('num_targets'); return a positive number, and leave "
+            "batches without a target out of the data, for instance documents of one token"
+        )
     return total
 
 

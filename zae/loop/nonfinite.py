@@ -146,6 +146,8 @@ class NonFiniteGuard:
         norm_text = "" if norm is None else f", gradient norm {float(norm):g}"
         who = "" if own else " on another rank (here"
         text = f"{where} is not finite{who}: {found}{norm_text}{'' if own else ')'}; {self._rates()}"
+        if any(out.get("num_targets") is not None and not float(out["num_targets"]) for out, _ in outputs):
+            text += f". {_NO_TARGETS}"
         if self.policy == "raise":
             raise NonFiniteError(f"{text}. The optimizer did not step: the weights are those after step "
                                  f"{progress.step}. {_CURE}")  # fmt: skip
@@ -164,6 +166,10 @@ class NonFiniteGuard:
 _CURE = (
     "Look for a division by 0, a log of 0 or a bad sample (AnomalyAddon names the module and the operation), lower the "
     "learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
+)
+_NO_TARGETS = (
+    "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
+    "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
 )
 
 
