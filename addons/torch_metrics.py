@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,12 +45,13 @@ class TorchMetricsAddon(AddOnBase):
 
     Parameters
     ----------
-    torch_metrics : Metric, MetricCollection, or dict of str to Metric
+    torch_metrics : Metric, MetricCollection, or dict of str to either
         The metrics by name; a single one is called like its class. A metric that computes a vector, or a dict, is
-        recorded as ``<name>/<index>``, or ``<name>/<key>``.
+        recorded as ``<name>/<index>``, or ``<name>/<key>``, as are those of a collection in a dict. A metric replaces a
+        number of the same name that the step returns.
     torch_metrics_inputs : sequence of str, or dict of str to sequence of str
         The entries of what a step returns that ``update`` is called with, in order. A dict has those of single metrics
-        by name; the others take ``("output", "targets")``.
+        or collections by name; the others take ``("output", "targets")``.
     torch_metrics_splits : sequence of {"train", "valid"}
         Where the metrics are computed: over the batches of training, of evaluations, or of both.
 
@@ -58,7 +60,8 @@ class TorchMetricsAddon(AddOnBase):
     ConfigError
         At construction, where something is not a metric, or a name is unknown.
     StepError
-        In the first step that does not return an input.
+        Where a step does not return an input, or a metric computes no numbers; for a validation before the first step
+        of training, with one batch.
 
     Examples
     --------
@@ -96,7 +99,7 @@ class TorchMetricsAddon(AddOnBase):
         super().__init__(*args, **kwargs)
         given = _by_name(torch_metrics)
         self.torch_metrics_inputs = _inputs_of(torch_metrics_inputs, given)
-        splits = (torch_metrics_splits,) if isinstance(torch_metrics_splits, str) else tuple(torch_metrics_splits)
+        splits = (torch_metrics_splits,) if isinstance(torch_metrics_splits, str) else tuple(torch_metrics_splits or ())
         unknown = [split for split in splits if split not in _SPLITS]
         if unknown or not splits:
             raise ConfigError(
@@ -170,17 +173,20 @@ class TorchMetricsAddon(AddOnBase):
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Update the metrics with what a step returned."""
         for name, metric in self._torch_metrics.get(self._split, {}).items():
-            inputs = [self._input(name, entry, step_dict) for entry in self.torch_metrics_inputs[name]]
-            try:
-                metric.update(*inputs)
-            except Exception as error:
-                shapes = ", ".join(
-                    f"{entry} {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__}"
-                    for entry, each in zip(self.torch_metrics_inputs[name], inputs)
-                )
-                error.add_note(f"zae: the metric {name!r} ({type(metric).__name__}) was updated with {shapes}")
-                raise
+            self._update_metric(name, metric, step_dict)
         super().logging(step_dict, weight)
+
+    def _update_metric(self, name: str, metric: Any, step_dict: Mapping[str, Any]) -> None:
+        inputs = [self._input(name, entry, step_dict) for entry in self.torch_metrics_inputs[name]]
+        try:
+            metric.update(*inputs)
+        except Exception as error:
+            shapes = ", ".join(
+                f"{entry} {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__}"
+                for entry, each in zip(self.torch_metrics_inputs[name], inputs)
+            )
+            error.add_note(f"zae: the metric {name!r} ({type(metric).__name__}) was updated with {shapes}")
+            raise
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of this mode, computed over all ranks."""
@@ -189,7 +195,7 @@ class TorchMetricsAddon(AddOnBase):
         found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
         if not any(self.gather_data(any(map(was_updated, group.values())))):
-            return {**found, **self._names_in_a_trial(group)}
+            return {**found, **self._try_metrics(group)}
         for name, metric in group.items():
             if self.data_size > 1:
                 combine_ranks(metric, self.gather_data)
@@ -204,11 +210,28 @@ class TorchMetricsAddon(AddOnBase):
         note = f"{', '.join(self.torch_metrics_inputs)}: updated with {', '.join(map(repr, entries))} of {steps}"
         return [*super().plan_lines(plan), note]
 
-    def _names_in_a_trial(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Name the metrics where a batch was tried with a copy, which updates none; a vector by the monitor."""
-        monitor = self.monitor.removeprefix("valid_").removeprefix("valid/")
-        names = [monitor if monitor.startswith(f"{name}/") else name for name in group]
-        return dict.fromkeys(names, math.nan)
+    def _try_metrics(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Name what metrics without an update compute, by the batch that was tried with a copy of the task."""
+        found: dict[str, float] = {}
+        for name, metric in group.items():
+            try:
+                found |= self._try_metric(name, metric)
+            except Exception as error:
+                error.is_certain = True  # type: ignore[attr-defined]  # More batches do not change it.
+                raise
+        return dict.fromkeys(found, math.nan)
+
+    def _try_metric(self, name: str, metric: Any) -> dict[str, float]:
+        tried, monitor = self.current_run.tried, self.monitor.removeprefix("valid_").removeprefix("valid/")
+        if tried is not None:
+            twin, computed = metric.clone().to(self.device), list[Any]()
+            self._update_metric(name, twin, tried)
+            with warnings.catch_warnings(), suppress(Exception):  # It may need more than one batch.
+                warnings.simplefilter("ignore")
+                computed = [twin.compute()]
+            if computed:
+                return numbers_of(name, *computed)
+        return {monitor if monitor.startswith(f"{name}/") else name: math.nan}
 
     def _reset(self, split: str) -> None:
         for each in self._torch_metrics.get(split, {}).values():
@@ -232,15 +255,15 @@ def _by_name(given: Any) -> dict[str, Any]:
     """Return the metrics that were given by name."""
     if is_metric(given):
         return {type(given).__name__: given}
-    if isinstance(given, nn.ModuleDict) and hasattr(given, "items"):  # Of a MetricCollection, with its prefix.
-        return {str(name): each for name, each in given.items()}
-    if isinstance(given, Mapping) and given and all(map(is_metric, given.values())):
-        return {str(name): each for name, each in given.items()}
-    wrong = (
-        next((each for each in given.values() if not is_metric(each)), given) if isinstance(given, Mapping) else given
-    )
+    found: dict[str, Any] = {}
+    if isinstance(given, (Mapping, nn.ModuleDict)):
+        for name, each in given.items():  # Of a MetricCollection, with its prefix.
+            inner = {"": each} if is_metric(each) else _by_name(each)
+            found |= {"/".join(filter(None, (str(name), part))): metric for part, metric in inner.items()}
+    if found:
+        return found
     raise ConfigError(
-        f"torch_metrics contains {wrong!r:.60}, which is not a metric of torchmetrics; write "
+        f"torch_metrics contains {given!r:.60}, which is not a metric of torchmetrics; write "
         "torch_metrics={'f1': torchmetrics.classification.MulticlassF1Score(num_classes=10)}"
     )
 
@@ -249,12 +272,13 @@ def _inputs_of(given: Any, metrics: Mapping[str, Any]) -> dict[str, tuple[str, .
     """Return the inputs of each metric."""
     default: Any = ("output", "targets")
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(metrics, given)
-    if unknown := [name for name in by_name if name not in metrics]:
+    groups = {name: name.rpartition("/")[0] for name in metrics}  # Of the metrics of a collection in a dict.
+    if unknown := [name for name in by_name if name not in {*metrics, *groups.values()}]:
         raise ConfigError(
             f"torch_metrics_inputs has {unknown[0]!r}{did_you_mean(str(unknown[0]), metrics)}; the metrics are "
             f"{', '.join(metrics)}"
         )
-    found = {name: by_name.get(name, default) for name in metrics}
+    found = {name: by_name.get(name, by_name.get(groups[name], default)) for name in metrics}
     found = {name: (each,) if isinstance(each, str) else each for name, each in found.items()}
     for name, each in found.items():
         if not isinstance(each, (tuple, list)) or not each or not all(isinstance(entry, str) for entry in each):

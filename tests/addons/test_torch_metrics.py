@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection, RunningMean
 from torchmetrics.classification import (
     BinaryAUROC,
     MulticlassAccuracy,
@@ -127,8 +127,9 @@ def test_the_best_checkpoint_is_by_a_metric(tmp_path: Path) -> None:
         scores = [row[f"valid_{monitor}"] for row in history["valid_metrics_history"]]
         assert history["best_valid"]["score"] == max(scores)
         assert trainer.best_path is not None
-    with pytest.raises(MonitorError, match="'f2' in monitor; available: loss, f1, lengths, recall"):
-        build(monitor="f2", monitor_mode="max").run(1, loader(), loader())
+    for monitor in ("f2", "recall", "recall/9"):
+        with pytest.raises(MonitorError, match=f"'{monitor}' in monitor.* loss, f1, lengths, recall/0, recall/1"):
+            build(monitor=monitor, monitor_mode="max").run(1, loader(), loader())
     assert "f1, lengths, recall: updated with 'output', 'targets' of test_step" in str(build().plan(1, loader()))
 
 
@@ -226,6 +227,50 @@ def test_a_collection_and_a_single_metric() -> None:
     assert "MulticlassF1Score" in build(torch_metrics=MulticlassF1Score(num_classes=2)).evaluate(loader())
     before = collection["MulticlassAccuracy"].update_count
     assert before == 0, "copies are updated"
+
+
+def test_collections_by_name_and_a_wrapper_with_states() -> None:
+    """A dict of collections names its metrics by both; Running keeps states itself, and counts no updates."""
+    pair = MetricCollection([MulticlassAccuracy(2), MulticlassF1Score(num_classes=2)])
+    given = {"clean": pair, "all": MetricCollection({"loss": MeanMetric(), "last": RunningMean(2)})}
+    trainer = build(torch_metrics=given, torch_metrics_inputs={"all": "loss"}, torch_metrics_splits=("train", "valid"))
+    metrics = trainer.run(1, loader(), loader())
+    found = metrics["valid_metrics_history"][0]
+    assert found["clean/MulticlassF1Score"] == by_hand(trainer)["f1"]
+    losses = trainer.log_test["loss"]
+    assert found["all/loss"] == pytest.approx(sum(losses) / len(losses))
+    assert found["all/last"] == pytest.approx(sum(losses[-2:]) / 2)
+    only = build(torch_metrics={"last": RunningMean(2)}, torch_metrics_inputs="loss")
+    assert only.evaluate(loader())["last"] > 0
+    with pytest.raises(ConfigError, match=r"torch_metrics contains Linear\(.*, which is not a metric"):
+        build(torch_metrics=nn.ModuleDict({"f1": nn.Linear(1, 1)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"torch_metrics_inputs": ("output", "target")}, "test_step returned no 'target'"),
+        ({"torch_metrics_inputs": ("targets", "output")}, "Either `preds` and `target`"),
+        ({"torch_metrics": {"confusion": MulticlassConfusionMatrix(2)}}, "'confusion' computed a tensor of shape"),
+    ],
+)
+def test_a_fault_of_a_metric_is_found_before_the_first_step(options: Any, text: str) -> None:
+    """With one batch, a copy of the task and copies of the metrics."""
+    trainer = build(**options)
+    with pytest.raises((StepError, ValueError), match=text) as caught:
+        trainer.run(1, loader(), loader())
+    assert trainer.progress_checker.step == 0
+    assert "the validation would have failed after the first epoch" in "".join(caught.value.__notes__)
+
+
+def test_a_metric_that_needs_more_than_one_batch_is_tried_without_a_value() -> None:
+    class Late(Lengths):
+        def compute(self) -> Tensor:
+            assert len(self.sizes) > 1, "one batch is too few"
+            return super().compute()
+
+    trainer = build(torch_metrics={"late": Late()}, monitor="late", monitor_mode="max")
+    assert trainer.run(1, loader(), loader())["best_valid"]["late"] == 22.0
 
 
 def test_inputs_by_other_names() -> None:

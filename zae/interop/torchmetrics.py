@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.walk import copy_of
+from zae.common.walk import copy_of, has_same_bits
 from zae.errors import CheckpointMismatch, StepError
 from zae.loop.epoch_log import to_host
 
@@ -38,15 +39,20 @@ def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _counting(metric: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics in a metric that count: it itself, or those that a wrapper has."""
+    """Yield the metrics in a metric that count: it itself, those that a wrapper has, and a wrapper with states."""
     for name, each in metrics_in(metric):
-        if sum(1 for _ in metrics_in(each)) == 1:
+        if each.metric_state or sum(1 for _ in metrics_in(each)) == 1:
             yield name, each
 
 
 def was_updated(metric: Any) -> bool:
     """Return whether a metric has been updated since its last reset."""
-    return any(each.update_called for _, each in _counting(metric))
+    # A wrapper with states, as Running, does not count its updates.
+    return any(each.update_called or _has_changed(each) for _, each in _counting(metric))
+
+
+def _has_changed(metric: Any) -> bool:
+    return not has_same_bits(to_host(dict(metric.metric_state)), to_host(dict(metric._defaults)))
 
 
 def read_states(metric: Any) -> dict[str, Any]:
@@ -122,7 +128,8 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
         }
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
         return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+    is_real = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    if is_real or isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         return {name: float(value)}
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise StepError(

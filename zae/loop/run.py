@@ -63,6 +63,8 @@ class Run:
         Which loader an evaluation reads, of how many.
     valid_name : str or None
         The name of that loader, where they were given by name.
+    tried : mapping or None
+        In a copy that tries one batch (`zae.preview.dry_run`), what its step returned: no metric was updated with it.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     micro_index : int
@@ -83,8 +85,7 @@ class Run:
     ) -> None:
         self._trainer = weakref.ref(trainer)
         self.binding = Binding(self._trainer)
-        self.user_loader = self.loader = loader
-        self.valid_loader = valid_loader
+        self.user_loader, self.loader, self.valid_loader = loader, loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
         self.last_epoch = self.last_step = NO_LIMIT
@@ -100,6 +101,7 @@ class Run:
         self.is_loading = self.is_evaluating = False
         self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)
         self.valid_name: str | None = None
+        self.tried: Mapping[str, Any] | None = None
 
     @property
     def trainer(self) -> Any:

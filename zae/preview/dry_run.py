@@ -89,10 +89,12 @@ def _make_step(twin: Any, batch: Any) -> Tried:
         error.add_note(f"zae: the batch was {argument_checks.describe_batch(batch)}")
         raise
     log.record(*output)
-    names = list(log.means())
+    names, twin.current_run.tried = list(log.means()), output[0]
     try:
         own = twin.history.further_metrics(twin.mode, twin.metric_on_epoch_end)
     except Exception as fault:
+        if getattr(fault, "is_certain", False):  # More batches do not change it.
+            raise
         return Tried(names, fault)
     return Tried([*names, *(name for name in own if name not in names)])
 
