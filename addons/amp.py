@@ -1,4 +1,4 @@
-"""Mixed precision: autocast for the forward, and a loss scale for fp16."""
+"""Mixed precision: autocast for the forward, a loss scale for fp16, and weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from torch.optim import Optimizer
 
 from zae.addon import AddOnBase, replaces
 from zae.common import optim
+from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.torch_private import found_overflow
+from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
+from zae.optimizers import low_precision
+from zae.schedulers.lengths import parts_of
 
 if TYPE_CHECKING:
     from zae.preview.eject.script import Script
@@ -27,6 +31,13 @@ __all__ = ["AMPAddon"]
 
 _log = logging.getLogger("zae")
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+_OF_LIGHTNING = {
+    "bf16-true": "; write dtype='bf16'",
+    "bf16-mixed": "; write precision='bf16'",
+    "16-true": "; write precision='fp16', which keeps the weights in float32",
+    "16-mixed": "; write precision='fp16'",
+    "32-true": "; write precision='fp32'",
+}
 
 
 class AMPAddon(AddOnBase):
@@ -44,11 +55,20 @@ class AMPAddon(AddOnBase):
     loss_scale : (float, float)
         For fp16, the initial and the smallest scale. It doubles after 2000 steps without an overflow
         (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+    dtype : {"bf16", "fp32"} or torch.dtype, optional
+        "bf16" converts the parameters of the model to bfloat16 when the trainer is made. ``BatchNorm``,
+        ``InstanceNorm``, ``LayerNorm``, ``GroupNorm`` and parametrizations are in float32, and other buffers keep their
+        types. ``precision`` is then "bf16". By default, and with "fp32", the model stays as it is.
+    master_weights : bool
+        With ``dtype="bf16"``, whether each optimizer steps float32 weights, in `zae.optimizers.MasterWeights`, of which
+        the model has the rounded ones. Without, the optimizer itself has to round: steps smaller than 1/256 of a weight
+        are lost unless it rounds at random.
 
     Raises
     ------
     ConfigError
-        A precision is unknown, or the scales are not valid.
+        A precision or a type is unknown, the scales are not valid, or weights in bfloat16 cannot be trained in this
+        composition.
 
     Examples
     --------
@@ -78,6 +98,8 @@ class AMPAddon(AddOnBase):
         *args: Any,
         precision: str | Sequence[str] = "auto",
         loss_scale: tuple[float, float] = (65536.0, 1.0),
+        dtype: str | torch.dtype | None = None,
+        master_weights: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -87,15 +109,17 @@ class AMPAddon(AddOnBase):
             if not isinstance(name, str) or name not in _TYPES:
                 raise ConfigError(
                     f"precision={precision!r}; it must be 'auto', 'bf16', 'fp16', 'fp32' or a list of them"
-                    + did_you_mean(str(name), _TYPES)
+                    + (_OF_LIGHTNING.get(str(name)) or did_you_mean(str(name), _TYPES))
                 )
         if not _is_scale(loss_scale):
             raise ConfigError(
                 f"loss_scale={loss_scale!r}; it must be a pair of the first scale and the smallest one, for instance "
                 "(65536.0, 1.0)"
             )
-        self._wanted = wanted
-        self._asked_for_one = isinstance(precision, str) and precision != "auto"
+        (self.master_weights,) = check_flags(master_weights=master_weights)
+        self.dtype = low_precision.check_dtype(dtype, precision, [each.__name__ for each in add_ons_of(type(self))])
+        self._wanted = wanted if self.dtype is None else [self.dtype]
+        self._asked_for_one = (isinstance(precision, str) and precision != "auto") or self.dtype is not None
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
         self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
         if self.precision == "fp16":
@@ -104,13 +128,43 @@ class AMPAddon(AddOnBase):
         self._scaler_state: dict[str, Any] = {}
         self._stepped = self._unscaled = False
         self._hooks: list[Any] = []
+        if self.dtype is not None:
+            self._convert()  # Here: a state may be loaded, or a plan made, before setup.
+
+    def _convert(self) -> None:
+        """Convert the model, when nothing is left to refuse."""
+        low_precision.check_plain(self.unwrap())
+        for each in optim.as_dict(self.optimizer).values() if self.master_weights else ():
+            low_precision.check_optimizer(each)
+        low_precision.to_bfloat16(self.unwrap())
+        self._add_masters()
+
+    def _add_masters(self) -> None:
+        """Let the optimizers that were given, and their schedulers, be those of float32 weights."""
+        if self.dtype is None or not self.master_weights:
+            return
+        made = {id(each): low_precision.with_masters(each) for each in optim.as_dict(self.optimizer).values()}
+        self.optimizer = optim.map_entries(self.optimizer, lambda _, each: made[id(each)])
+        waiting = [*optim.as_dict(self.scheduler).values()]
+        for scheduler in waiting:
+            waiting += parts_of(scheduler) if hasattr(scheduler, "optimizer") else []
+            other = made.get(id(getattr(scheduler, "optimizer", None)))
+            if other is not None and other is not scheduler.optimizer:
+                scheduler.optimizer = other
+                optim.mark_stepped(other)
+        self.optimization.index_by_name()
+
+    def build_optimizer(self) -> Any:
+        """Put float32 weights into optimizers that were given since the trainer was made."""
+        self._add_masters()
+        return super().build_optimizer()
 
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
         super().setup()
         self.precision = self._choose()
         if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
-            _warn_of_slow_bf16(self.device.type)
+            _warn_of_slow_bf16(self.device.type, "precision" if self.dtype is None else "dtype")
         if self.precision == "fp16":
             scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale[0])
             if self._scaler_state:
@@ -203,9 +257,18 @@ class AMPAddon(AddOnBase):
                 "step %d overflowed at the smallest loss scale, %g", self.progress_checker.step, self.loss_scale[1]
             )
 
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Say which weights the optimizers step."""
+        notes = super().plan_lines(plan)
+        if self.dtype is None:
+            return notes
+        return [*notes, low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)]
+
     def eject_lines(self, script: Script) -> None:
         """Write autocast, and for float16 a GradScaler."""
         super().eject_lines(script)
+        if self.dtype is not None:
+            script.leave_out("dtype='bf16' of AMPAddon: the weights are in float32 here")
         precision, (first, least) = self._choose(), self.loss_scale
         if (dtype := _TYPES[precision]) is None:
             return
@@ -265,12 +328,12 @@ def _scale_each(loss: Any, scaler: torch.amp.GradScaler) -> Any:
 
 
 @cache  # One warning for each process.
-def _warn_of_slow_bf16(device: str) -> None:
+def _warn_of_slow_bf16(device: str, option: str) -> None:
     _log.warning(
-        "precision='bf16': this %s has no instructions for bfloat16 and emulates them, much slower than fp32; "
-        "precision='auto' uses bf16 only with native support",
-        device,
-    )
+        "%s='bf16': this %s has no instructions for bfloat16 and emulates them, much slower than fp32; "
+        "precision='auto' without dtype uses bf16 only with native support",
+        option, device,
+    )  # fmt: skip
 
 
 def _is_native(precision: str, device: torch.device) -> bool:

@@ -49,6 +49,28 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=TYPES[precision]) if precision in TYPES else contextlib.nullcontext()
 
 
+NORMS = (nn.BatchNorm1d, nn.LayerNorm)
+
+
+def lower(model: nn.Module) -> None:
+    """Convert the parameters to bfloat16, but those of norms; buffers stay."""
+    for module in model.modules():
+        if not isinstance(module, NORMS):
+            for p in module.parameters(recurse=False):
+                p.data = p.data.to(torch.bfloat16)
+
+
+def float32_copies(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
+    """Let optimizers hold a float32 copy of each parameter in bfloat16."""
+    copies = {p: nn.Parameter(p.detach().float()) for p in model.parameters() if p.dtype == torch.bfloat16}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [copies.get(p, p) for p in group["params"]]
+        for p in [each for each in optimizer.state if each in copies]:  # Some make it with the parameters.
+            optimizer.state[copies[p]] = optimizer.state.pop(p)
+    return copies
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -59,6 +81,7 @@ def train(
     clip: float = 0.0,
     precision: str = "fp32",
     scale: float = 65536.0,
+    dtype: str = "fp32",
     decay: float | None = None,
     patience: int | None = None,
     delta: float = 0.0,
@@ -69,7 +92,12 @@ def train(
 ) -> dict[str, Any]:
     """Train a classifier with everything that a loop is usually given, in the order in which it is right."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if precision == "fp16" else None
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    if dtype == "bf16":
+        lower(model)
+        copies = float32_copies(model, optimizer)
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    average |= {name: value.float() for name, value in average.items() if value.dtype == torch.bfloat16}
     means, scores, waited, best = [], [], 0, float("inf")
     for _ in range(n_epoch):
         model.train()
@@ -89,6 +117,8 @@ def train(
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             if watch is not None:
                 watch()
+            for p, weights in copies.items():
+                weights.grad = p.grad.float()
             if scaler is None:
                 optimizer.step()
                 stepped = True
@@ -97,6 +127,10 @@ def train(
                 before = scaler.get_scale()
                 scaler.update()
                 stepped = scaler.get_scale() >= before
+            with torch.no_grad():
+                for p, weights in copies.items():
+                    p.copy_(weights)
+            model.zero_grad()
             optimizer.zero_grad()
             if stepped and scheduler is not None and every_step:
                 scheduler.step()
@@ -117,7 +151,7 @@ def train(
                 waited += 1
             if patience is not None and waited >= patience:
                 break
-    return {"means": means, "scores": scores, "average": average, "scaler": scaler}
+    return {"means": means, "scores": scores, "average": average, "scaler": scaler, "copies": copies}
 
 
 def evaluate(

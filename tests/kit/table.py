@@ -165,6 +165,10 @@ TABLE = [
         {"precision": "fp16", "scale": 2.0**19}, stateful=True, transient=_SCALER, variant="fp16",
     ),
     Entry(
+        AMPAddon, fixed(precision="fp32", dtype="fp32"), fixed(dtype="bf16"), {"precision": "bf16", "dtype": "bf16"},
+        stateful=True, transient=_SCALER, variant="weights",
+    ),
+    Entry(
         GradientAccumulationAddon, fixed(gradient_accumulation_steps=1), fixed(gradient_accumulation_steps=4),
         {"accumulate": 4},
     ),
@@ -303,9 +307,15 @@ def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, 
     return composed(*entries)(model, "cpu", optimizer=optimizer, **options)
 
 
+DIVIDED = {ContextParallelAddon, FSDPAddon, PipelineAddon, TensorParallelAddon}
+"""What divides a model or a sequence, and is refused beside weights in bfloat16."""
+
+
 def compatible(*entries: Entry) -> bool:
     """Whether these may stand together: two fillers of a slot may not, nor what an add-on refuses by name."""
     add_ons = {entry.add_on for entry in entries}
+    if add_ons & DIVIDED and any(entry.variant == "weights" for entry in entries):
+        return False
     try:
         Task.add_on(*add_ons)
     except AddOnConflict:

@@ -25,7 +25,7 @@ OPTIONS = _by_name(
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit valid_units",
         "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
-        "model.to(dtype), before the trainer is made": "dtype",
+        "dtype='bf16' (AMPAddon)": "dtype torch_dtype model_dtype",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), before the trainer is made": "sync_batchnorm",
         "GradientCheckpointingAddon, or activation_checkpointing=True (FSDPAddon)": ""
         "gradient_checkpointing gradient_checkpointing_kwargs checkpoint_sequential activation_checkpointing "
@@ -326,7 +326,7 @@ ATTRIBUTES = _by_name(
         "unwrap().requires_grad_(True)": "unfreeze",
         # Devices and processes.
         "device": "cpu cuda to on_gpu place_model_on_device device_ids root_device",
-        "model.to(dtype), before the trainer is made": "float half double type",
+        "dtype='bf16' (AMPAddon), or model.to(dtype), before the trainer is made": "float half double type",
         "gather(value)": "all_gather pad_across_processes",
         "predict(loader), which gathers the samples of all ranks in their order": "gather_for_metrics",
         "barrier()": "wait_for_everyone",

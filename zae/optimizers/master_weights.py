@@ -186,14 +186,14 @@ class MasterWeights(Optimizer):
         return f"MasterWeights({self.inner!r})"
 
 
-def _check(optimizer: Any) -> None:
-    """Refuse what cannot step float32 copies of its parameters."""
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"MasterWeights takes an optimizer, and got {type(optimizer).__name__}; write "
-            "MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))"
-        )
-    name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+def has_low(optimizer: Optimizer) -> bool:
+    """Return whether some parameters of an optimizer are in bfloat16 or float16."""
+    return any(p.dtype in _LOW for group in optimizer.param_groups for p in group["params"])
+
+
+def check_kind(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that does not step by the gradients alone."""
+    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(f"MasterWeights cannot step {name}, which evaluates the loss itself, through a closure")
@@ -202,7 +202,18 @@ def _check(optimizer: Any) -> None:
             f"MasterWeights cannot step {name}, which exchanges the weights of the model in train() and eval(); use a "
             "model in float32 with AMPAddon"
         )
-    if not any(p.dtype in _LOW for p in parameters):
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse what cannot step float32 copies of its parameters."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"MasterWeights takes an optimizer, and got {type(optimizer).__name__}; write "
+            "MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))"
+        )
+    check_kind(optimizer)
+    name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+    if not has_low(optimizer):
         kinds = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
         raise ConfigError(
             f"MasterWeights keeps float32 weights of parameters in bfloat16, and those of {name} are in {kinds}; "
