@@ -106,8 +106,8 @@ class StateManagerAddon(AddOnBase):
     checkpointer : type or callable
         Where checkpoints are stored: a class derived from `zae.saving.checkpointer.Checkpointer`, or a
         ``functools.partial`` of one. ``FsspecCheckpointer.at("s3://bucket/run")`` of `zae.saving.remote` stores them in
-        any file system of fsspec; ``save_path`` is then a folder for temporary files, and in other functions the paths
-        in it name the checkpoints.
+        any file system of fsspec, with the files of ``save_weights_every``; ``save_path`` is then a folder for
+        temporary files, and in other functions the paths in it name the checkpoints.
 
     Raises
     ------

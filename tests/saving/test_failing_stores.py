@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,25 @@ def test_sigterm_during_an_upload(tmp_path: Path, whole: Any, background: bool) 
     resumed = train(f"faulty://{store}", tmp_path / "other2", 50)
     straight = train(f"file://{tmp_path / 'straight'}", tmp_path / "straight-local", 50)
     assert everything(resumed) == everything(straight)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["now", "async"])
+def test_a_second_sigterm_ends_a_run_whose_store_hangs(tmp_path: Path, whole: Any, background: bool) -> None:
+    """At once, and the run resumes from the checkpoint before."""
+    store, marker = tmp_path / "store", tmp_path / "marker"
+    child = Child(_run_to_a_gate, store, tmp_path / "local", marker, background)
+    wait_for(marker.exists)
+    outcome = None
+    while outcome is None:
+        child.signal(signal.SIGTERM)
+        time.sleep(0.02)
+        outcome = child.poll()
+    assert outcome.status == -signal.SIGTERM, outcome.error
+    resumed = trainer(f"faulty://{store}", tmp_path / "other")
+    resumed.setup()
+    assert resumed.progress_checker.step == 3
+    resumed.run(None, hand.loader(), max_steps=6)
+    assert everything(resumed) == whole
 
 
 @pytest.mark.covers("F-A1")
