@@ -280,6 +280,29 @@ def test_an_early_stopper_gets_the_step_and_the_score(as_object):
     assert seen == [(row["step"], row["valid_score"]) for row in metrics["valid_metrics_history"]]
 
 
+def test_a_unit_without_the_score_is_left_out_of_it(tmp_path):
+    """The early stopper, the best and the checkpoints that are kept go by the mean of the units that have it."""
+
+    class Counts(ScoreUnit):
+        def __call__(self, batch):
+            pass
+
+    made, seen = validation("dev", "test", model=(model := network())), []
+    made["valid_units"].append(Counts(model, "count"))
+    made["valid_units"][-1].metric_bag = {}
+    made["valid_data_readers"].append(Reader(batches((2,))))
+    rules = {"checkpoint_manager": tmp_path, "checkpoint_every_n_steps": 2, "keep_best_n_checkpoints": 1}
+    more = {"score_metric_name": "score", "lower_better": True, "validate_every_n_steps": 2, **rules}
+    trainer, metrics = trained(model=model, **made, **more, early_stopper=lambda *given: bool(seen.append(given)))
+    scores = {row["step"]: (row["valid/dev/score"] + row["valid/test/score"]) / 2
+              for row in metrics["valid_metrics_history"]}  # fmt: skip
+    assert dict(seen) == pytest.approx(scores)
+    assert [*scores] == [2, 4, 6, 8]
+    best = min(scores, key=scores.get)
+    assert metrics["best_valid"]["score"] == pytest.approx(scores[best])
+    assert trainer.best_path.name == f"step-{best:08d}"
+
+
 def test_the_direction_of_a_score():
     descriptor = SimpleNamespace(name="score", higher_better=False)
     for more, mode in (

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from zae.addon import AddOnBase, replaces
+from zae.addon import AddOnBase
 from zae.common.argument_checks import check_flags
 from zae.errors import ConfigError, kind_of
 from zae.loop.progress import NO_LIMIT, Every
@@ -171,7 +171,6 @@ class RegimeAddon(AddOnBase):
         finally:
             super().teardown()
 
-    @replaces
     def validate(self) -> dict[str, float]:
         """Validate, unless the last step of the epoch that has ended was validated already."""
         rows, progress = self.history.valid, self.progress_checker

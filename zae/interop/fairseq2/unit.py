@@ -13,6 +13,8 @@ from zae.addon import AddOnBase, replaces
 from zae.common.optim import total_targets
 from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.interop.fairseq2.metric_bag import BagCounts, check_names, compute_over_ranks, metrics_of, reset, states_of
+from zae.loop.evaluation import Evaluation
+from zae.loop.history import split_prefix
 from zae.trainer import Trainer
 
 __all__ = ["TrainUnitAddon", "check_unit", "task_of"]
@@ -194,6 +196,16 @@ class TrainUnitAddon(AddOnBase):
                 yield
         finally:
             self.metric_bag_state = training
+
+    @replaces
+    def validate(self) -> dict[str, float]:
+        """Evaluate the units; their score is the mean of those that have one."""
+        run, score = self.current_run, split_prefix(self.monitor)[1]
+        metrics = Evaluation(self, run.stop_signals).metrics(run.valid_loader)
+        found = [value for name, value in metrics.items() if name.endswith(f"/{score}")]
+        if found and score not in metrics:
+            metrics = {score: sum(found) / len(found), **metrics}
+        return run.end_validation(metrics)
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of the unit, computed over all ranks."""
