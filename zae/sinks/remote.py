@@ -29,7 +29,7 @@ class RemoteJSONLSink(JSONLSink):
 
     Object storage cannot append to a file. A store that refuses the file costs one warning; the next upload has what
     it lacks. A record waits for a slow store for a third of ``logger_timeout`` at most, and the upload continues. A
-    resumed run downloads a copy that is longer than the local file, as on another machine. A new run renames what is
+    resumed run waits nearly all of it, and downloads a copy that is longer than the local file, as on another machine. A new run renames what is
     there, and so does a resumed one whose download has failed.
 
     Parameters
@@ -78,11 +78,12 @@ class RemoteJSONLSink(JSONLSink):
 
     def open(self, info: RunInfo) -> None:
         """Fetch the file of a run that continues elsewhere, or rename the copy of another run."""
-        self._wait = info.timeout / 3  # `close` waits twice, and is given up after that time.
+        self._wait = 0.8 * info.timeout  # It is given up after that time.
         if not info.continued:
             self._is_taken = self._try("renamed", partial(self._ask, self._move_aside))
         else:
             self._is_taken = self._try("downloaded", self._download)
+        self._wait = info.timeout / 3  # `close` waits twice.
         super().open(info)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
