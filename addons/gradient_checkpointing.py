@@ -10,7 +10,7 @@ from torch import nn
 
 from zae.addon import AddOnBase
 from zae.errors import ConfigError
-from zae.launch.activations.recompute import MATMULS, find_own_checkpointing, norms_in, operation_of, recompute
+from zae.launch.activations.recompute import MATMULS, find_own_checkpointing, operation_of, recompute
 from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.preview.eject.script import quoted
 
@@ -26,7 +26,7 @@ class GradientCheckpointingAddon(AddOnBase):
     """Keep only the inputs of chosen modules for the backward, which computes their forward again: less memory.
 
     A step takes about a third longer where all layers are computed again. Weights are bitwise the same with and without
-    it: the forward in the backward has the random numbers of the first one, so that dropout drops the same, and the
+    it: the forward in the backward has the random numbers of the first one, also those of Python and NumPy, and the
     buffers of before it, so that statistics of BatchNorm and the vectors of spectral normalization move once. What a
     module changes elsewhere, such as a counter in an attribute, it changes twice: do not choose it. Evaluations are as
     without the add-on. In what is compiled, the compiler itself decides what is computed again, and the modules are not
@@ -47,6 +47,8 @@ class GradientCheckpointingAddon(AddOnBase):
     ------
     ConfigError
         No module is meant, or the model checkpoints itself.
+    StepError
+        A module changes an input in place.
 
     Examples
     --------
@@ -122,12 +124,12 @@ class GradientCheckpointingAddon(AddOnBase):
         return [*super().plan_lines(plan), note]
 
     def eject_lines(self, script: Script) -> None:
-        """Write calls of ``torch.utils.checkpoint``; modules with statistics of batches, which it moves twice, stay."""
+        """Write calls of ``torch.utils.checkpoint``; modules with buffers, which it may change twice, stay."""
         super().eject_lines(script)
         found, keep = self.checkpointed(), self.checkpoint_keep
-        names = [name for name, each in found.items() if not norms_in(each)]
+        names = [name for name, each in found.items() if not any(True for _ in each.buffers())]
         if callable(keep) or len(names) < len(found):
-            what = "of a policy" if callable(keep) else "of modules with BatchNorm"
+            what = "of a policy" if callable(keep) else "of modules with buffers"
             script.leave_out(f"GradientCheckpointingAddon {what}", False)
         if callable(keep) or not names:
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -266,3 +268,56 @@ def test_a_graph_may_be_differentiated_twice() -> None:
         trainer.run(2, hand.loader(24))
         ends.append(hand.digest(model))
     assert ends[0] == ends[1]
+
+
+class Drawing(nn.Module):
+    """It draws from the streams of Python and NumPy, and has arguments with the names of those of checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, debug: bool, context_fn: float, scale: torch.Tensor) -> torch.Tensor:
+        drawn = random.random() + float(np.random.rand())
+        return x + drawn * scale * torch.tanh(self.layer(drawn * x)) * context_fn * debug
+
+
+class Overwriting(nn.Module):
+    """It changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(self.layer(x.mul_(0.5).add_(0.1)), (8,))
+
+
+class Various(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.drawing = Drawing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.drawing(x, debug=True, context_fn=0.5, scale=x.detach()))
+
+
+@pytest.mark.parametrize("keep", [(), "matmuls"])
+def test_random_numbers_and_arguments_are_those_of_the_first_forward(keep: Any) -> None:
+    """The streams of Python and NumPy, and any names of arguments."""
+    ends = []
+    for add_ons in ((), (CHECKPOINT,)):
+        torch.manual_seed(0)
+        options = {"checkpoint_modules": Drawing, "checkpoint_keep": keep} if add_ons else {}
+        trainer = trained(*add_ons, model=Various(), **options)
+        ends.append((hand.digest(trainer.model), random.random(), np.random.rand()))
+    assert ends[0] == ends[1]
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    """torch refuses it in the backward, and says that a variable of it was modified."""
+    model = nn.Sequential(nn.Linear(4, 8), Overwriting(), nn.Linear(8, 2))
+    with pytest.raises(StepError, match=r"Overwriting has changed an input in place, .* write x = x \+ 1 instead"):
+        trained(CHECKPOINT, model=model, checkpoint_modules=Overwriting)

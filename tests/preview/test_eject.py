@@ -556,7 +556,7 @@ LEFT_OUT: dict[str, tuple[str, str]] = {
     "PrefetchAddon": (script("PrefetchAddon"), "left out: PrefetchAddon"),
     "BatchNorm": (
         script("GradientCheckpointingAddon", 'checkpoint_modules=["body"],'),
-        "left out: GradientCheckpointingAddon of modules with BatchNorm",
+        "left out: GradientCheckpointingAddon of modules with buffers",
     ),
     "StepInBackwardAddon": (script("StepInBackwardAddon"), "left out: StepInBackwardAddon"),
     "global_batch_size": (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from zae.common.walk import has_same_bits, tensors_in
 from zae.errors import StepError
 
 __all__ = [
@@ -49,7 +52,8 @@ class _Buffer(NamedTuple):
 class Recomputed:
     """A forward whose activations are computed again in the backward.
 
-    Buffers that the forward changes are changed once: the forward in the backward has copies, with their values before.
+    The forward in the backward begins with what the first one began with: buffers, and the random streams of Python
+    and NumPy where it draws from them. What it does not change is not copied: the first call finds that out.
 
     Parameters
     ----------
@@ -57,79 +61,134 @@ class Recomputed:
         Its forward is called.
     keep : sequence of str, or callable
         Names of operations whose results are kept, or a policy of `torch.utils.checkpoint`.
+
+    Attributes
+    ----------
+    in_place : set of (int, str), optional
+        Which buffers the forward changes in place: the index of the module in ``others``, and the name. None before the
+        first call.
+    draws : bool
+        Whether it draws from the streams of Python or NumPy.
     """
 
     def __init__(self, module: nn.Module, keep: Any = ()) -> None:
-        self.forward = module.forward
+        self.name, self.forward = type(module).__name__, module.forward
         self.keep = keep if callable(keep) else list(keep)
         self.norms = norms_in(module)
         self.others = [each for each in module.modules() if each not in self.norms and any(_buffers_of([each]))]
-        self.in_place: set[tuple[int, str]] | None = None  # Those that it changes in place; None before the first call.
+        self.in_place: set[tuple[int, str]] | None = None
+        self.draws = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Of a graph, the compiler decides what is computed again.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        more: dict[str, Any] = {"context_fn": self._contexts} if self.keep or self.norms or self.others else {}
-        return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
+        call = _Call(self, args, kwargs)
+        return checkpoint(call, *call.inputs(), use_reentrant=False, context_fn=call.contexts)
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+
+class _Call:
+    """A call of a forward, and the values with which the backward makes it again."""
+
+    def __init__(self, owner: Recomputed, args: Any, kwargs: Any) -> None:
+        self.owner = owner
+        items = {**dict(enumerate(args)), **kwargs}
+        self.tensors = {key: each for key, each in items.items() if isinstance(each, Tensor)}
+        self.names = list(self.tensors)
+        # checkpoint keeps the tensors; a call holds what else there is.
+        self.args = [None if isinstance(each, Tensor) else each for each in args]
+        self.kwargs = {key: None if isinstance(each, Tensor) else each for key, each in kwargs.items()}
+        self.is_again = False
+        self.buffers: list[_Buffer] = []  # Those that the forward has changed, with their values before it.
+        self.streams: Any = None
+
+    def inputs(self) -> list[Tensor]:
+        """Return what is kept for the backward, on each device whose random numbers are drawn again."""
+        given = list(self.tensors.values())
+        inside = {each.device for each in tensors_in((self.args, self.kwargs))} - {each.device for each in given}
+        return [*given, *(torch.empty(0, device=each) for each in inside)]
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        tensors = dict(zip(self.names, inputs)) if self.is_again else self.tensors
+        args = [tensors.get(index, each) for index, each in enumerate(self.args)]
+        return self.owner.forward(*args, **{key: tensors.get(key, each) for key, each in self.kwargs.items()})
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return what encloses the forward, and the forward in the backward."""
+        keep = self.owner.keep
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
-        if self.keep:
-            policy = self.keep if callable(self.keep) else [operation_of(name) for name in self.keep]
+        if keep:
+            policy = keep if callable(keep) else [operation_of(name) for name in keep]
             first, again = create_selective_checkpoint_contexts(policy)
-        if not self.norms and not self.others:
-            return first, again
-        before: list[_Buffer] = []
-        return self._noting_changes(first, before), _OnCopies(again, self.norms, before)
+        return self._noting_changes(first), _Again(self, again)
 
     @contextmanager
-    def _noting_changes(self, inner: AbstractContextManager[Any], before: list[_Buffer]) -> Iterator[None]:
-        """Keep the buffers that the forward changes as they are before it; statistics of norms are not needed."""
-        present = [(index, *each) for index, holder in enumerate(self.others) for each in _buffers_of([holder])]
-        versions = [_version_of(each) for *_, each in present]
-        # Which of them are changed in place is known after the first call.
-        copies = {
+    def _noting_changes(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Keep what the forward changes as it is before it; statistics of norms do not enter what is computed."""
+        owner, is_first = self.owner, self.owner.in_place is None
+        present = [(index, *each) for index, holder in enumerate(owner.others) for each in _buffers_of([holder])]
+        versions = [_version_of(each) for *_, each in present], [_version_of(each) for each in self.tensors.values()]
+        values = {
             (index, name): each.detach().clone()
             for index, _, name, each in present
-            if self.in_place is None or (index, name) in self.in_place
+            if is_first or (index, name) in (owner.in_place or ())
         }
+        streams = _host_streams() if is_first or owner.draws else None
         with inner:
             yield
-        in_place = set()
-        for (index, holder, name, each), version in zip(present, versions, strict=True):
+        for (index, holder, name, each), version in zip(present, versions[0], strict=True):
             if _version_of(each) != version:
-                in_place.add((index, name))
-                _check_copied(copies, (index, name), holder)
-                before.append(_Buffer(holder, name, copies[index, name]))
+                if (index, name) not in values:
+                    raise StepError(
+                        f"{type(holder).__name__} has changed its buffer {name!r} in a forward that is computed again "
+                        "in the backward, and in the first one it did not: the backward would begin with the changed "
+                        "values. Leave this module out of checkpoint_modules"
+                    )
+                owner.in_place = {*(owner.in_place or ()), (index, name)}
+                self.buffers.append(_Buffer(holder, name, values[index, name]))
             elif getattr(holder, name, None) is not each:
-                before.append(_Buffer(holder, name, each))
-        self.in_place = in_place | (self.in_place or set())
+                self.buffers.append(_Buffer(holder, name, each))
+        owner.in_place = owner.in_place or set()
+        if versions[1] != [_version_of(each) for each in self.tensors.values()]:
+            raise StepError(
+                f"{owner.name} has changed an input in place, with which the backward would compute its forward again; "
+                "write x = x + 1 instead of x += 1 (torch.nn.ReLU() instead of ReLU(inplace=True)), or leave this "
+                "module out of checkpoint_modules"
+            )
+        self.tensors = {}
+        if streams is not None and not has_same_bits(streams, _host_streams()):
+            self.streams, owner.draws = streams, True
 
 
-class _OnCopies(AbstractContextManager[None]):
-    """Let a forward change copies of buffers, of running statistics and of those that had other values before.
+class _Again(AbstractContextManager[None]):
+    """Make a call again, with copies of what it has changed, and of the statistics that it would move again.
 
     It is entered once for each backward.
     """
 
-    def __init__(self, inner: AbstractContextManager[Any], norms: list[nn.Module], before: list[_Buffer]) -> None:
-        self.inner, self.norms, self.before = inner, norms, before
-        self._held: list[_Buffer] = []
+    def __init__(self, call: _Call, inner: AbstractContextManager[Any]) -> None:
+        self.call, self.inner = call, inner
+        self._held: tuple[list[_Buffer], Any] = ([], None)
 
     def __enter__(self) -> None:
-        copies = [each.with_value(each.value.clone()) for each in (*_buffers_of(self.norms), *self.before)]
-        self._held = [each.with_value(getattr(each.holder, each.name)) for each in copies]
+        call = self.call
+        copies = [each.with_value(each.value.clone()) for each in (*_buffers_of(call.owner.norms), *call.buffers)]
+        held = [each.with_value(getattr(each.holder, each.name)) for each in copies]
+        self._held, call.is_again = (held, None if call.streams is None else _host_streams()), True
         self.inner.__enter__()
         for holder, name, value in copies:
             setattr(holder, name, value)
+        if call.streams is not None:
+            _set_host_streams(call.streams)
 
     def __exit__(self, *error: Any) -> bool | None:
-        for holder, name, value in self._held:
+        (buffers, streams), self.call.is_again = self._held, False
+        for holder, name, value in buffers:
             setattr(holder, name, value)
-        self._held = []
+        if streams is not None:
+            _set_host_streams(streams)
+        self._held = [], None
         return self.inner.__exit__(*error)
 
 
@@ -143,14 +202,13 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_copied(copies: Mapping[Any, Tensor], key: tuple[int, str], holder: nn.Module) -> None:
-    """Refuse a change that no earlier forward has made."""
-    if key not in copies:
-        raise StepError(
-            f"{type(holder).__name__} has changed its buffer {key[1]!r} in a forward that is computed again in the "
-            "backward, and in the first one it did not: the backward would begin with the changed values. Leave this "
-            "module out of checkpoint_modules"
-        )
+def _host_streams() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def _set_host_streams(streams: tuple[Any, Any]) -> None:
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
 
 
 def norms_in(module: nn.Module) -> list[nn.Module]:
