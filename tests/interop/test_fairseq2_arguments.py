@@ -19,6 +19,7 @@ from zae.addons import AMPAddon, EarlyStoppingAddon, JSONLLoggerAddon, ProfilerA
 from zae.interop.fairseq2 import RegimeAddon, any_of, from_arguments, task_of
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, REQUIRED
 from zae.interop.fairseq2.trainer import CARRIED
+from zae.testing import PlainTask
 
 NAMES = {**REQUIRED, **DEFAULTS}
 
@@ -389,6 +390,10 @@ def test_a_cadence_of_several():
     assert eval(repr(every)) == every
     assert every.steps == 10
     assert not every.due_at_epoch(3)
+    trainer = PlainTask(nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD, log_bar=False)
+    data = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+    found = trainer.plan(4, data, data, valid_every=any_of(Every(steps=5), Every(epochs=2)))
+    assert found.validates_at == [5, 6, 10, 12]
     with pytest.raises(ConfigError, match=r"give one or more of Every\(steps=...\)"):
         any_of()
 
