@@ -29,8 +29,8 @@ class RemoteJSONLSink(JSONLSink):
 
     Object storage cannot append to a file. A store that refuses the file costs one warning; the next upload has what
     it lacks. A record waits for a slow store for a third of ``logger_timeout`` at most, and the upload continues. A
-    resumed run waits nearly all of it, and downloads a copy that is longer than the local file, as on another machine. A new run renames what is
-    there, and so does a resumed one whose download has failed.
+    resumed run waits nearly all of it, and downloads a copy that is longer than the local file, as on another machine.
+    A new run renames what is there, and so does a resumed one whose download has failed.
 
     Parameters
     ----------
