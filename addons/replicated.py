@@ -42,7 +42,8 @@ class ReplicatedAddon(AddOnPart):
     """
 
     layer = "parallel"
-    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_outside": [], "_owners": []}
+    process_attributes = {"_inner": None, "_engine": None, "_known": [], "_outside": [], "_owners": [],
+                          "_marks_used": False}  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,6 +55,7 @@ class ReplicatedAddon(AddOnPart):
         self._known: list[int] = []  # The trained parameters that the wrapper was made for.
         self._outside: list[Tensor] = []  # Those of them that it does not hold.
         self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
+        self._marks_used = False  # Whether the wrapper takes parameters for used that the next step may leave out.
         self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
 
     def setup(self) -> None:
@@ -104,7 +106,7 @@ class ReplicatedAddon(AddOnPart):
 
     def _wrap(self) -> Any:
         self._check_model(self._inner)
-        self._engine = None
+        self._engine, self._marks_used = None, False
         if any(parameter.requires_grad for parameter in self._inner.parameters()):
             self._engine = Replica(self._inner, **self._replica_options())
             if self.comm_hook is not None:
@@ -168,6 +170,8 @@ class ReplicatedAddon(AddOnPart):
         if self._known != self._trained():  # A parameter was frozen, unfrozen or added.
             self.model = self._wrap()
             self._begin_group_alike()
+        elif self._marks_used:
+            self.model = self._wrap()
         self._has_unsent = True
         if self._engine is not None:
             vars(self._engine)["_used"] = False
@@ -213,6 +217,8 @@ class ReplicatedAddon(AddOnPart):
     def _finish_short(self, num_targets: list[Any]) -> list[Any]:
         """Average the gradients of a step in which some ranks had no samples."""
         has_samples = bool(num_targets)
+        # The wrapper notes which parameters a backward has used, also without it, until it averages gradients itself.
+        self._marks_used = self.find_unused_parameters
         if not has_samples:
             # Zeros, through backward(): a loss scale has to see one.
             self.backward(cast(Tensor, sum((p * 0).sum().real for p in self.parameters if p.requires_grad)))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from kit.rank_tasks import (
     F64,
@@ -22,6 +23,7 @@ from kit.rank_tasks import (
     Task,
     agree,
     build,
+    dataset,
     distance,
     loader,
     network,
@@ -31,6 +33,7 @@ from kit.rank_tasks import (
 from kit.ranks import each_rank, on_ranks
 from zae import ConfigError, DistributedError
 from zae.addons import CompileAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+from zae.data import Mixture
 
 SIZES = list(itertools.product(range(1, 10), ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))))
 
@@ -78,6 +81,50 @@ def compare_with_the_big_batch(world, sizes, singles):
                 assert sorted(itertools.chain(*seen)) == list(range(size))
         compared += 1
     return compared
+
+
+class Heads(nn.Module):
+    """A head for each task, of which a batch uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 4, dtype=F64)
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 1, dtype=F64) for name in "ab"})
+
+    def forward(self, inputs, name):
+        return self.heads[name](self.body(inputs).tanh())
+
+
+class Tasks(Task):
+    """Each batch is of one task, whose loss has a weight."""
+
+    weights = types.MappingProxyType({"a": 1.0, "b": 0.25})
+
+    def train_step(self, batch):
+        names, (inputs, targets) = batch
+        loss = nn.functional.mse_loss(self.model(inputs, names[0]), targets) * self.weights[names[0]]
+        return {"loss": loss, "num_targets": len(inputs)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(2, 3)
+def test_ranks_train_several_tasks_of_a_mixture_in_a_step(world, accumulate):
+    """Also after an epoch in whose last step a rank had no samples: the heads that it used were taken for used."""
+
+    def train(count, *add_ons, **options):
+        torch.manual_seed(0)
+        sources = {"a": dataset(22, F64), "b": dataset(10, F64)}
+        made = Mixture(sources, [1, 2], with_names=True, stopping_strategy="all_exhausted")
+        batches = DataLoader(made, batch_sampler=made.batch_sampler(4))
+        assert len(batches) == 17
+        more = {"gradient_accumulation_steps": count} if count > 1 else {}
+        add_ons += (GradientAccumulationAddon,) * (count > 1)
+        trainer = build(Tasks, add_ons, model=Heads(), **more, **options)
+        trainer.run(3, batches)
+        return trainer
+
+    assert distance(train(accumulate, MultiGPUAddon, find_unused_parameters=True), train(accumulate * world)) < 1e-12
 
 
 @on_ranks(2, 3)
