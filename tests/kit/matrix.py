@@ -53,8 +53,13 @@ def _nothing(_: random.Random) -> dict[str, Any]:
 
 PIECES: dict[str, Piece] = {
     "AMPAddon": Piece(
-        lambda draw: {"precision": draw.choice(["bf16", "fp16"]), "scale": 2.0 ** draw.choice([10, 16, 22])},
-        lambda o, _: {"precision": o.precision, "loss_scale": (o.scale, 1.0)},
+        lambda draw: {
+            "precision": draw.choice(["bf16", "fp16", "weights"]),
+            "scale": 2.0 ** draw.choice([10, 16, 22]),
+        },
+        lambda o, _: (
+            {"dtype": "bf16"} if o.precision == "weights" else {"precision": o.precision, "loss_scale": (o.scale, 1.0)}
+        ),
     ),
     "GradientAccumulationAddon": Piece(
         lambda draw: {"accumulate": draw.choice([1, 2, 3, 4, 7])},

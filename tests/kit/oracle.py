@@ -23,7 +23,7 @@ SAMPLES, BATCH = 22, 4  # Five batches of 4, and one of 2: with windows of 4, th
 class Options:
     """What a run is made of; each field is an option that a user may want, alone or with any other."""
 
-    precision: str | None = None  # "bf16" or "fp16"
+    precision: str | None = None  # "bf16", "fp16", or "weights": those of the model are in bfloat16 too
     scale: float = 2.0**16  # The first loss scale of fp16.
     accumulate: int | None = None
     decay: float | None = None  # Of the average of the weights.
@@ -124,7 +124,12 @@ def train(options: Options) -> Outcome:
     """Train by hand."""
     model, optimizers, schedulers, loader, valid_loader = make(options)
     scaler = torch.amp.GradScaler("cpu", init_scale=options.scale) if options.precision == "fp16" else None
-    average = copy.deepcopy(model.state_dict()) if options.decay is not None else None
+    copies = to_bfloat16(model, optimizers) if options.precision == "weights" else {}
+    average = None
+    if options.decay is not None:
+        average = {
+            key: copies.get(value, value).detach().clone() for key, value in model.state_dict(keep_vars=True).items()
+        }
     outcome = Outcome({}, [], [], None, None, [], [], [], 0, 0, False, torch.empty(0))
     best, waited = None, 0
 
@@ -155,14 +160,13 @@ def train(options: Options) -> Outcome:
             if len(window) > 1 and options.count_targets:
                 for parameter in model.parameters():
                     parameter.grad.div_(targets)
-            stepped = step_optimizers(model, optimizers, scaler, options)
+            stepped = step_optimizers(model, optimizers, scaler, options, copies)
             if stepped and options.scheduler == "batch":
                 for scheduler in schedulers:
                     scheduler.step()
             if stepped and average is not None:
                 update_average(average, model, options.decay)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             outcome.step += 1
             outcome.skipped += not stepped
             here: dict[str, list[float]] = {}
@@ -193,7 +197,7 @@ def train(options: Options) -> Outcome:
             break
 
     outcome.weights = model.state_dict()
-    outcome.optimizers = [optimizer.state_dict() for optimizer in optimizers]
+    outcome.optimizers = [state_of(optimizer, copies) for optimizer in optimizers]
     outcome.schedulers = [scheduler.state_dict() for scheduler in schedulers]
     outcome.average, outcome.scaler = average, scaler.state_dict() if scaler else None
     outcome.random = torch.get_rng_state()
@@ -238,7 +242,32 @@ def step_gradients(
     return all_targets, recorded
 
 
-def step_optimizers(model: nn.Module, optimizers: list[Any], scaler: Any, options: Options) -> bool:
+def to_bfloat16(model: nn.Module, optimizers: list[Any]) -> dict[Any, Any]:
+    """Convert the linear layers, and let the optimizers step float32 copies of their parameters."""
+    copies: dict[Any, Any] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
+            parameter.data = parameter.data.to(torch.bfloat16)
+            copies[parameter] = nn.Parameter(parameter.detach().float())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [copies.get(each, each) for each in group["params"]]
+    return copies
+
+
+def state_of(optimizer: Any, copies: dict[Any, Any]) -> Any:
+    """The state of an optimizer, with the float32 copies that it has stepped."""
+    state = optimizer.state_dict()
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, each in enumerate(held):
+        if any(each is other for other in copies.values()) and index in state["state"]:
+            state["state"][index]["master"] = each.detach()
+    return state
+
+
+def step_optimizers(
+    model: nn.Module, optimizers: list[Any], scaler: Any, options: Options, copies: dict[Any, Any]
+) -> bool:
     """Unscale, clip, step; whether it took place."""
     if scaler is not None:
         for optimizer in optimizers:
@@ -247,8 +276,13 @@ def step_optimizers(model: nn.Module, optimizers: list[Any], scaler: Any, option
         for network in networks_of(model, options):
             nn.utils.clip_grad_norm_(network.parameters(), options.clip)
     if scaler is None:
+        for parameter, weights in copies.items():
+            weights.grad = parameter.grad.float()
         for optimizer in optimizers:
             optimizer.step()
+        with torch.no_grad():
+            for parameter, weights in copies.items():
+                parameter.copy_(weights)
         return True
     before = scaler.get_scale()
     for optimizer in optimizers:
@@ -258,7 +292,7 @@ def step_optimizers(model: nn.Module, optimizers: list[Any], scaler: Any, option
 
 
 def autocast(options: Options) -> contextlib.AbstractContextManager[Any]:
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "weights": torch.bfloat16}
     if options.precision is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=types[options.precision])
