@@ -265,10 +265,10 @@ class AMPAddon(AddOnBase):
         return [*notes, low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)]
 
     def eject_lines(self, script: Script) -> None:
-        """Write autocast, and for float16 a GradScaler."""
+        """Write autocast, for float16 a GradScaler, and for weights in bfloat16 their float32 copies."""
         super().eject_lines(script)
         if self.dtype is not None:
-            script.leave_out("dtype='bf16' of AMPAddon: the weights are in float32 here")
+            self._eject_weights(script)
         precision, (first, least) = self._choose(), self.loss_scale
         if (dtype := _TYPES[precision]) is None:
             return
@@ -283,6 +283,20 @@ class AMPAddon(AddOnBase):
                 "stepped = scaler.get_scale() >= scale",
                 f"if scaler.get_scale() < {least!r}:", f"    scaler.update({least!r})",
             ]  # fmt: skip
+
+    def _eject_weights(self, script: Script) -> None:
+        """Write the conversion of the model, and the float32 copies that its optimizer steps."""
+        if script.several and self.master_weights:
+            script.leave_out("dtype='bf16' of AMPAddon, with several optimizers: the weights are in float32")
+            return
+        script.define("to_bfloat16")
+        script.add("model", "to_bfloat16(model)")
+        if self.master_weights:
+            script.define("Float32Weights")
+            script.add("setup", "masters = Float32Weights(optimizer)")
+            script.objects.append("masters")
+            script.step_lines = ["masters.take_gradients()", *script.step_lines, "masters.round()"]
+            script.add("step_end", "model.zero_grad()  # Those of the optimizer are the copies.")
 
     @property
     def _scaler(self) -> dict[str, Any]:

@@ -246,6 +246,15 @@ CASES = {
     "accumulation": script("GradientAccumulationAddon", "gradient_accumulation_steps=4, gradient_clip=0.5,"),
     "targets": script("GradientAccumulationAddon", "gradient_accumulation_steps=4,", more=SUM, task="Counting"),
     "bf16": script("AMPAddon", "precision='bf16', seed=1,"),
+    "weights in bf16": script(
+        "AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon",
+        "dtype='bf16', gradient_clip=0.5, decay=0.5, gradient_accumulation_steps=2, save_path='runs', resume='auto', "
+        "scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),",
+    ),
+    "weights in bf16, factories": script(
+        "AMPAddon", "dtype='bf16', on_nonfinite='skip',", maker=FACTORIES, optimizer="AdamW(p, lr=0.02)"
+    ),
+    "weights in bf16, rounded": script("AMPAddon", "dtype='bf16', master_weights=False,"),
     "checkpointing": script(
         "GradientCheckpointingAddon", 'checkpoint_modules=["body.0", "body.3", "head"], checkpoint_keep="matmuls",'
     ),
@@ -467,6 +476,7 @@ WITHIN = {
         "StateManagerAddon, EMAAddon", "save_path='runs', resume='auto', save_every=2, decay=0.5,",
         run=RUN + ', "max_steps": 14, "valid_every": Every(steps=4)',
     ).replace("shuffle=True)\n    valid", "shuffle=True, generator=torch.Generator())\n    valid"),
+    "weights in bf16": CASES["weights in bf16"].replace("resume='auto'", "resume='auto', save_every=1"),
     "several": script(
         "StateManagerAddon", "save_path='runs', resume='auto', save_every=1,", more=GAN, task="TwoLosses"
     ).replace(f"torch.optim.{ADAM}", TWO),
@@ -513,6 +523,15 @@ def test_the_script_continues_within_an_epoch(name: str, tmp_path: Path, capsys:
         assert [
             records[0][index] for index, each in enumerate(records[0]) if each not in records[0][:index]
         ] == records[1]
+
+
+def test_float32_weights_of_several_optimizers_are_named_as_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = script("AMPAddon", "dtype='bf16',", more=GAN, task="TwoLosses").replace(f"torch.optim.{ADAM}", TWO)
+    path, said = eject(source, tmp_path, capsys)
+    assert "dtype='bf16' of AMPAddon, with several optimizers: the weights are in float32" in said
+    assert "to_bfloat16" not in path.read_text(encoding="utf-8")
 
 
 def test_records_are_those_of_the_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -655,6 +674,9 @@ ON_RANKS = {
         "precision='fp16', loss_scale=(2.0**23, 1.0), decay=0.5, seed=1, gradient_accumulation_steps=2, "
         "on_nonfinite='skip',",
         size=21,
+    ),
+    "weights in bf16": script_of_ranks(
+        "AMPAddon, GradientAccumulationAddon", "dtype='bf16', gradient_accumulation_steps=2, seed=1,", size=21
     ),
     "plateau": script_of_ranks(
         "EarlyStoppingAddon",

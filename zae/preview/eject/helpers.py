@@ -198,6 +198,47 @@ def start_of_average(model: Any) -> Any:
     return {key: each.float() if key in parameters and each.dtype in low else each for key, each in values.items()}
 
 
+def to_bfloat16(model: Any) -> Any:
+    """Convert the parameters of a model to bfloat16; norms and parametrizations are in float32."""
+    norms = ("BatchNorm", "InstanceNorm", "LayerNorm", "GroupNorm", "ParametrizationList")
+    for module in model.modules():
+        of_torch = [each.__name__ for each in type(module).__mro__ if each.__module__.startswith("torch.nn")]
+        is_norm = any(name in each for name in norms for each in of_torch)
+        for tensor in (*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_norm else ())):
+            if tensor.is_floating_point() and type(tensor.data) is torch.Tensor:
+                tensor.data = tensor.data.to(torch.float32 if is_norm else torch.bfloat16)
+
+
+class Float32Weights:
+    """Float32 copies of the parameters in bfloat16, which an optimizer steps in their place."""
+
+    def __init__(self, optimizer: Any) -> None:
+        held = [each for group in optimizer.param_groups for each in group["params"] if each.dtype == torch.bfloat16]
+        self.pairs = [(each, torch.nn.Parameter(each.detach().float())) for each in held]
+        copies = dict(self.pairs)
+        for group in optimizer.param_groups:
+            group["params"] = [copies.get(each, each) for each in group["params"]]
+        for each in [each for each in optimizer.state if each in copies]:
+            optimizer.state[copies[each]] = optimizer.state.pop(each)
+
+    def take_gradients(self) -> None:
+        for parameter, weights in self.pairs:
+            weights.grad = None if parameter.grad is None else parameter.grad.float()
+
+    def round(self) -> None:
+        with torch.no_grad():
+            for parameter, weights in self.pairs:
+                parameter.copy_(weights)
+
+    def state_dict(self) -> Any:
+        return {str(index): weights.detach() for index, (_, weights) in enumerate(self.pairs)}
+
+    def load_state_dict(self, state: Any) -> None:
+        with torch.no_grad():
+            for index, (_, weights) in enumerate(self.pairs):
+                weights.copy_(state[str(index)])
+
+
 @contextlib.contextmanager
 def weights_of(average: Any, model: Any) -> Any:
     """Put an average into the model for the block."""
