@@ -18,6 +18,7 @@ from zae import ConfigError, Trainer
 from zae.addons import (
     AccelerateAddon,
     AMPAddon,
+    AutoBatchAddon,
     CompileAddon,
     FSDPAddon,
     GradientCheckpointingAddon,
@@ -112,6 +113,13 @@ def test_views_in_place_results_and_buffers_are_not_counted_twice() -> None:
     found = measured(model=nn.Sequential(*layers), batch=torch.ones(SAMPLES, 2, 2)).memory.activations
     of_the_batch = 2 * 8  # Mean and inverse deviation.
     assert found == ((8 + 8 + 2) * SAMPLES + of_the_batch) * FLOAT + FLOAT
+
+
+def test_they_are_those_of_the_parts_of_a_batch() -> None:
+    """Where AutoBatchAddon divides each batch; the largest part of 32 samples is then one of 11."""
+    expected = measured(batch=torch.ones(11, 4)).memory.activations
+    assert measured(AutoBatchAddon, micro_batch_size=12).memory.activations == expected
+    assert measured(AutoBatchAddon).memory.activations == measured().memory.activations
 
 
 def test_the_plan_shows_them_and_adds_them() -> None:

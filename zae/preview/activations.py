@@ -40,6 +40,8 @@ def measure_activations(run: Any) -> int:
             if hasattr(run.trainer, "prepare_copy") and (reason := run.trainer.prepare_copy(twin.unwrap())):
                 raise NotTried(reason)
             twin.unwrap().train()
+            if hasattr(run.trainer, "largest_part"):
+                batch = run.trainer.largest_part(batch)
             batch = to_device(batch, twin.device)
             with storages, twin.forward_context():
                 output = twin.train_step(batch)
