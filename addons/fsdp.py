@@ -233,7 +233,7 @@ class FSDPAddon(DistributedAddon):
             )
 
     def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for `plan`; return why it cannot."""
+        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot."""
         blocks = choose_blocks(module, self.fsdp_blocks) if self.activation_checkpointing else {}
         return prepare_copy(blocks, mp_policy=self.mp_policy, compile_blocks=self.compile_blocks)
 

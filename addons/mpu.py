@@ -94,7 +94,7 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
 
     def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for `plan`; return why it cannot."""
+        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot."""
         return ""
 
     def eject_lines(self, script: Script) -> None:

@@ -26,6 +26,7 @@ ELSEWHERE = {
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),
     "_forward_cache",  # Of torchmetrics.
+    "_orig_mod",  # Of what torch.compile returns, which is only told from other modules by it.
     "_fingerprint",  # Of a dataset of Hugging Face; one without it is compared by its length.
     *("_assert", "_version"),  # Of a forward that is divided into stages.
     *("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks"),  # Of a module whose forward is divided.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from kit.fairseq2_parts import FakeGang, HandTrainer, Reader, ScoreUnit, Unit, batches, network, parallel_gangs, weights
 from kit.faults import Child
-from zae import ConfigError, Every, LoaderError, MonitorError, OptionError, StepError, TaskError
+from zae import ConfigError, Every, LoaderError, MonitorError, NonFiniteError, OptionError, StepError, TaskError
 from zae.addons import AMPAddon, EarlyStoppingAddon, JSONLLoggerAddon, ProfilerAddon, StateManagerAddon
 from zae.interop.fairseq2 import RegimeAddon, any_of, from_arguments, task_of
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, REQUIRED
@@ -346,7 +346,7 @@ def test_anomaly_detection_names_the_operation():
         def forward(self, x):
             return super().forward(x) * (self.weight.sum() * 0).sqrt()  # Its derivative is infinite.
 
-    with pytest.raises(RuntimeError, match=r"Function '.*Backward0' returned nan"):
+    with pytest.raises(NonFiniteError, match=r"in the backward, Function '.*Backward0' returned nan"):
         trained(model=Bad(3, 1), anomaly_detection=True)
     assert not torch.is_anomaly_enabled()
 

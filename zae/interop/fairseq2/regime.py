@@ -1,16 +1,12 @@
-"""What the trainer of fairseq2 does around its steps: cadences of steps and epochs, anomaly detection, a profiler."""
+"""What the trainer of fairseq2 does around its steps: cadences of steps and epochs, a profiler."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
-
 from zae.addon import AddOnBase
-from zae.common.argument_checks import check_flags
 from zae.errors import ConfigError, kind_of
 from zae.loop.progress import NO_LIMIT, Every
 from zae.loop.step_output import StepOutput
@@ -80,8 +76,6 @@ class RegimeAddon(AddOnBase):
 
     Parameters
     ----------
-    anomaly_detection : bool
-        Whether each step detects operations whose backward computes NaN, which makes it slower.
     profiler : object, optional
         One with ``step()``, which is called after each step, and a context of ``with`` around a run: a
         ``TorchProfiler`` of fairseq2, or a ``torch.profiler.profile``.
@@ -108,9 +102,8 @@ class RegimeAddon(AddOnBase):
     outside = ("LoggerAddon",)
     process_attributes = {"_is_profiling": False, "_published": {}}
 
-    def __init__(self, *args: Any, anomaly_detection: bool = False, profiler: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, profiler: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        (self.anomaly_detection,) = check_flags(anomaly_detection=anomaly_detection)
         absent = [name for name in ("step", "__enter__", "__exit__") if not hasattr(profiler, name)]
         if profiler is not None and absent:
             raise ConfigError(
@@ -123,7 +116,7 @@ class RegimeAddon(AddOnBase):
 
     def is_idle(self) -> bool:
         """Return whether there is nothing to do in a step."""
-        return not (self.anomaly_detection or self._is_profiling or self.publishes_metrics)
+        return not (self._is_profiling or self.publishes_metrics)
 
     @property
     def publishes_metrics(self) -> bool:
@@ -136,16 +129,6 @@ class RegimeAddon(AddOnBase):
         if self.profiler is not None:
             self.profiler.__enter__()
             self._is_profiling = True
-
-    def batch_context(self) -> AbstractContextManager[None]:
-        """Detect anomalies in the backward of a step."""
-        inner = super().batch_context()
-        return self._detecting(inner) if self.anomaly_detection else inner
-
-    @contextmanager
-    def _detecting(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        with inner, torch.autograd.set_detect_anomaly(True, check_nan=True):
-            yield
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Tell the profiler that a step has ended, and compute the metrics of the unit for its record."""

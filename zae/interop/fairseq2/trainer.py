@@ -343,7 +343,7 @@ def _carry_records(args: Arguments, to: Carried) -> None:
 def _carry_debugging(args: Arguments, to: Carried) -> None:
     """Carry anomaly_detection, the profiler, and the profile of fairseq2 0.2."""
     if args.anomaly_detection:
-        _add_regime(to, anomaly_detection=True)
+        to.add_on("AnomalyAddon")
     if args.profiler is not None:
         _add_regime(to, profiler=args.profiler)
     if args.profile is None:
