@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
 from kit.faults import wait_for
 from kit.ranks import each_rank, on_ranks
-from zae import AddOnConflict, ConfigError
-from zae.addons import CompileAddon, EMAAddon, FSDPAddon
+from zae import AddOnConflict, ConfigError, DistributedError, Trainer
+from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon
 from zae.launch.ddp import BUCKET, broadcast
 from zae.saving.rank_states import RankStates
 
@@ -161,6 +161,56 @@ def test_attributes_of_parameters_stay(world):
     assert decayed is trainer.unwrap().head.weight
     assert trainer.layout(decayed) == "sharded"
     assert trainer.world_size == world
+
+
+class Heads(nn.Module):
+    """A head for each task."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4, dtype=F64)
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 1, dtype=F64) for name in "ab"})
+
+
+class OneHead(Heads):
+    def forward(self, inputs, name):
+        return self.heads[name](self.body(inputs).tanh())
+
+
+class BothHeads(Heads):
+    def forward(self, inputs, name):
+        found = {each: head(self.body(inputs).tanh()) for each, head in self.heads.items()}
+        return found[name] + 0 * sum(found.values())
+
+
+class Tasks(Trainer):
+    def train_step(self, batch):
+        name, inputs = batch
+        return {"loss": self.model(inputs, name).square().mean(), "num_targets": len(inputs)}
+
+    test_step = train_step
+
+
+@on_ranks(2)
+def test_ranks_that_use_other_parameters_are_refused(world):
+    """The gradients of one head came into the other one, which has the same shape, and no exchange failed."""
+    inputs = torch.randn(6, 4, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+    batches = [*zip("aaabaa", inputs)]
+    refused = trainer_of(OneHead(), Tasks)
+    with pytest.raises(DistributedError, match=r"share 0 of the data has heads.a.weight, heads.a.bias, and share 1"):
+        refused.run(1, batches)
+    assert refused.progress_checker.step == 1, "the second step was not made"
+    dist.barrier()
+    plain = functools.partial(torch.optim.SGD, lr=0.1)  # Of a momentum, a gradient of 0 is not the same as none.
+    single = Tasks.add_on(GradientAccumulationAddon)(
+        OneHead(), "cpu", optimizer=plain, log_bar=False, gradient_accumulation_steps=2
+    )
+    single.run(1, batches)
+    both = trainer_of(BothHeads(), Tasks, optimizer=plain)
+    both.run(1, batches)
+    assert both.world_size == world
+    assert distance(both, single) < 1e-12
 
 
 def test_a_container_of_containers_is_no_block():

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
-from zae.errors import ConfigError
+from zae.errors import ConfigError, DistributedError
 
 __all__ = [
     "DrawsWatch",
     "by_mesh",
     "by_part",
     "check_held",
+    "check_used",
     "explain_parts",
     "forward_keeps_weights",
     "gradient_norm",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _SHOWN = 10
+_COMPARED = 16  # Steps in all of which ranks compare which parameters have gradients.
 _EXPLAINED = {
     "mixed torch.Tensor and DTensor": "gathers parameters for the forward of the model. Where a step calls another "
     "method of it, self.model.encode(inputs), write fsdp_methods=['encode']; where it calls a part of the model, or "
@@ -48,6 +50,27 @@ _EXPLAINED = {
     "in-place operations that require placement changes": "lets each rank hold a part of a parameter, which this "
     "operation needs whole. If it is of the optimizer, take another one, as AdamW or SGD, or train with MultiGPUAddon",
 }
+
+
+def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse gradients of other parameters on one rank than on another; all ranks call it.
+
+    The gradients of a block are averaged as one tensor: those of different parameters of one shape are added to each
+    other, and no exchange fails. Ranks compare in the first steps, and then ever more rarely.
+    """
+    if step >= _COMPARED and step & (step - 1):
+        return
+    found = gather([name for name, each in named.items() if each.grad is not None])
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            only = [", ".join([each for each in one if each not in other][:_SHOWN]) or "none that the other has not"
+                    for one, other in ((found[0], names), (names, found[0]))]  # fmt: skip
+            raise DistributedError(
+                f"ranks have gradients of different parameters: share 0 of the data has {only[0]}, and share {rank} "
+                f"has {only[1]}. Sharded gradients are averaged block by block, so that those of one parameter would "
+                "come into another one. Call all parts of the model on every rank, and multiply what is not wanted by "
+                "0; or train with MultiGPUAddon and find_unused_parameters=True"
+            )
 
 
 def whole(tensor: Any) -> Tensor:
