@@ -22,7 +22,6 @@ from zae.common.torch_private import found_overflow
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.optimizers import low_precision
-from zae.schedulers.lengths import parts_of
 
 if TYPE_CHECKING:
     from zae.preview.eject.script import Script
@@ -137,27 +136,35 @@ class AMPAddon(AddOnBase):
         for each in optim.as_dict(self.optimizer).values() if self.master_weights else ():
             low_precision.check_optimizer(each)
         low_precision.to_bfloat16(self.unwrap())
-        self._add_masters()
-
-    def _add_masters(self) -> None:
-        """Let the optimizers that were given, and their schedulers, be those of float32 weights."""
-        if self.dtype is None or not self.master_weights:
-            return
-        made = {id(each): low_precision.with_masters(each) for each in optim.as_dict(self.optimizer).values()}
-        self.optimizer = optim.map_entries(self.optimizer, lambda _, each: made[id(each)])
-        waiting = [*optim.as_dict(self.scheduler).values()]
-        for scheduler in waiting:
-            waiting += parts_of(scheduler) if hasattr(scheduler, "optimizer") else []
-            other = made.get(id(getattr(scheduler, "optimizer", None)))
-            if other is not None and other is not scheduler.optimizer:
-                scheduler.optimizer = other
-                optim.mark_stepped(other)
+        self.optimizer = self._with_masters(self.optimizer)
         self.optimization.index_by_name()
+        self._follow_masters(self.scheduler)
+
+    def _with_masters(self, given: Any) -> Any:
+        """Return optimizers, or what makes them, with float32 weights."""
+        if self.dtype is None or not self.master_weights:
+            return given
+        return optim.map_entries(given, lambda _, each: low_precision.with_masters(each))
+
+    def _follow_masters(self, given: Any) -> Any:
+        """Let schedulers of an optimizer be of the one that steps its float32 weights."""
+        low_precision.follow(optim.as_dict(given).values(), self.optimizers.values(), optim.mark_stepped)
+        return given
+
+    def materialize(self, module: nn.Module) -> None:
+        """Convert what the model has got since the trainer was made."""
+        if self.dtype is not None:
+            low_precision.to_bfloat16(module)
+        super().materialize(module)
 
     def build_optimizer(self) -> Any:
-        """Put float32 weights into optimizers that were given since the trainer was made."""
-        self._add_masters()
-        return super().build_optimizer()
+        """Put float32 weights into optimizers that were given since the trainer was made, or are made now."""
+        self.optimizer = self._with_masters(self.optimizer)
+        return self._with_masters(super().build_optimizer())
+
+    def build_scheduler(self) -> Any:
+        """Let the schedulers follow the optimizers that step float32 weights."""
+        return self._follow_masters(super().build_scheduler())
 
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""

@@ -15,6 +15,7 @@ from zae.addons import (
     AMPAddon,
     EarlyStoppingAddon,
     EMAAddon,
+    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     StateManagerAddon,
@@ -309,6 +310,21 @@ def misspelt_precision():
 @mistake
 def loss_scales_the_wrong_way_round():
     trainer_of(Task.add_on(AMPAddon), precision="fp16", loss_scale=(1.0, 65536.0))
+
+
+@mistake
+def precision_of_another_trainer():
+    trainer_of(Task.add_on(AMPAddon), precision="bf16-true")
+
+
+@mistake
+def weights_in_float16():
+    trainer_of(Task.add_on(AMPAddon), dtype="fp16")
+
+
+@mistake
+def weights_in_bfloat16_in_shards():
+    trainer_of(Task.add_on(AMPAddon, FSDPAddon), dtype="bf16")
 
 
 @mistake

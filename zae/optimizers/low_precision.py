@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.errors import ConfigError, did_you_mean
 from zae.optimizers.master_weights import MasterWeights, check_kind, has_low
+from zae.schedulers.lengths import parts_of
 
-__all__ = ["MasterFactory", "check_dtype", "check_optimizer", "check_plain", "describe", "to_bfloat16", "with_masters"]
+__all__ = [
+    "MasterFactory", "check_dtype", "check_optimizer", "check_plain", "describe", "follow", "to_bfloat16",
+    "with_masters",
+]  # fmt: skip
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "fp32"}
 _PARTS = "divides the weights, of which MasterWeights needs whole ones; precision='bf16' computes in bfloat16"
@@ -78,11 +83,11 @@ def to_bfloat16(model: nn.Module) -> None:
     """
     for module in model.modules():
         is_kept = isinstance(module, _IN_FLOAT32)
-        own = [*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_kept else ())]
-        for each in own:
-            if each.is_floating_point() and type(each.data) is Tensor:
+        wanted = torch.float32 if is_kept else torch.bfloat16
+        for each in (*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_kept else ())):
+            if each.is_floating_point() and each.dtype != wanted and type(each.data) is Tensor:
                 each.grad = None
-                each.data = each.data.to(torch.float32 if is_kept else torch.bfloat16)
+                each.data = each.data.to(wanted)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -127,3 +132,15 @@ def with_masters(optimizer: Any) -> Any:
         return MasterFactory(optimizer)
     check_optimizer(optimizer)
     return MasterWeights(optimizer) if has_low(optimizer) else optimizer
+
+
+def follow(schedulers: Iterable[Any], optimizers: Iterable[Optimizer], mark: Callable[[Optimizer], None]) -> None:
+    """Let schedulers and their parts be of the `MasterWeights` around their optimizers; ``mark`` notes its steps."""
+    around = {id(each.inner): each for each in optimizers if isinstance(each, MasterWeights)}
+    waiting = [*schedulers] if around else []
+    for scheduler in waiting:
+        waiting += parts_of(scheduler) if hasattr(scheduler, "optimizer") else []
+        other = around.get(id(getattr(scheduler, "optimizer", None)))
+        if other is not None and isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+            scheduler.optimizer = other
+            mark(other)

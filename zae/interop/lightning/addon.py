@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ class LightningAddon(AttachedModule):
     @replaces
     def build_optimizer(self) -> Any:
         """Return what ``configure_optimizers`` made, once."""
-        if isinstance(self.optimizer, lit.Configured):
+        if isinstance(inspect.unwrap(self.optimizer), lit.Configured):
             with random_state.seeded(self.seed):
                 optimizer, self._schedules = lit.parse_optimizers(self._call("configure_optimizers"))
             return optimizer

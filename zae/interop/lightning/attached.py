@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,8 +135,9 @@ class AttachedModule(AddOnBase):
     def _attach(self, module: Any, is_trial: bool = False) -> None:
         """Give the module its ``trainer``, and the methods that a run replaces."""
         self._view = views.TrainerView(self, is_trial)
-        if isinstance(self.optimizer, lit.Configured):
-            self.optimizer.module, self.optimizer.view = module, self._view
+        placeholder = inspect.unwrap(self.optimizer)  # Without what AMPAddon puts around it.
+        if isinstance(placeholder, lit.Configured):
+            placeholder.module, placeholder.view = module, self._view
         module.trainer = self._view
         if self.datamodule is not None:
             self.datamodule.trainer = self._view
