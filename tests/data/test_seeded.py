@@ -13,9 +13,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit.faults import Child
-from kit.hand import digest, network
+from kit.hand import data, digest, network
 from kit.table import Task
-from zae import ConfigError
+from zae import CheckpointMismatch, ConfigError
 from zae.addons import StateManagerAddon
 from zae.data import Mixture, PackedDataset, SeededDataset
 from zae.data.workers import is_seeded
@@ -188,6 +188,27 @@ def test_a_run_that_is_killed_in_mid_epoch_sees_the_same_batches(tmp_path, kind,
     assert rows["killed"] == rows["whole"]
     assert found == expected
     assert "exact" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), (2, 1)])
+def test_another_number_of_workers_of_a_stateful_loader_is_refused(before, after, tmp_path):
+    """Its state is that of its workers; torchdata refuses it with a text about its own keys, or without one."""
+
+    def build(**options):
+        model = network()
+        return Task.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_path=tmp_path, save_every=1,
+            resume="auto", log_bar=False, **options,
+        )  # fmt: skip
+
+    def loader(workers):
+        return StatefulDataLoader(SeededDataset(data()), 4, shuffle=True, num_workers=workers)
+
+    build().run(1, loader(before), max_steps=2)
+    with pytest.raises(CheckpointMismatch, match=f"does not fit num_workers={after} .*as many workers as it was saved"):
+        build().run(1, loader(after))
+    assert build(mid_epoch="restart").run(1, loader(after))["epoch"] == 1
 
 
 def test_a_stream_has_no_index():

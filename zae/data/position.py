@@ -264,7 +264,15 @@ class LoaderPosition:
         """Iterate over a loader from its own state."""
         self._restore(present)
         loader.load_state_dict(state)
-        iterator = iter(loader)
+        try:
+            iterator = iter(loader)
+        except AssertionError as error:  # Of torchdata, with any text or none.
+            workers, why = getattr(loader, "num_workers", 0), str(error) or "refused"
+            raise CheckpointMismatch(
+                f"the state of the {type(loader).__name__} does not fit num_workers={workers} ({why}); give as many "
+                "workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
+                "StateManagerAddon"
+            ) from error
         if used or not isinstance(loader, DataLoader) or loader.persistent_workers:
             return iterator
         # The loader ended, and started again, with draws that an uninterrupted run makes once.
