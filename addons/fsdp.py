@@ -233,7 +233,18 @@ class FSDPAddon(DistributedAddon):
             )
 
     def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot."""
+        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot.
+
+        Parameters
+        ----------
+        module : Module
+            The copy, which is changed in place.
+
+        Returns
+        -------
+        str
+            Empty where its forward keeps what that of a rank keeps.
+        """
         blocks = choose_blocks(module, self.fsdp_blocks) if self.activation_checkpointing else {}
         return prepare_copy(blocks, mp_policy=self.mp_policy, compile_blocks=self.compile_blocks)
 
@@ -314,7 +325,6 @@ class FSDPAddon(DistributedAddon):
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of parameters outside of the model."""
         if self._world > 1:
-            shards.check_used(self._held, self.progress_checker.step, self.gather_data)
             self._average_outside()
         super().normalize(num_targets)
 

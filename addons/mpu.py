@@ -94,7 +94,18 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
 
     def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot."""
+        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot.
+
+        Parameters
+        ----------
+        module : Module
+            The copy, which is changed in place.
+
+        Returns
+        -------
+        str
+            Empty where its forward keeps what that of a rank keeps.
+        """
         return ""
 
     def eject_lines(self, script: Script) -> None:
