@@ -57,6 +57,13 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     for name, each in as_dict(optimizer).items():
         if isinstance(each, Optimizer):
             _check_parameters(label("optimizer", optimizer, name), each, model)
+        elif each is getattr(torch.optim, "Muon", None) and any(
+            p.requires_grad and p.ndim != 2 for p in model.parameters()
+        ):
+            raise ConfigError(
+                f"{label('optimizer', optimizer, name)} is torch.optim.Muon, which is for matrices alone; write "
+                "optimizer=zae.optimizers.muon(), which gives the other parameters to AdamW"
+            )
     check_disjoint({name: each for name, each in as_dict(optimizer).items() if isinstance(each, Optimizer)}, model)
     for name, each in as_dict(scheduler).items():
         if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
