@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -91,6 +92,8 @@ MOVED = {
 
 def load(module: str, name: str) -> object:
     """Import a module and return one of its names."""
+    collects = gc.isenabled()
+    gc.disable()  # Modules stay: a collection would look at every object of torch for nothing, which takes 0.1 s.
     try:
         return getattr(import_module(module), name)
     except ImportError:
@@ -98,6 +101,9 @@ def load(module: str, name: str) -> object:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ImportError(f"cannot import {name!r}: {module} failed with {problem}", name=module) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _OldNames:
