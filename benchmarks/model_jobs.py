@@ -26,6 +26,8 @@ VOCABULARY, LENGTH, ROWS = 4096, 128, 2
 IMAGES, CLASSES = 4, 100
 UNITS = {"vit": IMAGES, "gpt": ROWS * LENGTH}
 """Images, or tokens, of a step."""
+COPY = "manual: a copy in memory"
+"""The row of the least that an asynchronous save takes."""
 WARM = 2
 """Steps that are not counted: the first ones allocate the states of the optimizer, and the workspace of the kernels."""
 
@@ -264,7 +266,10 @@ def saves(count: int) -> Iterator[dict[str, float]]:
         }  # fmt: skip
         for each in made.values():
             each.setup()
+        slots = [each for state in job.optimizer.state.values() for each in state.values()]
+        twins = [(torch.empty_like(each), each) for each in (*job.model.state_dict().values(), *slots)]
         calls: dict[str, Callable[[], Any]] = {
+            COPY: lambda: [twin.copy_(each) for twin, each in twins],
             "torch.save": lambda: torch.save({k: v.state_dict() for k, v in state.items()}, folder / "plain.pt"),
             "manual: torch.save, fsync, SHA-256, rename": lambda: save(
                 {k: v.state_dict() for k, v in state.items()}, folder

@@ -5,9 +5,10 @@ process they take turns: the bare loop, two libraries, the bare loop, the next t
 step to the mean of the bare loops before and after; the figure is the median of all rounds with its 95 % interval.
 The first step and the peak memory are measured in a fresh process for each library, and the saves in turns.
 
-    python benchmarks/models.py            # about 25 minutes; writes models.json and the section of performance.md
-    python benchmarks/models.py --quick    # less than three minutes; shows the tables only
-    python benchmarks/models.py --page     # writes the section of performance.md from models.json
+    python benchmarks/models.py                # about 25 minutes; writes models.json and the section of performance.md
+    python benchmarks/models.py --only first   # measures a part again: rounds, first, saves
+    python benchmarks/models.py --quick        # less than four minutes; shows the tables only
+    python benchmarks/models.py --page         # writes the section of performance.md from models.json
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from statistics import median
 from typing import Any
 
+from model_jobs import COPY
 from overhead import HERE, PAGE, SETTINGS, machine
 from tqdm import tqdm
 
@@ -53,6 +55,7 @@ def child(*arguments: Any, settings: dict[str, str] | None = None) -> Iterator[d
     """Yield the rows that a measurement in a fresh process gives."""
     read, write = os.pipe()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(settings or {})}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # Each process would compile what is not installed.
     command = [sys.executable, str(HERE / "model_jobs.py"), str(write), *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
         command, pass_fds=[write], stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=HERE.parent
@@ -76,34 +79,35 @@ def interval(values: list[float]) -> list[float]:
     return [round(each, 4) for each in (medians[50], median(values), medians[-51])]
 
 
-def measure(names: Sequence[str], steps: int, seconds: float, repeats: int, turns: int) -> dict[str, Any]:
-    """Measure everything, the rounds for so many seconds."""
-    found: dict[str, Any] = {"machine": machine(), "load": round(os.getloadavg()[0], 1), "rounds": {}, "first": {}}
-    with tqdm(total=len(TITLES) + repeats + 1, dynamic_ncols=True) as bar:
-        for kind in TITLES:
-            bar.set_postfix_str(TITLES[kind])
-            rows, until = [], time.monotonic() + seconds * SHARES[kind]
-            with closing(
-                child(kind, 999, steps + 4 * kind.endswith("eval"), ",".join(names), settings=SETTINGS)
-            ) as turn:
-                for row in turn:
-                    rows.append(row)
-                    if time.monotonic() > until and len(rows) >= 2:
-                        break
-            found["rounds"][kind] = summary(rows)
-            bar.update()
-        starts: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for _ in range(repeats):
-            bar.set_postfix_str("first steps")
-            for name in names:
-                starts[name] += child("first", name, "gpt", time.monotonic())
-            bar.update()
-        for name, rows in starts.items():
-            found["first"][name] = {key: spread([row[key] for row in rows]) for key in rows[0]}
-        saves = list(child("save", turns))
-        found["saves"] = {key: spread([row[key] for row in saves]) for key in saves[0]}
-        bar.update()
-    return {**found, "steps": steps, "repeats": repeats, "turns": turns}
+def rounds(names: Sequence[str], steps: int, seconds: float) -> dict[str, Any]:
+    """Train and evaluate in turns for so many seconds, at least two rounds of each kind."""
+    found = {}
+    for kind in tqdm(TITLES, desc="rounds", dynamic_ncols=True):
+        rows, until = [], time.monotonic() + seconds * SHARES[kind]
+        length = steps + 4 * kind.endswith("eval")
+        with closing(child(kind, 999, length, ",".join(names), settings=SETTINGS)) as turn:
+            for row in turn:
+                rows.append(row)
+                if time.monotonic() > until and len(rows) >= 2:
+                    break
+        found[kind] = summary(rows)
+    return found
+
+
+def first_steps(names: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Measure the first step and the peak memory, each in a fresh process, the libraries in turns."""
+    starts: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in tqdm(range(-1, repeats), desc="first steps", dynamic_ncols=True):
+        for name in names:
+            starts[name] += child("first", name, "gpt", time.monotonic())
+    # The first turn is not counted: Python compiles modules there, and the disk reads them.
+    return {name: {key: spread([row[key] for row in rows[1:]]) for key in rows[0]} for name, rows in starts.items()}
+
+
+def saves(turns: int) -> dict[str, Any]:
+    """Measure the saves in turns, in one process."""
+    rows = [*tqdm(child("save", turns), desc="saves", total=turns, dynamic_ncols=True)]
+    return {key: spread([row[key] for row in rows]) for key in rows[0]}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -185,7 +189,7 @@ def columns(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, list[fl
         rows = {name: [each / unit for each in row[key]] for name, row in found["first"].items()}
         what = "peak memory" if key == "peak" else "first step"
         yield f"{what}, {title}", WHY["peak" if key == "peak" else "first"], rows
-    saves = {name: row for name, row in found["saves"].items() if "async" not in name}
+    saves = {name: row for name, row in found["saves"].items() if "async" not in name and name != COPY}
     saves[OURS] = saves.pop("zae, safetensors")
     yield "a save, seconds", WHY["save"], saves
 
@@ -210,12 +214,13 @@ def section(found: dict[str, Any]) -> str:
     """Return the section of the page."""
     counts = ", ".join(f"{TITLES[kind]} {found['rounds'][kind]['count']}" for kind in TITLES)
     ahead = verdicts(found)
-    stall = found["saves"]["zae, safetensors, async"][1] / found["saves"]["torch.save"][1]
-    loaded = f" Other programs were running (load {found['load']}), which widens the intervals." * (found["load"] > 1)
+    stall, copy = (
+        found["saves"][key][1] / found["saves"]["torch.save"][1] for key in ("zae, safetensors, async", COPY)
+    )
     parts = [
         "## Models of ten million parameters",
         f"`python benchmarks/models.py` measures this section and writes it. Measured on {found['machine']}; one "
-        f"thread.{loaded} {__doc__.split(chr(10) * 2)[1].replace(chr(10), ' ')}",
+        f"thread. {__doc__.split(chr(10) * 2)[1].replace(chr(10), ' ')}",
         "- ViT: 10.7 million parameters, 4 images of 32 x 32 in a step, patches of 4 x 4. GPT: 13.8 million, 256 "
         "tokens in a step, in rows without padding. Both have 6 blocks of width 384, and `AdamW(fused=True)`.\n"
         "- The time of a step is that from the start of one forward to the start of the next, from the third step of a "
@@ -232,7 +237,7 @@ def section(found: dict[str, Any]) -> str:
         "\n".join(evaluation(found)),
         f"How long training waits for a save of the GPT with the state of its optimizer, 166 MB ({found['turns']} "
         f"turns, on the disk of the working folder). The stall of an asynchronous save is {stall:.2f} of `torch.save`: "
-        "it is the copy of weights and state in memory, after which training continues.",
+        f"it copies weights and state in memory, which alone takes {copy:.2f}, and training continues.",
         "\n".join(saving(found)),
         "zae is not first in these columns, beyond the intervals of both. Columns in which the interval of zae "
         "overlaps that of the bare loop are left out.\n\n" + "\n".join(ahead) if ahead else
@@ -249,8 +254,11 @@ def write_page(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less than three minutes; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="less than four minutes; writes nothing")
     parser.add_argument("--page", action="store_true", help="measure nothing; write the page from models.json")
+    parser.add_argument(
+        "--only", nargs="+", choices=("rounds", "first", "saves"), help="measure these; keep the others of models.json"
+    )
     parser.add_argument("--minutes", type=float, default=25.0, help="for the whole (25)")
     parser.add_argument(
         "--steps", type=int, default=9, help="steps of one turn of training (9), on a slow machine less"
@@ -259,10 +267,19 @@ def main() -> None:
     if arguments.page:
         write_page(json.loads(FILE.read_text()))
         return
-    # The fresh processes and the saves take some four minutes.
-    steps = 5 if arguments.quick else arguments.steps
-    seconds = (arguments.minutes - 5.5) * 60
-    found = measure(QUICK, steps, 0.0, 1, 2) if arguments.quick else measure([*NAMES], steps, seconds, 3, 7)
+    names = QUICK if arguments.quick else [*NAMES]
+    steps, repeats, turns = (5, 1, 2) if arguments.quick else (arguments.steps, 5, 9)
+    # The fresh processes and the saves take some six minutes.
+    seconds = 0.0 if arguments.quick else (arguments.minutes - 7) * 60
+    found = json.loads(FILE.read_text()) if arguments.only else {}
+    found |= {"machine": machine(), "steps": steps, "repeats": repeats, "turns": turns}
+    parts: dict[str, Callable[[], Any]] = {
+        "rounds": lambda: rounds(names, steps, seconds),
+        "first": lambda: first_steps(names, repeats),
+        "saves": lambda: saves(turns),
+    }
+    for part in arguments.only or parts:
+        found[part] = parts[part]()
     sys.stdout.write(section(found) + "\n")
     if not arguments.quick:
         FILE.write_text(json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import json
 import sys
 import tracemalloc
 from collections import Counter
@@ -179,3 +181,28 @@ def test_a_step_keeps_at_most_fifty_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert (held[1] - held[0]) / 4000 <= 50
+
+
+# ------------------------------------------------------------------------------------------ the page of performance
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/models.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("models")
+
+
+def test_the_section_of_models_is_what_was_measured(models: Any) -> None:
+    """The page shows models.json, and names each column in which zae is not first."""
+    found = json.loads(models.FILE.read_text())
+    assert models.section(found) in models.PAGE.read_text()
+    slower = {**found, "saves": {**found["saves"], "zae, safetensors": [9.0, 9.1, 9.2]}}
+    assert any(line.startswith("- a save, seconds: torch.save") for line in models.verdicts(slower))
+
+
+def test_a_figure_is_a_median_with_its_interval(models: Any) -> None:
+    rows = [{"bare": {"wall": 1.0, "cpu": 1.0, "wall_ratio": ratio, "cpu_ratio": ratio, "same": ratio < 1.2}}
+            for ratio in (1.0, 1.1, 1.2)]  # fmt: skip
+    assert models.summary(rows)["bare"]["wall_ratio"] == [1.0, 1.1, 1.2]
+    assert not models.summary(rows)["bare"]["same"]
