@@ -325,6 +325,7 @@ class FSDPAddon(DistributedAddon):
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of parameters outside of the model."""
         if self._world > 1:
+            shards.check_used(self._held, self.progress_checker.step, self.gather_data)
             self._average_outside()
         super().normalize(num_targets)
 
