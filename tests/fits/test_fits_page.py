@@ -23,13 +23,18 @@ def test_the_page_of_fits_is_that_of_the_tests():
     assert fits_page.PAGE.read_text(encoding="utf-8") == fits_page.page(), "run python tests/kit/fits_page.py"
 
 
+OF_S3 = ["flask", "flask-cors", "moto[s3]", "s3fs"]
+"""What tests/saving/test_s3.py needs of the extra: the client, and a local server."""
+
+
 def test_the_extra_has_what_the_marked_tests_need():
     """A test with a marker needs a library of the extra with its name, and each library there has a test."""
     setup = configparser.ConfigParser()
     setup.read(fits_page.ROOT / "setup.cfg")
     for extra in ("fits", "vision"):
         needed = [fit.library for fit in fits_page.read_fits() if fit.extra == extra]
-        assert needed == setup["options.extras_require"][extra].split()
+        others = OF_S3 if extra == "fits" else []
+        assert [*needed, *others] == setup["options.extras_require"][extra].split()
 
 
 @pytest.mark.fits
