@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import signal
 import time
@@ -103,6 +104,13 @@ def test_a_store_fails_once_at_each_operation(tmp_path: Path, whole: Any, error:
         assert checkpoints_in(store) == ["step-00000006"]
     assert ("raise", True, True) in seen
     assert set(seen) <= {("raise", True, True), ("warn", True, True)}
+
+
+def test_a_client_that_draws_random_numbers_takes_none_of_training(tmp_path: Path, whole: Any) -> None:
+    """botocore waits for a random time before it tries again."""
+    with planned(lambda *_: random.random()):
+        made = train(f"faulty://{tmp_path / 'store'}", tmp_path / "local", 6)
+    assert everything(made) == whole
 
 
 def test_what_failed_to_be_uploaded_takes_no_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,10 @@ import errno
 import hashlib
 import logging
 import os
+import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -290,7 +292,8 @@ class FsspecCheckpointer(Checkpointer):
                 with contextlib.suppress(FileNotFoundError):
                     self.files.rm_file(f"{self.root}/{folder}/{file}")
         self._strays.discard((name, number))
-        with contextlib.suppress(Exception):  # It is not empty, or the store has no folders.
+        # It may not be empty, and a store may have no folders.
+        with contextlib.suppress(CheckpointError), self.reaching(f"{folder} was not removed"):
             self.files.rmdir(f"{self.root}/{folder}")
 
     def _verify(self, place: str, manifest: Manifest, text: bytes) -> None:
@@ -334,7 +337,10 @@ class FsspecCheckpointer(Checkpointer):
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Name the URL in an error of the file system.
+        """Name the URL in an error of the file system, and take no numbers from the random stream of training.
+
+        A client waits for a random time before it tries again. In the thread of ``save_async=True`` the stream is not
+        put back, because training may draw from it meanwhile.
 
         Parameters
         ----------
@@ -346,6 +352,7 @@ class FsspecCheckpointer(Checkpointer):
         CheckpointError
             With the ``errno`` of the system, as for a disk.
         """
+        stream = random.getstate()
         try:
             yield
         except CheckpointError:
@@ -354,6 +361,9 @@ class FsspecCheckpointer(Checkpointer):
             raised = CheckpointError(f"{self.url}: {what}: {type(error).__name__}: {error}")
             raised.errno = getattr(error, "errno", None) or errno.EIO
             raise raised from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                random.setstate(stream)
 
 
 class _RemoteWeights(WeightFolder):
