@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count
-from zae.common.model_weights import named_parameters
 from zae.common.optimizer_modes import NOTHING
 from zae.common.torch_private import is_compiled_by_hand
 from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError, NonFiniteError
+from zae.loop.nonfinite import watching
 from zae.loop.step_output import StepOutput, loss_numbers
 
 if TYPE_CHECKING:
@@ -175,18 +174,9 @@ class _Found:
         self._outputs: dict[str, str] = {}
         self.gradient = ""
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Look at what the modules return, and at the gradients of the parameters."""
-        model = self._model
-        hooks = [each.register_forward_hook(partial(self._look, name)) for name, each in model.named_modules()]
-        hooks += [p.register_post_accumulate_grad_hook(partial(self._look_at_gradient, name))
-                  for name, p in named_parameters(model).items() if p.requires_grad and p.is_leaf]  # fmt: skip
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return watching(self._model, self._look, self._look_at_gradient)
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Note the first NaN and the first infinity; inner modules return before those around them."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zae.common.model_weights import named_parameters
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker
     from zae.loop.step_output import StepOutput
 
-__all__ = ["LATEST", "NonFiniteGuard", "bad_parameters"]
+__all__ = ["LATEST", "NonFiniteGuard", "bad_parameters", "watching"]
 
 _log = logging.getLogger("zae")
 _POLICIES = ("raise", "skip", "warn")
@@ -171,6 +174,21 @@ _NO_TARGETS = (
     "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
     "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
 )
+
+
+@contextmanager
+def watching(
+    model: nn.Module, at_output: Callable[..., None], at_gradient: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``at_output(name, module, inputs, output)`` after each module, and ``at_gradient(name, parameter)``."""
+    hooks = [each.register_forward_hook(partial(at_output, name)) for name, each in model.named_modules()]
+    hooks += [p.register_post_accumulate_grad_hook(partial(at_gradient, name))
+              for name, p in named_parameters(model).items() if p.requires_grad and p.is_leaf]  # fmt: skip
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:

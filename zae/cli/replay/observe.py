@@ -7,7 +7,7 @@ import contextlib
 import math
 import pdb
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from zae.addon import AddOnBase
 from zae.common.model_weights import named_parameters
 from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError
+from zae.loop.nonfinite import watching
 from zae.loop.step_output import StepOutput, loss_numbers
 
 __all__ = ["Replay", "ReplayAddon"]
@@ -94,7 +95,8 @@ class ReplayAddon(AddOnBase):
         row |= {"batch": progress.epoch_batch + 1, "outputs": {}, "gradients": {}, "module": None, "gradient": None}
         # Compiled code would be compiled again for the hooks, and might compute other bits.
         is_compiled = getattr(self, "compile_report", {}).get("kept", "eager") != "eager"
-        with contextlib.nullcontext() if is_compiled else _watching(self.unwrap(), row):
+        look, look_at_gradient = partial(_note_output, row), partial(_note_gradient, row)
+        with contextlib.nullcontext() if is_compiled else watching(self.unwrap(), look, look_at_gradient):
             outputs = super().gradients(batch)
         row["losses"] = [loss_numbers(values["loss"]) for values, _ in outputs]
         self._row = row
@@ -150,19 +152,6 @@ class ReplayAddon(AddOnBase):
 def _stop(trainer: ReplayAddon, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:
     pdb.Pdb(nosigint=True).set_trace()
     return  # The debugger stops here, where the arguments are local variables.
-
-
-@contextlib.contextmanager
-def _watching(model: nn.Module, row: dict[str, Any]) -> Iterator[None]:
-    """Note in a row what the modules return, and the first gradient that is not finite."""
-    hooks = [module.register_forward_hook(partial(_note_output, row, name)) for name, module in model.named_modules()]
-    hooks += [p.register_post_accumulate_grad_hook(partial(_note_gradient, row, name))
-              for name, p in named_parameters(model).items() if p.requires_grad and p.is_leaf]  # fmt: skip
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _note_output(row: dict[str, Any], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
