@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import optuna
 import pytest
 import transformers
 
@@ -31,11 +33,12 @@ def test_the_snippet(tmp_path, monkeypatch):
         eval_dataset=eval_dataset,
         device="cpu",
         log_bar=False,
+        compute_metrics=confidence,
         **training_args,
     )
 
     best_trial = trainer.hyperparameter_search(
-        direction="minimize",
+        direction="maximize",
         backend="optuna",
         n_trials=3,
         hp_space=lambda trial: {
@@ -47,7 +50,7 @@ def test_the_snippet(tmp_path, monkeypatch):
     assert isinstance(best_trial, BestRun)
     assert best_trial.hyperparameters.keys() == {"learning_rate", "per_device_train_batch_size", "num_train_epochs"}
     trials = best_trial.run_summary.trials
-    assert best_trial.objective == min(each.value for each in trials) == trials[int(best_trial.run_id)].value
+    assert best_trial.objective == max(each.value for each in trials) == trials[int(best_trial.run_id)].value
     for each in trials:
         assert len(each.reports) == each.params["num_train_epochs"]
         assert each.value == [*each.reports.values()][-1]
@@ -90,6 +93,72 @@ def test_the_defaults_are_those_of_transformers():
                     {"eval_loss": 2.0, "eval_runtime": 3.0, "eval_steps_per_second": 4.0}):  # fmt: skip
         assert default_compute_objective(metrics) == transformers.trainer_utils.default_compute_objective(metrics)
     assert BestRun._fields == transformers.trainer_utils.BestRun._fields
+
+
+def confidence(prediction: Any) -> dict[str, float]:
+    """A metric of compute_metrics; "epoch" is one of the user's own, which Transformers adds up as ``eval_epoch``."""
+    return {"confidence": float(prediction.predictions.max()), "epoch": 0.25}
+
+
+def rate(trial: Any) -> dict[str, Any]:
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)}
+
+
+def rate_and_epochs(trial: Any) -> dict[str, Any]:
+    return {**rate(trial), "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("space", "direction", "options"),
+    [
+        (rate, "minimize", {}),
+        (rate_and_epochs, "maximize", {"compute_metrics": confidence}),
+        (rate_and_epochs, "minimize", {"eval_strategy": "epoch"}),
+        (rate, "maximize", {"eval_strategy": "steps", "eval_steps": 3, "compute_metrics": confidence}),
+        (rate, "minimize", {"sets": ("near", "far"), "compute_metrics": confidence}),
+        (rate_and_epochs, "maximize", {"sets": ("near", "far"), "eval_strategy": "epoch"}),
+    ],
+)
+def test_the_scores_are_those_of_transformers(tmp_path, monkeypatch, space, direction, options):
+    """With the same draws: the score of each trial, the best one, and the names that ``compute_objective`` gets."""
+    monkeypatch.chdir(tmp_path)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    given = dict(options)
+    data, others = hf.dataset("sequence", 16), hf.dataset("sequence", 22)
+    sets = dict(zip(given.pop("sets", ()), (data, others)))
+    metrics = {"compute_metrics": given.pop("compute_metrics", None)}
+    common = {"seed": 0, "num_train_epochs": 2.0, "per_device_train_batch_size": 8, **given}
+    names = dict[str, set[str]]()
+
+    def best_of(trainer: Any, whose: str, **more: Any) -> Any:
+        scores = list[float]()
+
+        def objective(found: dict[str, float]) -> float:
+            names[whose] = {name for name in found if not name.endswith(("_runtime", "_per_second"))}
+            scores.append(transformers.trainer_utils.default_compute_objective(found))
+            return scores[-1]
+
+        search = partial(trainer.hyperparameter_search, space, n_trials=3, direction=direction, **more)
+        found = search(sampler=optuna.samplers.RandomSampler(seed=0))
+        again = search(objective, sampler=optuna.samplers.RandomSampler(seed=0))
+        assert again.objective == found.objective, "the default objective is that of Transformers"
+        assert again.objective in scores
+        return found
+
+    arguments = hf.arguments(tmp_path / "theirs", **common)
+    theirs = transformers.Trainer(
+        args=arguments, model_init=model_init, train_dataset=data, eval_dataset=sets or data, **metrics
+    )
+    ours = Trainer.add_on(HuggingFaceAddon)(
+        model_init=model_init, device="cpu", log_bar=False, train_dataset=data, eval_dataset=sets or data,
+        **metrics, **common,
+    )  # fmt: skip
+    expected = best_of(theirs, "theirs", backend="optuna")
+    found = best_of(ours, "ours")
+    assert found.run_id == expected.run_id
+    assert found.objective == pytest.approx(expected.objective, rel=1e-5)
+    assert found.hyperparameters == pytest.approx(expected.hyperparameters)
+    assert names["ours"] == names["theirs"]
 
 
 def test_several_directions_give_a_front(tmp_path):

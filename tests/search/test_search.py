@@ -342,6 +342,16 @@ def test_scores(tmp_path):
     found = search(make, None, 2, run=lambda trainer: 3, folder=tmp_path / "b")
     assert found.best_value == 3
     assert [*found.best_params] == ["lr"]
+    evaluated = list[float]()
+
+    def train_and_evaluate(trainer: Any) -> dict[str, float]:
+        trainer.run(1, batches())
+        metrics = trainer.evaluate([each * 2 for each in batches()])
+        evaluated.append(metrics["loss"])
+        return metrics
+
+    found = search(make, None, 2, run=train_and_evaluate, folder=tmp_path / "d")
+    assert [each.value for each in found.trials] == evaluated, "the score is not that of training"
 
     def space(trial: Any) -> dict[str, Any]:
         assert isinstance(trial, optuna.Trial)

@@ -66,7 +66,8 @@ def search(
     pruner : optuna.pruners.BasePruner, optional
         Ends trials whose validations are worse than those of others. None prunes nothing.
     run : callable
-        Trains: ``run(trainer)`` or ``run(trainer, trial)``. It may return the score, or one for each direction.
+        Trains: ``run(trainer)`` or ``run(trainer, trial)``. It may return the score, or one for each direction, or the
+        metrics of an evaluation, which are then scored.
     folder : str or Path
         Where the study, the page ``search.html`` and a folder for each trial are written.
     objective : callable, optional

@@ -67,23 +67,55 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
     }
 
 
-def default_compute_objective(metrics: Mapping[str, float]) -> float:
+def default_compute_objective(metrics: Mapping[str, float]) -> float | None:
     """Return the loss where there is no other metric, else the sum of all others, as Transformers does."""
     left_out = ("epoch", "eval_loss")
     others = [value for name, value in metrics.items()
               if name not in left_out and not name.endswith(("_runtime", "_per_second"))]  # fmt: skip
-    return sum(others) if others else metrics["eval_loss"]
+    return sum(others) if others else metrics.get("eval_loss")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LastScore:
-    """The objective of a search, of metrics whose names begin with ``eval_``."""
+    """The objective of a search, of metrics with the names that Transformers gives them.
+
+    Attributes
+    ----------
+    compute_objective : callable or None
+        What the user gave; None is the default of Transformers.
+    trainer : Trainer or None
+        The trainer of the trial that trains now, which knows the epoch and the names of its evaluation sets.
+    """
 
     compute_objective: Callable[[Any], Any] | None
+    trainer: Any = None
 
     def __call__(self, metrics: Mapping[str, float]) -> Any:
-        named = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
-        return (self.compute_objective or default_compute_objective)(named)
+        return (self.compute_objective or default_compute_objective)(self._named(metrics))
+
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation as ``transformers.Trainer.evaluate`` does."""
+        if any(name.startswith("eval_") for name in [*metrics]):  # What ``HuggingFaceAddon.evaluate`` returned.
+            return dict(metrics)
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        if self.trainer is None:
+            return named
+        sets = getattr(self.trainer, "eval_dataset", None)
+        if isinstance(sets, Mapping):  # Transformers has those of each set alone: "a/loss" is "eval_a_loss".
+            of_sets = [(f"eval_{each}/", f"eval_{each}_") for each in sets]
+            named = {
+                name.replace(old, new, 1): value
+                for name, value in named.items()
+                for old, new in of_sets
+                if name.startswith(old)
+            }
+        return {**named, "epoch": _epochs_of(self.trainer)}
+
+
+def _epochs_of(trainer: Any) -> float:
+    """Return the epochs that were trained, with the part of the open one."""
+    progress, in_epoch = trainer.progress_checker, trainer.current_run.in_epoch
+    return float(progress.epoch + progress.epoch_step / (in_epoch or progress.epoch_step or 1))
 
 
 @dataclass(frozen=True)
@@ -94,9 +126,15 @@ class RunAndScore:
     objective: LastScore
 
     def __call__(self, trainer: Any, trial: Trial) -> Any:
-        found = self.run(trainer)
-        metrics = trainer.history.test_metrics or found
-        return None if trial.is_pruned else self.objective(metrics) if isinstance(metrics, Mapping) else found
+        self.objective.trainer = trainer
+        try:
+            found = self.run(trainer)
+            if trial.is_pruned:
+                return None
+            metrics = trainer.history.test_metrics or found
+            return self.objective(metrics) if isinstance(metrics, Mapping) else found
+        finally:
+            self.objective.trainer = None  # It is freed before the next trial.
 
 
 @dataclass(frozen=True)

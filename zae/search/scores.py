@@ -9,7 +9,7 @@ from typing import Any
 
 from zae.common.argument_checks import describe_value
 from zae.errors import ConfigError
-from zae.loop.history import History, Metrics, split_prefix
+from zae.loop.history import History, Metrics, MetricsDict, split_prefix
 
 __all__ = ["Score"]
 
@@ -37,10 +37,14 @@ class Score:
     def of_run(self, result: Any, history: History) -> list[float]:
         """Return the scores of a trial that has ended: what ``run`` returned, if that is numbers, else the best.
 
-        With several directions it is the last score, because there is not one best.
+        A dict that ``run`` returned has the metrics of an evaluation, which are scored; what `Trainer.run` returned is
+        the history. With several directions it is the last score, because there is not one best.
         """
         if isinstance(result, (int, float)) or (isinstance(result, (list, tuple)) and result):
             return self._checked(result)
+        if isinstance(result, Mapping) and not isinstance(result, MetricsDict):
+            score = history.score_of if self.objective is None else self.objective
+            return self._checked(score(Metrics(result)))
         if self.objective is None and len(self.directions) == 1:
             has_rows = history.train or history.valid
             return self._checked(history.best["score"] if history.best else math.nan if has_rows else None)
