@@ -9,7 +9,6 @@ import pytest
 from kit import gallery_page
 from kit.gallery import CPU_SECONDS, EXAMPLES, check, run
 from kit.gallery_list import GALLERY
-from kit.house import Source
 
 QUICK = ("imbalance",)  # One of the fastest is in every run of the tests.
 
@@ -73,8 +72,6 @@ def test_the_floors_can_be_missed():
         assert not each.passes({**dict.fromkeys(numbers, 0.5), "ridge": 0.6}), each.name
 
 
-def test_the_scripts_are_short_and_each_is_in_the_gallery():
-    """At most 60 lines of code, as they are counted in zae itself: not blank, a comment or a docstring."""
+def test_each_script_is_in_the_gallery():
     paths = [each.path for each in GALLERY]
     assert {path for path in paths if path.parent.name == "gallery"} == set((EXAMPLES / "gallery").glob("*.py"))
-    assert [path.name for path in paths if Source(path).code_lines > 60] == []

@@ -1,14 +1,11 @@
-"""What a step costs, in counts that no noise moves: Python calls, live tensors, bytes that stay (P-33, P-54)."""
+"""What a step keeps, in counts that no noise moves: live tensors, and bytes that stay."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import json
-import sys
 import tracemalloc
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +41,16 @@ class Task(Trainer):
 
 
 class Batches:
-    """So many batches, which are one; `reached` is called before each of them is given."""
+    """So many batches, which are one."""
 
-    def __init__(self, count: int, reached: Callable[[int], None] = lambda index: None) -> None:
-        self.count, self.reached, self.batch = count, reached, (torch.ones(4, 2), torch.ones(4))
+    def __init__(self, count: int) -> None:
+        self.count, self.batch = count, (torch.ones(4, 2), torch.ones(4))
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Any:
-        for index in range(self.count):
-            self.reached(index)
+        for _ in range(self.count):
             yield self.batch
 
 
@@ -71,75 +67,6 @@ def idle(folder: Path) -> dict[str, Any]:
         "save_path": folder / "save", "save_every": never, "log_every": never, "jsonl_path": folder / "log.jsonl",
         "log_dir": folder / "board",
     }  # fmt: skip
-
-
-def calls_per_step(trainer: Any, first: int = 10, last: int = 110) -> float:
-    """How many functions of zae a step calls, from the batch `first` of an epoch to the batch `last`.
-
-    What a run calls before and after is left out: it is more in the first run of a process, and grows with the history.
-    The collector waits, since it may close generators of zae that earlier tests have left.
-    """
-    found = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal found
-        found += event == "call" and frame.f_code.co_filename.startswith((str(ROOT / "zae"), str(ROOT / "addons")))
-
-    def reached(index: int) -> None:
-        if index == first:
-            gc.disable()
-            sys.setprofile(note)
-        elif index == last:
-            sys.setprofile(None)
-            gc.enable()
-
-    try:
-        trainer.run(1, Batches(last + 1, reached))
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return found / (last - first)
-
-
-@pytest.mark.covers("P-54")
-def test_a_step_without_add_ons_is_few_calls() -> None:
-    """A seam that nobody overrides is one call, and entering a context that nobody needs is none."""
-    assert calls_per_step(build(Task)) <= 34
-
-
-@pytest.mark.covers("P-54")
-def test_eight_idle_add_ons_are_few_calls_more(tmp_path: Path) -> None:
-    assert calls_per_step(build(Task.add_on(*EIGHT), **idle(tmp_path))) <= 42
-
-
-@pytest.mark.covers("P-54")
-def test_no_context_is_entered_that_does_nothing(tmp_path: Path) -> None:
-    """A generator that only yields is the dearest way of doing nothing."""
-    import contextlib
-
-    entered: list[str] = []
-    original = contextlib._GeneratorContextManager.__enter__
-
-    def note(self: Any) -> Any:
-        entered.append(self.gen.__qualname__)
-        return original(self)
-
-    trainer = build(Task.add_on(*EIGHT), **idle(tmp_path))
-    trainer.run(1, Batches(3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contextlib._GeneratorContextManager, "__enter__", note)
-        trainer.run(1, Batches(40))
-    assert [name for name, times in Counter(entered).items() if times >= 40] == []
-
-
-@pytest.mark.covers("P-54")
-def test_what_a_step_costs_does_not_depend_on_the_epoch_or_on_the_steps_so_far() -> None:
-    trainer = build(Task)
-    trainer.run(1, Batches(1))  # What is looked at once, before the first step of all, is not a cost of a step.
-    fresh = calls_per_step(trainer)
-    trainer.run(1, Batches(1000))
-    assert calls_per_step(trainer) == fresh
-    assert calls_per_step(trainer, 800, 900) == fresh
 
 
 @pytest.mark.covers("P-33")

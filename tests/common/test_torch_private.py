@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from kit import house, other_torch
+from kit import other_torch, source_names
 from zae.common import torch_private
 
 # Names in C that torch itself reads, of the compiler, or of a wrapper: without one of them, a run is the same.
@@ -33,7 +33,7 @@ ELSEWHERE = {
 }
 
 
-SOURCE = house.ROOT / "zae" / "common" / "torch_private.py"
+SOURCE = source_names.ROOT / "zae" / "common" / "torch_private.py"
 OWNERS = {"_C", "_autograd"}
 
 
@@ -42,7 +42,7 @@ def names_read():
     tree = ast.parse(SOURCE.read_text())
     texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | {t for t in texts if t.isidentifier()}
-    return {name for name in read - OWNERS if house.is_private(name)}
+    return {name for name in read - OWNERS if source_names.is_private(name)}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def expected():
 
 def test_the_weights_are_the_same_without_the_names():
     """A later torch may have none of them; a name that it lacks cannot stop `import zae` either."""
-    kit = house.ROOT / "tests"
+    kit = source_names.ROOT / "tests"
     command = [sys.executable, str(kit / "kit" / "other_torch.py")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(kit), str(house.ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(kit), str(source_names.ROOT)])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
@@ -77,9 +77,9 @@ def test_the_weights_are_the_same_without_one_name(name, expected, monkeypatch):
 
 def test_only_one_module_reads_private_names():
     """Of torch and Python; those of DeepSpeed and of Accelerate are read in one module each."""
-    sources = house.read_sources()
-    own = house.own_private_names(sources)
-    found = {each.name for each in sources if house.foreign_private_names(each, own)[0]}
+    sources = source_names.read_sources()
+    own = source_names.own_private_names(sources)
+    found = {each.name for each in sources if source_names.foreign_private_names(each, own)[0]}
     libraries = {"zae.interop.accelerate.accelerator", "zae.interop.deepspeed.zero"}
     assert found == {"zae.common.torch_private"} | libraries
 
@@ -88,9 +88,9 @@ def test_a_name_of_torch_is_found_that_is_spelled_like_one_of_ours():
     tree = ast.parse(
         "import torch\nfrom torch import nn\n\ndef f(x):\n    return torch.cuda._own, nn.Module._own, x._own\n"
     )
-    source = house.Source(SOURCE)
+    source = source_names.Source(SOURCE)
     source.tree = tree
-    assert house.foreign_private_names(source, {"_own"}) == (2, 0)
+    assert source_names.foreign_private_names(source, {"_own"}) == (2, 0)
 
 
 def test_every_name_is_taken_away():

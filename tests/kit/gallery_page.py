@@ -217,7 +217,7 @@ def page(example: Example, result: dict[str, Any]) -> str:
 
 INTRODUCTION = """# Gallery
 
-Each example is one script of at most 60 lines, on real data that comes with a package: none of them needs a network. It
+Each example is one short script, on real data that comes with a package: none of them needs a network. It
 was run as its page shows it, and a test runs it again, in an empty folder where Python may connect to this machine
 alone: it has to reach its floor on data that nothing was trained on or chosen by, within 60 s of processor time, and to
 leave only the files that it names. Where the floor is another method, the script computes it from the same data.
