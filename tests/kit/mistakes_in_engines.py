@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import zae
 from kit.mistakes import Task, loader, mistake, trainer_of
 from zae.addons import (
     AccelerateAddon,
@@ -33,87 +34,139 @@ def accelerate(*add_ons, device="cpu", **arguments):
 # ------------------------------------------------------------------------------------------------------- DeepSpeed
 
 
-@mistake
+@mistake(zae.ConfigError, "zero_stage=4; the stages are 0, 1, 2 and 3", "write one of them")
 def stage_that_deepspeed_does_not_have():
     deepspeed(zero_stage=4)
 
 
-@mistake
+@mistake(
+    zae.AddOnConflict,
+    "DeepSpeedAddon and AMPAddon do not go together: DeepSpeed computes in the",
+    "leave AMPAddon out, and write deepspeed_bf16=True",
+)
 def autocast_beside_deepspeed():
     deepspeed(None, AMPAddon)
 
 
-@mistake
+@mistake(zae.AddOnConflict, "DeepSpeedAddon and MultiGPUAddon both fill the slot 'parallel'", "keep one")
 def two_engines():
     Task.add_on(DeepSpeedAddon, MultiGPUAddon)
 
 
-@mistake
+@mistake(zae.ConfigError, "zero_optimization.stge is not used with DeepSpeedAddon", "did you mean 'stage'?")
 def misspelt_entry_of_deepspeed():
     deepspeed({"zero_optimization": {"stge": 2}})
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config='ds_config.json' cannot be read as a JSON file ([Errno 2]",
+    "give the path of a configuration, or a dict",
+)
 def configuration_that_does_not_exist():
     deepspeed("ds_config.json")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config has zero_optimization.stage=3, and the trainer",
+    "write 'auto' there, or leave the option out",
+)
 def two_stages():
     deepspeed({"zero_optimization": {"stage": 3}}, zero_stage=2)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config has gradient_clipping=1.0, and the trainer",
+    "write 'auto' there, or the same in both",
+)
 def two_clips():
     deepspeed({"gradient_clipping": 1.0}, gradient_clip=0.5).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config has train_micro_batch_size_per_gpu=16, and the trainer",
+    "write 'auto' there, or the same in both",
+)
 def two_batch_sizes():
     deepspeed({"train_micro_batch_size_per_gpu": 16}).wrap_loader(loader(), True)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config: fp16 is not used with DeepSpeedAddon",
+    "write 'bf16': {'enabled': true}, which needs no loss scale",
+)
 def float16_of_deepspeed():
     deepspeed({"fp16": {"enabled": True}})
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config: zero_optimization.offload_param is not used with",
+    "leave it out, or train with FSDPAddon, cpu_offload=True",
+)
 def offloading_of_deepspeed():
     deepspeed({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config: scheduler is not used with DeepSpeedAddon",
+    "give the trainer a scheduler: scheduler=zae.schedulers.cosine(warmup=...)",
+)
 def scheduler_of_deepspeed():
     deepspeed({"scheduler": {"type": "WarmupLR"}})
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_config: DeepSpeed would compile a kernel for",
+    "write 'torch_adam': true in optimizer.params for the optimizer of torch",
+)
 def optimizer_that_deepspeed_would_compile():
     deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, optimizer=None)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "DeepSpeed steps one optimizer, and the trainer has several",
+    "give one with several groups, or train with MultiGPUAddon",
+)
 def several_optimizers_with_deepspeed():
     deepspeed(optimizer=[torch.optim.SGD, torch.optim.SGD])
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "EMAAddon averages the weights that the model has, which are parts in stage",
+    "write zero_stage=2 without deepspeed_bf16, or train with FSDPAddon",
+)
 def average_in_stage_three():
     deepspeed(None, EMAAddon, zero_stage=3)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "deepspeed_bf16=True is the precision of several ranks, and one process",
+    "give a list of devices, or train it with AMPAddon, precision='bf16'",
+)
 def bfloat16_of_deepspeed_in_one_process():
     deepspeed(device="cpu", deepspeed_bf16=True)
 
 
-@mistake
+@mistake(zae.ConfigError, "zero_stage=0 has no float32 weights beside those in bfloat16", "write zero_stage=1")
 def bfloat16_in_stage_zero():
     deepspeed(zero_stage=0, deepspeed_bf16=True)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "weight, bias is float64, and DeepSpeed steps weights in float32",
+    "write model.float(), with deepspeed_bf16=True to compute in bfloat16, or train",
+)
 def float64_with_deepspeed():
     deepspeed(model=torch.nn.Linear(4, 2).double()).plan(1, loader())
 
@@ -121,44 +174,76 @@ def float64_with_deepspeed():
 # ------------------------------------------------------------------------------------------------------ Accelerate
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "accelerator_args has 'mixed_precison', which Accelerator does not take",
+    "did you mean 'mixed_precision'?",
+)
 def misspelt_argument_of_an_accelerator():
     accelerate(mixed_precison="bf16")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the Accelerator has gradient_accumulation_steps=4, and zae makes the",
+    "leave it out there, and in the configuration of accelerate launch, and write",
+)
 def accumulation_of_an_accelerator():
     accelerate(GradientAccumulationAddon, gradient_accumulation_steps=4)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the Accelerator has mixed_precision='fp16', and AccelerateAddon uses 'no'",
+    "write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon)",
+)
 def float16_of_an_accelerator():
     accelerate(mixed_precision="fp16")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the Accelerator has mixed_precision='bf16', and AMPAddon has a precision",
+    "write mixed_precision='no' there, or leave AMPAddon out",
+)
 def two_autocasts():
     accelerate(AMPAddon, mixed_precision="bf16")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the Accelerator has split_batches=True, and zae gives the ranks their",
+    "leave it out: batch_size of the loader is that of each rank: divide it by their",
+)
 def batches_that_an_accelerator_splits():
     accelerate(split_batches=True)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the Accelerator has a fsdp_plugin, which AccelerateAddon does not use",
+    "leave it out, also of the configuration of accelerate launch, and train with",
+)
 def sharding_of_an_accelerator():
     accelerate(fsdp_plugin="plugin")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "an Accelerator belongs to the process that has made it, and device is a",
+    "Write accelerator_args={...}, or start the script with torchrun or accelerate",
+)
 def accelerator_for_several_devices():
     from accelerate import Accelerator
 
     trainer_of(Task.add_on(AccelerateAddon), accelerator=Accelerator(cpu=True), **TWO)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the loader is a DataLoaderShard, which accelerator.prepare has made, and",
+    "give run the DataLoader itself",
+)
 def loader_that_accelerate_has_prepared():
     from accelerate import Accelerator
 
@@ -169,22 +254,38 @@ def loader_that_accelerate_has_prepared():
 # ------------------------------------------------------------------------------------------------------- sequences
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "context_inputs: the forward of Linear has no parameter 'tokens'",
+    "name one of its parameters: input",
+)
 def sequence_of_an_input_that_the_model_does_not_have():
     trainer_of(Task.add_on(ContextParallelAddon), context_inputs={"tokens": 1}, **TWO)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "context_attention='ring' is the context_parallel of torch, which has no",
+    "write context_attention='gather'",
+)
 def ring_on_a_cpu():
     trainer_of(Task.add_on(ContextParallelAddon), context_attention="ring", **TWO)
 
 
-@mistake
+@mistake(
+    zae.AddOnConflict,
+    "ContextParallelAddon and CompileAddon do not go together: compiled code",
+    "leave CompileAddon out",
+)
 def compiled_attention_over_ranks():
     Task.add_on(ContextParallelAddon, CompileAddon)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "mesh={} leaves 1 rank for each sequence",
+    "write mesh={'context': 2}, or leave ContextParallelAddon out",
+)
 def no_ranks_left_for_a_sequence():
     trainer_of(Task.add_on(MultiGPUAddon, ContextParallelAddon), **TWO).plan(1, loader())
 
@@ -217,81 +318,131 @@ def layers(kind=torch.nn.Sequential):
     return kind(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 
 
-@mistake
+@mistake(zae.ConfigError, "pipeline_schedule='1FB1' is not known; available: GPipe, 1F1B", "did you mean '1F1B'?")
 def misspelt_schedule():
     pipeline(pipeline_schedule="1FB1")
 
 
-@mistake
+@mistake(
+    zae.ConfigError, "split: Sequential has no module 'layers.4'; its modules are 0, 1, 2", "write one of these paths"
+)
 def stage_that_the_model_does_not_have():
     pipeline(split=["layers.4"]).plan(1, loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "split=['2', '1', '3'] is not in the order of the calls", "write split=['1', '2', '3']")
 def stages_in_the_wrong_order():
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     pipeline(model=model, split=["2", "1", "3"], pipeline_schedule="LoopedBFS").plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "split=4 on 2 ranks gives 2 stages to each rank, and the schedule 1F1B",
+    "write pipeline_schedule='Interleaved1F1B', or divide the model into 1 stage for",
+)
 def more_stages_than_the_schedule_computes():
     pipeline(split=4).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "Sequential has 3 modules with which a stage could begin (0, 1, 2), too few",
+    "use fewer ranks or stages_per_rank, or name deeper modules",
+)
 def more_stages_than_layers():
     pipeline(split=8, pipeline_schedule="Interleaved1F1B").plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "a batch of 8 samples cannot be divided into pipeline_microbatches=3",
+    "write batch_size=9 in the DataLoader, or another number of micro-batches",
+)
 def batch_that_the_micro_batches_do_not_divide():
     pipeline(pipeline_microbatches=3).wrap_loader(loader(), True)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "pipeline_schedule=1F1B with pipeline_microbatches=1: Number of",
+    "or write a multiple of the number of stages",
+)
 def too_few_micro_batches():
     pipeline(pipeline_microbatches=1).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "0.weight (stage 0) and 2.weight (stage 1) are one parameter, and a",
+    "give each its own, or train with FSDPAddon",
+)
 def tied_weights_in_two_stages():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
     pipeline(model=model, split=["1"]).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "1 is a batch normalization, whose statistics would be those of",
+    "use GroupNorm or LayerNorm, call eval() of it before run(), or train with",
+)
 def batch_normalization_in_micro_batches():
     pipeline(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))).plan(
         1, loader()
     )
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "split: the forward of Reads cannot be traced (mistakes_in_engines.py, line",
+    "give pipeline_example= what the model is called with",
+)
 def forward_that_looks_at_values():
     pipeline(model=layers(Reads), split=["1"]).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the forward of Keeps sets penalty, which no stage would do, because this",
+    "return it, or let a module of its own, within a stage, set it",
+)
 def forward_that_keeps_a_loss_on_the_model():
     pipeline(model=layers(Keeps), split=["1"]).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the model cannot be called with pipeline_example (RuntimeError: mat1 and",
+    "give what train_step calls it with: a tensor, a tuple of several, or a dict by",
+)
 def example_of_another_shape():
     pipeline(pipeline_example=torch.ones(2, 3)).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "mesh={'pipeline': 1, 'replicate': 2} leaves 1 rank for the stages",
+    "write mesh={'pipeline': 2}, or leave PipelineAddon out",
+)
 def one_rank_for_the_stages():
     pipeline(mesh={"replicate": 2, "pipeline": 1}).plan(1, loader())
 
 
-@mistake
+@mistake(
+    zae.AddOnConflict,
+    "PipelineAddon and PEFTAddon do not go together: it compares frozen",
+    "leave PipelineAddon out, and train adapters with FSDPAddon",
+)
 def adapters_in_a_pipeline():
     pipeline(PEFTAddon)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "a pipeline differentiates one loss by all parameters, and the trainer has",
+    "give one with several groups, or train with MultiGPUAddon",
+)
 def several_optimizers_in_a_pipeline():
     pipeline(optimizer=[torch.optim.SGD, torch.optim.SGD])

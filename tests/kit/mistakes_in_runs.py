@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
+import zae
 from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
 from zae import find_batch_size
 from zae.addons import (
@@ -30,32 +31,44 @@ from zae.metrics import Sum
 # ---------------------------------------------------------------------------------------------- arguments of run
 
 
-@mistake
+@mistake(zae.ConfigError, "max_time='2 hours'", "it must be a number of at least 0")
 def time_as_text():
     trainer_of().run(1, loader(), max_time="2 hours")
 
 
-@mistake
+@mistake(zae.OptionError, "unknown argument 'time_limit' for run()", "write run(1, loader, max_time=60)")
 def time_limit_by_a_common_name():
     trainer_of().run(1, loader(), time_limit=60)
 
 
-@mistake
+@mistake(zae.OptionError, "unknown argument 'limit_train_batches' for run()", "write run(1, loader, limit_batches=5)")
 def limit_of_training_by_the_name_of_lightning():
     trainer_of().run(1, loader(), limit_train_batches=5)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "limit_batches=5 and overfit_batches=2 both limit the training batches",
+    "write limit_batches=(None, 5) to limit those of the validation alone",
+)
 def limits_that_contradict():
     trainer_of().run(1, loader(), limit_batches=5, overfit_batches=2)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the first batches of a generator come once, so that limit_batches and",
+    "give a list, a DataLoader or a class with __iter__, or write",
+)
 def limit_of_a_generator():
     trainer_of().run(1, (batch for batch in loader()), limit_batches=2)
 
 
-@mistake
+@mistake(
+    zae.RehearsalError,
+    "1 of 3 rehearsed parts of this run would fail; correct them and",
+    "call run again (nothing was trained or changed)",
+)
 def validation_that_fails_in_the_rehearsal():
     def test_step(self, batch):
         raise KeyError("labels")
@@ -63,152 +76,206 @@ def validation_that_fails_in_the_rehearsal():
     trainer_of(type("Task", (Task,), {"test_step": test_step})).run(3, loader(), loader(), rehearse=True)
 
 
-@mistake
+@mistake(zae.ConfigError, "path='out.csv' has no suffix of a file of predictions", "write .npy, .safetensors or .pt")
 def predictions_to_a_table():
     trainer_of().predict(loader(), "out.csv")
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "predict_step returned no tensor with a row for each sample, only loss",
+    "write def predict_step(self, batch): return {'output': self.model(batch[0])}",
+)
 def predictions_of_a_test_step_without_rows():
     trainer_of().predict(loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "n_epoch=0", "it must be a whole number of at least 1")
 def no_epochs():
     trainer_of().run(0, loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "n_epoch=1.5", "it must be a whole number of at least 1")
 def half_an_epoch():
     trainer_of().run(1.5, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "n_epoch is None, so the run would not end",
+    "give a number of epochs, max_steps=... or max_time=...",
+)
 def no_end():
     trainer_of().run(None, loader())
 
 
-@mistake
+@mistake(zae.OptionError, "unknown argument 'epochs' for run()", "write run(3, loader)")
 def epochs_by_a_common_name():
     trainer_of().run(epochs=3, loader=loader())
 
 
-@mistake
+@mistake(zae.OptionError, "unknown argument 'max_epochs' for run()", "write run(3, loader)")
 def epochs_by_the_name_of_lightning():
     trainer_of().run(max_epochs=3, loader=loader())
 
 
-@mistake
+@mistake(zae.OptionError, "unknown argument 'val_loader' for run()", "write run(3, loader, valid_loader)")
 def valid_loader_by_a_common_name():
     trainer_of().run(3, loader(), val_loader=loader())
 
 
-@mistake
+@mistake(
+    zae.OptionError, "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(1, loader)"
+)
 def loader_without_epochs():
     trainer_of().run(loader())
 
 
-@mistake
+@mistake(
+    zae.OptionError,
+    "the first argument of run() is n_epoch, the number of epochs, and not a",
+    "write run(1, loader, valid_loader)",
+)
 def loaders_without_epochs():
     trainer_of().run(loader(), loader())
 
 
-@mistake
+@mistake(zae.OptionError, "run() needs 'loader'", "write run(3, loader)")
 def epochs_without_a_loader():
     trainer_of().run(3)
 
 
-@mistake
+@mistake(
+    zae.OptionError,
+    "run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got",
+    "write run(3, loader, valid_loader, max_steps=100)",
+)
 def steps_by_position():
     trainer_of().run(3, loader(), loader(), 100)
 
 
-@mistake
+@mistake(
+    zae.OptionError, "unknown argument 'seed' for run(): 'seed' is an option of the constructor", "write run(3, loader)"
+)
 def constructor_option_in_run():
     trainer_of().run(3, loader(), seed=1)
 
 
-@mistake
+@mistake(
+    zae.OptionError, "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(3, loader)"
+)
 def epochs_and_loader_swapped():
     trainer_of().run(loader(), 3)
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "loader is a dataset (TensorDataset)",
+    "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32)",
+)
 def dataset_instead_of_loader():
     trainer_of().run(1, dataset())
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "loader is a dataset (Stream)",
+    "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32), or with",
+)
 def iterable_dataset_instead_of_loader():
     trainer_of().run(1, Stream())
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "valid_loader is a dataset (TensorDataset)",
+    "give a DataLoader: torch.utils.data.DataLoader(valid_loader, batch_size=32)",
+)
 def dataset_instead_of_valid_loader():
     trainer_of().run(1, loader(), dataset())
 
 
-@mistake
+@mistake(zae.LoaderError, "loader is a Tensor, not batches", "give a DataLoader or a list of batches")
 def tensor_instead_of_loader():
     trainer_of().run(1, torch.randn(32, 4))
 
 
-@mistake
+@mistake(zae.LoaderError, "loader is not iterable (Linear)", "give a DataLoader or a list of batches")
 def model_instead_of_loader():
     trainer_of().run(1, torch.nn.Linear(4, 2))
 
 
-@mistake
+@mistake(zae.LoaderError, "loader is a dict (train, more), but only valid_loader may be a dict", "give one loader")
 def several_loaders_to_train_on():
     trainer_of().run(1, {"train": loader(), "more": loader()})
 
 
-@mistake
+@mistake(zae.LoaderError, "valid_loader is a list of loaders", "give a dict: valid_loader={name: loader}")
 def several_valid_loaders_in_a_list():
     trainer_of().run(1, loader(), [loader(), loader()])
 
 
-@mistake
+@mistake(zae.LoaderError, "valid_loader is an empty dict", "give loaders by name, or None")
 def no_valid_loaders_in_a_dict():
     trainer_of().run(1, loader(), {})
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "loader has 0 batches (DataLoader, dataset TensorDataset of length 4",
+    "use more data, or drop_last=False",
+)
 def empty_loader():
     trainer_of().run(1, DataLoader(dataset(4), batch_size=8, drop_last=True))
 
 
-@mistake
+@mistake(zae.LoaderError, "the loader yielded 0 batches in epoch 1 (generator)", "give it data")
 def loader_that_yields_nothing():
     trainer_of().run(1, (batch for batch in []))
 
 
-@mistake
+@mistake(zae.LoaderError, "4 of 4 batches were None (list)", "fix the collate_fn")
 def loader_that_yields_none():
     trainer_of().run(1, [None] * 4)
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "the loader yielded 0 batches in epoch 2 (generator); a generator is",
+    "give a list, or a class with __iter__",
+)
 def generator_for_two_epochs():
     trainer_of().run(2, (batch for batch in loader()))
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "the loader yielded 0 batches (_SingleProcessDataLoaderIter), so there is",
+    "give a list, or a class with __iter__",
+)
 def valid_loader_that_is_used_up():
     trainer_of().run(2, loader(), iter(loader()))
 
 
-@mistake
+@mistake(zae.ConfigError, "valid_every='epoch'", "write Every(steps=...) or Every(epochs=...), or a number of steps")
 def valid_every_as_text():
     trainer_of().run(1, loader(), loader(), valid_every="epoch")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "scheduler 0 (ReduceLROnPlateau) needs a metric after each validation, and",
+    "give run(..., valid_loader=...), or monitor='train/loss'",
+)
 def plateau_without_validation():
     trainer_of(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "scheduler 0 (OneCycleLR) ends after 7 steps, but this run has 8 optimizer",
+    "create it with a length of 8 steps, or end the run earlier: run(...",
+)
 def one_cycle_that_is_too_short():
     trainer_of(
         scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=7),
@@ -216,7 +283,11 @@ def one_cycle_that_is_too_short():
     ).run(2, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "scheduler 0 (OneCycleLR) ends after 7 steps, and the loader has no length",
+    "give run(..., steps_per_epoch=...) or run(..., max_steps=...)",
+)
 def one_cycle_without_a_length():
     trainer_of(
         scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=7),
@@ -224,7 +295,7 @@ def one_cycle_without_a_length():
     ).run(1, (batch for batch in loader()))
 
 
-@mistake
+@mistake(zae.ConfigError, "mode='eval'", "it must be 'train' or 'test'")
 def misspelt_toggle():
     trainer_of().toggle("eval")
 
@@ -232,87 +303,125 @@ def misspelt_toggle():
 # -------------------------------------------------------------------------------------------- what the steps return
 
 
-@mistake
+@mistake(
+    zae.AddOnError,
+    "add_on() makes a class, and this Task exists already",
+    "write Task.add_on(StateManagerAddon)(model, ...)",
+)
 def add_on_of_an_instance():
     trainer_of().add_on(StateManagerAddon)
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "self.log('accuracy', ...) takes a dict of metrics and a step; to record a",
+    "return {'loss': loss, 'accuracy': value}",
+)
 def logging_a_number_by_name():
     with_step(lambda self, batch: self.log("accuracy", 0.5)).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "scheduler 0 (CosineAnnealingLR) lasts 8 steps, as many as this run has",
+    "write scheduler_step_on_batch=True (or scheduler_step_on_batch=False, if 8",
+)
 def schedule_by_epochs_of_as_many_steps():
     trainer_of(scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)).run(2, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "scheduler 0 (OneCycleLR) has total_steps=8 and would be stepped once an",
+    "write scheduler_step_on_batch=True (for a cycle that is counted in epochs",
+)
 def one_cycle_by_epochs():
     trainer_of(scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)).run(
         2, loader()
     )
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "the scheduler's factory takes total_steps, the number of optimizer steps",
+    "call run(n_epoch, loader) first (resume=... loads a state within it), or give a",
+)
 def schedule_of_total_steps_without_a_run():
     trainer_of(scheduler=lambda optimizer, total_steps: None).evaluate(loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned None", "return a dict: return {'loss': loss}")
 def step_without_return():
     with_step(lambda self, batch: None).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned Tensor of shape (8,)", "return a dict: return {'loss': loss}")
 def step_that_returns_the_losses():
     with_step(lambda self, batch: cross_entropy(self.model(batch[0]), batch[1], reduction="none")).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned tuple of 2 entries", "return a dict: return {'loss': loss}")
 def step_that_returns_a_tuple():
     with_step(lambda self, batch: (cross_entropy(self.model(batch[0]), batch[1]), 0.5)).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError, "returned a dict without 'loss'; its keys are 'output', 'accuracy'", "return {'loss': loss, ...}"
+)
 def step_without_loss():
     with_step(lambda self, batch: {"output": self.model(batch[0]), "accuracy": 0.5}).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned a dict without 'loss'; its keys are 'los'", "rename 'los' to 'loss'")
 def step_with_a_misspelt_loss():
     with_step(lambda self, batch: {"los": cross_entropy(self.model(batch[0]), batch[1])}).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned a loss of shape (8,)", "reduce it to a scalar: loss.mean()")
 def loss_of_every_sample():
     with_step(lambda self, batch: {"loss": cross_entropy(self.model(batch[0]), batch[1], reduction="none")}).run(
         1, loader()
     )
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "returned a loss with requires_grad=False",
+    "compute it from self.model(...), without .detach() and without torch.no_grad()",
+)
 def detached_loss():
     with_step(lambda self, batch: {"loss": cross_entropy(self.model(batch[0]), batch[1]).detach()}).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned a loss of type float", "return the tensor, without .item() or float()")
 def loss_as_a_number():
     with_step(lambda self, batch: {"loss": cross_entropy(self.model(batch[0]), batch[1]).item()}).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "returned a loss with requires_grad=False",
+    "compute it from self.model(...), without .detach() and without torch.no_grad()",
+)
 def frozen_model():
     model = torch.nn.Linear(4, 2).requires_grad_(False)
     trainer_of(model=model).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "returned losses for ['g', 'd'], but the optimizers are ['0']",
+    "return one scalar loss, or a dict with one loss for each optimizer",
+)
 def several_losses_for_one_optimizer():
     with_step(lambda self, batch: {"loss": {"g": torch.zeros(()), "d": torch.zeros(())}}).run(1, loader())
 
 
-@mistake
+@mistake(
+    RuntimeError,
+    "Task.train_step computes the loss, and backward(), optimizer.step() and zero_grad() are done for you",
+    "take them out of it",
+)
 def backward_in_the_step():
     def train_step(self, batch):
         loss = cross_entropy(self.model(batch[0]), batch[1])
@@ -322,7 +431,11 @@ def backward_in_the_step():
     with_step(train_step).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "train_step returned 'num_targets' for 1 of the 2 batches of a window",
+    "return it in all of them, or in none",
+)
 def targets_counted_now_and_then():
     def train_step(self, batch):
         counted = {"num_targets": 8} if self.progress_checker.step or len(self.seen) else {}
@@ -336,56 +449,72 @@ def targets_counted_now_and_then():
     trainer.run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "returned num_targets of shape (8,)",
+    "return the number of targets that the loss is averaged over, for instance",
+)
 def targets_that_are_no_number():
     with_step(lambda self, batch: {"loss": cross_entropy(self.model(batch[0]), batch[1]), "num_targets": batch[1]}).run(
         1, loader()
     )
 
 
-@mistake
+@mistake(
+    zae.NonFiniteError,
+    "step 1 (epoch 1, batch 1) is not finite: loss nan",
+    "lower the learning rate, or clip with gradient_clip",
+)
 def loss_that_is_nan():
     with_step(lambda self, batch: {"loss": self.model(batch[0]).mean() * float("nan")}).run(1, loader())
 
 
-@mistake
+@mistake(RuntimeError, "the batch was")
 def float_labels():
     batches = [(inputs, targets.float()) for inputs, targets in loader()]
     trainer_of().run(1, batches)
 
 
-@mistake
+@mistake(RuntimeError, "the batch was")
 def double_inputs():
     batches = [(inputs.double(), targets) for inputs, targets in loader()]
     trainer_of().run(1, batches)
 
 
-@mistake
+@mistake(zae.StepError, "returned None", "return a dict: return {'loss': loss}")
 def evaluation_without_return():
     cls = type(Task)("Task", (Task,), {"test_step": lambda self, batch: None})
     trainer_of(cls).evaluate(loader())
 
 
-@mistake
+@mistake(ValueError, "the batch was")
 def evaluation_that_fails():
     cls = type(Task)("Task", (Task,), {"test_step": lambda self, batch: {"loss": cross_entropy(*batch)}})
     batches = [(inputs, targets[:4]) for inputs, targets in loader()]
     trainer_of(cls).run(1, loader(), batches)
 
 
-@mistake
+@mistake(
+    zae.MonitorError,
+    "log_train has no entry 'acuracy'; available: loss",
+    "use one of these, or return it from the step",
+)
 def metric_of_an_unknown_entry():
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": lambda self: {"accuracy": self.log_train["acuracy"]}})
     trainer_of(cls).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "Task.metric_on_epoch_end returned float 0.5", "return a dict of numbers")
 def metric_that_is_no_mapping():
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": lambda self: 0.5})
     trainer_of(cls).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "the step returned 'correct' as Sum of a Tensor of shape (8,)",
+    "give it one number, for instance Sum(x.sum())",
+)
 def sum_of_several_numbers():
     def train_step(self, batch):
         return {"loss": cross_entropy(self.model(batch[0]), batch[1]), "correct": Sum(batch[1])}
@@ -393,45 +522,65 @@ def sum_of_several_numbers():
     with_step(train_step).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "Task[TorchMetricsAddon].test_step returned no 'output', which the metric",
+    "Return it, for instance {'loss': loss, 'output': logits, 'targets': labels}, or",
+)
 def input_of_a_metric_that_no_step_returns():
     options = {"torch_metrics": {"f1": MulticlassF1Score(num_classes=3)}}
     trainer_of(Task.add_on(TorchMetricsAddon), **options).evaluate(loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "which is not a metric of torchmetrics", "write torch_metrics={'f1': torchmetrics")
 def metric_that_is_not_one_of_torchmetrics():
     trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5})
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "no module of Linear is repeated, so none is checkpointed",
+    "name them, for instance checkpoint_modules=['encoder', 'decoder']",
+)
 def checkpointing_of_a_model_without_blocks():
     trainer_of(Task.add_on(GradientCheckpointingAddon)).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "offload_modules: 0.0 is in 0, which is computed again: nothing of 0.0 is",
+    "Name 0, whose inputs are kept, or a module around it",
+)
 def offloading_within_what_is_computed_again():
     cls, names = Task.add_on(ActivationOffloadAddon, GradientCheckpointingAddon), {"checkpoint_modules": ["0"]}
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 2))
     trainer_of(cls, model=model, offload_modules=["0.0"], **names).run(1, loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "profile_schedule=(1, 3)", "write (wait, warmup, active, repeat), for instance (2, 1, 3, 1)")
 def schedule_of_the_profiler_that_is_too_short():
     trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
 
 
-@mistake
+@mistake(
+    zae.AddOnConflict,
+    "AnomalyAddon and CompileAddon do not go together: compiled code has no",
+    "leave CompileAddon out until the cause is found",
+)
 def watching_compiled_code():
     Task.add_on(AnomalyAddon, CompileAddon)
 
 
-@mistake
+@mistake(zae.ConfigError, "the last of anomaly_steps=800", "it must be a whole number of at least 820")
 def watching_steps_in_the_wrong_order():
     trainer_of(Task.add_on(AnomalyAddon), anomaly_steps=(820, 800))
 
 
-@mistake
+@mistake(
+    zae.NonFiniteError,
+    "step 1 (epoch 1, batch 1) is not finite",
+    "in the backward, Function 'MulBackward0' returned nan",
+)
 def derivative_that_is_nan():
     class Root(Task):
         def train_step(self, batch):
@@ -440,23 +589,35 @@ def derivative_that_is_nan():
     trainer_of(Root.add_on(AnomalyAddon)).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "AutoBatchAddon may compute a batch in parts, and the result of these",
+    "Use GroupNorm or LayerNorm, put them into evaluation mode, or leave",
+)
 def parts_of_a_model_that_mixes_samples():
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
     trainer_of(Task.add_on(AutoBatchAddon), model=model).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "find_batch_size tries what does not fit, and AutoBatchAddon would compute",
+    "call it with the trainer without AutoBatchAddon",
+)
 def search_for_what_fits_with_parts():
     find_batch_size(trainer_of(Task.add_on(AutoBatchAddon)), loader())
 
 
-@mistake
+@mistake(zae.ConfigError, "on_fault='again'", "it must be 'raise' or 'repeat'")
 def unknown_answer_to_a_fault():
     trainer_of(Task.add_on(SilentFaultGuardAddon), on_fault="again")
 
 
-@mistake
+@mistake(
+    zae.SilentFaultError,
+    "step 1: two computations of its gradients differ in the gradient of weight",
+    "test this machine, or leave it out, and resume from the last checkpoint",
+)
 def step_that_computes_something_else_each_time():
     class Counting(Task):
         calls = 0
@@ -468,12 +629,20 @@ def step_that_computes_something_else_each_time():
     trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "StepInBackwardAddon: gradient_clip=1 needs the norm of all gradients",
+    "write gradient_clip=0, or leave StepInBackwardAddon out",
+)
 def clipping_of_gradients_that_are_freed():
     trainer_of(Task.add_on(StepInBackwardAddon), gradient_clip=1.0)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "StepInBackwardAddon: optimizer 0 (AdamWScheduleFree) cannot step one",
+    "leave StepInBackwardAddon out",
+)
 def optimizer_whose_parameters_depend_on_each_other():
     def schedule_free(parameters):
         return schedulefree.AdamWScheduleFree(parameters, lr=0.01)
@@ -481,43 +650,61 @@ def optimizer_whose_parameters_depend_on_each_other():
     trainer_of(Task.add_on(StepInBackwardAddon), optimizer=schedule_free).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.AddOnConflict,
+    "StepInBackwardAddon and GradientAccumulationAddon do not go together: the",
+    "leave GradientAccumulationAddon out, or leave StepInBackwardAddon out",
+)
 def step_in_backward_with_accumulation():
     Task.add_on(StepInBackwardAddon, GradientAccumulationAddon)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "on_spike='rollback' returns to a checkpoint, and nothing saves one",
+    "add StateManagerAddon, or write on_spike='skip'",
+)
 def rollback_without_checkpoints():
     trainer_of(Task.add_on(SpikeGuardAddon), on_spike="rollback")
 
 
-@mistake
+@mistake(zae.ConfigError, "spike_threshold has 'norm'; it may have 'loss' and 'grad_norm'", "did you mean 'grad_norm'?")
 def threshold_of_an_unknown_value():
     trainer_of(Task.add_on(SpikeGuardAddon), spike_threshold={"norm": 8.0})
 
 
-@mistake
+@mistake(
+    zae.StepError,
+    "Task.metric_on_epoch_end returned 'confusion' of type Tensor of shape (2",
+    "return a number, for instance the mean",
+)
 def metric_that_is_no_number():
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": lambda self: {"confusion": torch.eye(2)}})
     trainer_of(cls).run(1, loader())
 
 
-@mistake
+@mistake(
+    zae.MonitorError,
+    "unknown metric 'valid/acuracy' in monitor; available: loss",
+    "give one of these, or return it from the step",
+)
 def misspelt_monitor():
     trainer_of(monitor="valid/acuracy", monitor_mode="max").run(1, loader(), loader())
 
 
-@mistake
+@mistake(zae.MonitorError, "unknown metric 'val_los' in monitor", "did you mean 'loss'?")
 def misspelt_monitor_of_early_stopping():
     trainer_of(Task.add_on(EarlyStoppingAddon), monitor="val_los", monitor_mode="min").run(1, loader(), loader())
 
 
-@mistake
+@mistake(
+    zae.MonitorError, "early stopping monitors 'loss', which no step returns; available: accuracy", "give monitor=..."
+)
 def early_stopping_on_nothing():
     cls = type(Task)("Task", (Task,), {"test_step": lambda self, batch: {"accuracy": 0.5}})
     trainer_of(cls.add_on(EarlyStoppingAddon)).run(1, loader(), loader())
 
 
-@mistake
+@mistake(zae.MonitorError, "unknown metric 'train_acuracy'; available: epoch, step, train_loss, lr", "use one of these")
 def metric_that_is_not_in_the_result():
     trainer_of().run(1, loader())["train_metrics_history"][-1]["train_acuracy"]

@@ -6,28 +6,41 @@ from pathlib import Path
 
 import torch
 
+import zae
 from kit.mistakes import Task, dataset, loader, mistake, trainer_of
 from zae.addons import StateManagerAddon
 from zae.search.result import TrialResult
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "model is the class Linear, and Linear() fails (Linear.__init__() missing 2",
+    "give a module: Linear(...), or a function that makes one: lambda: Linear(...)",
+)
 def class_as_model():
     Task(torch.nn.Linear, "cpu", optimizer=torch.optim.SGD)
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "device is an optimizer (SGD); the second argument is the device, so",
+    "give it by its name: optimizer=...",
+)
 def optimizer_in_place_of_the_device():
     model = torch.nn.Linear(4, 2)
     Task(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "model has parameters on the meta device, which have no values (weight, for",
+    "make it outside of torch.device('meta'), or call model.to_empty(device='cpu')",
+)
 def model_on_the_meta_device():
     trainer_of(model=torch.nn.Linear(4, 2, device="meta")).run(1, loader())
 
 
-@mistake
+@mistake(TypeError, "the trainer is not the model: call self.model(...)")
 def call_of_the_trainer():
     class Calling(Task):
         def train_step(self, batch):
@@ -36,7 +49,7 @@ def call_of_the_trainer():
     trainer_of(Calling).run(1, loader())
 
 
-@mistake
+@mistake(zae.StepError, "returned tuple of 2 entries", "return a dict: return {'output': output}")
 def prediction_as_a_tuple():
     class Pair(Task):
         def predict_step(self, batch):
@@ -45,12 +58,16 @@ def prediction_as_a_tuple():
     trainer_of(Pair).predict(loader())
 
 
-@mistake
+@mistake(
+    zae.LoaderError,
+    "loader is a pair of tensors, which would be two batches; to train on",
+    "write torch.utils.data.DataLoader(TensorDataset(*loader), batch_size=32",
+)
 def pair_of_tensors_as_loader():
     trainer_of().run(1, dataset().tensors)
 
 
-@mistake
+@mistake(zae.LoaderError, "loader is not iterable (function)", "call it, or give a DataLoader or a list of batches")
 def generator_function_as_loader():
     def batches():
         yield from loader()
@@ -58,30 +75,46 @@ def generator_function_as_loader():
     trainer_of().run(1, batches)
 
 
-@mistake
+@mistake(zae.ConfigError, "resume='aut' is not the path of a checkpoint", "did you mean 'auto'?")
 def misspelt_resume():
     trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="aut")
 
 
-@mistake
+@mistake(
+    zae.CheckpointNotFound,
+    "runs is a folder of checkpoints",
+    "give one of them, for instance the newest: 'runs/step-00000008'.",
+)
 def folder_of_a_run_as_weights():
     trainer_of(Task.add_on(StateManagerAddon), save_path="runs").run(2, loader())
     trainer_of().apply_weights("runs")
 
 
-@mistake
+@mistake(
+    zae.CheckpointDamaged,
+    "contains a dict with the keys ['model', 'epoch']",
+    "apply_weights(torch.load(path)['model'])",
+)
 def weights_within_a_dict():
     torch.save({"model": torch.nn.Linear(4, 2).state_dict(), "epoch": 3}, "own.pt")
     trainer_of().apply_weights("own.pt")
 
 
-@mistake
+@mistake(
+    zae.CheckpointDamaged,
+    "not loaded: contains code, or is cut short (it names '__builtin__ set'",
+    "Get the weights as .safetensors, or as .ckpt with a dict of tensors",
+)
 def whole_module_as_weights():
     torch.save(torch.nn.Linear(4, 2), "whole.pt")
     trainer_of().apply_weights("whole.pt")
 
 
-@mistake
+@mistake(
+    zae.ConfigError,
+    "a TrialResult is not the dict of its parameters ('gradient_clip' was asked",
+    "give .params, or best_params of the search: make_trainer(found.best_params)",
+)
 def trial_as_its_parameters():
     def make_trainer(params):
         return trainer_of(gradient_clip=params["gradient_clip"])
