@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from zae.addons.auto_batch import AutoBatchAddon
     from zae.addons.callbacks import CallbackAddon
     from zae.addons.compile import CompileAddon
-    from zae.addons.context_parallel import ContextParallelAddon
     from zae.addons.deepspeed import DeepSpeedAddon
     from zae.addons.early_stopping import EarlyStoppingAddon
     from zae.addons.ema import EMAAddon
@@ -53,7 +52,6 @@ __all__ = [
     "AutoBatchAddon",
     "CallbackAddon",
     "CompileAddon",
-    "ContextParallelAddon",
     "DeepSpeedAddon",
     "EMAAddon",
     "EarlyStoppingAddon",
@@ -93,7 +91,6 @@ _HOMES = {
     "AutoBatchAddon": "auto_batch",
     "CallbackAddon": "callbacks",
     "CompileAddon": "compile",
-    "ContextParallelAddon": "context_parallel",
     "DeepSpeedAddon": "deepspeed",
     "EMAAddon": "ema",
     "EarlyStoppingAddon": "early_stopping",

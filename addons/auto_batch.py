@@ -48,7 +48,7 @@ class AutoBatchAddon(AddOnBase):
 
     With several ranks, all of them repeat the step when one has run out of memory, and divide alike. They exchange
     gradients after the backward, not during it. Where each forward is an exchange between ranks (FSDPAddon,
-    TensorParallelAddon, ContextParallelAddon), a step cannot be repeated: write ``micro_batch_size``.
+    TensorParallelAddon), a step cannot be repeated: write ``micro_batch_size``.
 
     Parameters
     ----------

@@ -98,7 +98,7 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
-    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}, "_context_mesh": None}
+    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
     excludes = {
         "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
         "compile_blocks=True"
@@ -125,7 +125,6 @@ class FSDPAddon(DistributedAddon):
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
         self._is_prepared = False  # Whether one process has prepared the blocks.
-        self._context_mesh: Any = None  # The mesh of the model where other ranks divide a sequence.
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
         super().__init__(*args, **kwargs)
@@ -249,14 +248,7 @@ class FSDPAddon(DistributedAddon):
         return prepare_copy(blocks, mp_policy=self.mp_policy, compile_blocks=self.compile_blocks)
 
     def _data_mesh(self) -> Any:
-        """Return the dimensions of the mesh that shard and replicate the model.
-
-        Ranks that divide a sequence hold different parts of the model too.
-        """
-        if self._mesh().sizes.get("context", 1) > 1:
-            if self._context_mesh is None:
-                self._context_mesh = self._mesh().joined("shard", "context").build(self.device, self.timeout)
-            return self._context_mesh
+        """Return the dimensions of the mesh that shard and replicate the model."""
         names = tuple(name for name in self._mesh().sizes if name in ("replicate", "shard"))
         mesh = self.build_mesh()
         return mesh[names] if set(names) < set(mesh.mesh_dim_names) else mesh
@@ -291,7 +283,7 @@ class FSDPAddon(DistributedAddon):
             return
         groups = split_by_block((name for name, _ in self.unwrap().named_parameters()), self.blocks())
         keeps, accumulates = not self.reshard_after_forward, plan.batches_per_step > 1
-        ranks = plan.mesh.get("shard", 1) * plan.mesh.get("context", 1)
+        ranks = plan.mesh.get("shard", 1)
         shard_memory(memory, groups, ranks, self.mp_policy, keeps, accumulates)
         memory.is_offloaded = self.cpu_offload
         # Each rank has the whole model, and gets the weights of rank 0 in buckets. With meta_init only rank 0 has it,

@@ -88,8 +88,6 @@ class StepInBackwardAddon(AddOnBase):
         "TensorParallelAddon": "some gradients are summed over the ranks when the backward has ended; write FSDPAddon "
         f"instead of TensorParallelAddon, or {_OUT}",
         "PipelineAddon": f"a pipeline adds up the gradients of its parts of a batch; {_OUT}",
-        "ContextParallelAddon": "gradients are summed over the parts of a sequence when the backward has ended; write "
-        f"FSDPAddon instead of ContextParallelAddon, or {_OUT}",
         "LightningAddon": f"the hooks of a LightningModule see all gradients before the step; {_OUT}",
     }
 

@@ -142,17 +142,6 @@ def test_pipeline_trains_a_language_model_in_stages():
     assert int(more) == 2 * int(steps)
 
 
-@pytest.mark.exhaustive
-def test_long_sequences_are_those_of_one_device():
-    """Two devices compute the losses of one; a model that knows only how frequent each character is has one of 3.1."""
-    line = r"{} device\(s\): loss (\d\.\d{{4}}) (\d\.\d{{4}})\n"
-    with forks():
-        out = start("long_sequences.py", 180)
-    *divided, first, second = map(float, matched(line.format(2) + line.format(1), out))
-    assert divided == pytest.approx([first, second], abs=2e-4)
-    assert second < 3.1 < first
-
-
 @pytest.mark.deepspeed
 def test_zero_trains_a_language_model_in_each_stage():
     """Needs the extra deepspeed."""

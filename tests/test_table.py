@@ -19,7 +19,6 @@ from kit import hand
 from kit.table import ELSEWHERE, TABLE, Entry, Task, build, compatible, composed, core_of, fingerprint, parts
 from zae.addons import (
     AccelerateAddon,
-    ContextParallelAddon,
     DeepSpeedAddon,
     FSDPAddon,
     PipelineAddon,
@@ -29,7 +28,7 @@ from zae.composition.metaclass import arrange
 from zae.storage.encoding import decode, encode
 
 _ENGINES = (
-    AccelerateAddon, ContextParallelAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon,
+    AccelerateAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon,
 )  # fmt: skip
 IDS = [entry.id for entry in TABLE]
 PAIRS = [pair for pair in itertools.combinations(TABLE, 2) if compatible(*pair)]

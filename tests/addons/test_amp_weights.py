@@ -23,7 +23,6 @@ from zae import CheckpointMismatch, ConfigError, OptionError
 from zae.addons import (
     AccelerateAddon,
     AMPAddon,
-    ContextParallelAddon,
     EMAAddon,
     FSDPAddon,
     GradientAccumulationAddon,
@@ -453,7 +452,6 @@ def test_bad_options_are_refused(options: Any, text: str) -> None:
     (FSDPAddon, r"mp_policy=MixedPrecisionPolicy\(param_dtype=torch\.bfloat16\); leave dtype out"),
     (TensorParallelAddon, "MasterWeights needs whole ones; precision='bf16'"),
     (PipelineAddon, "MasterWeights needs whole ones; precision='bf16'"),
-    (ContextParallelAddon, "which differ in bfloat16; precision='bf16'"),
 ])  # fmt: skip
 def test_divided_weights_are_refused(add_on: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

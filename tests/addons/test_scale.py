@@ -1,6 +1,6 @@
 """docs/features/scale.md and the pages of the engines run, on as many ranks as they say, and print what they show.
 
-They are accelerate.md, context_parallel.md, data_parallel.md, deepspeed.md, fsdp.md, launching.md, pipeline.md and
+They are accelerate.md, data_parallel.md, deepspeed.md, fsdp.md, launching.md, pipeline.md and
 tensor_parallel.md.
 """
 

@@ -11,7 +11,7 @@ from kit.engines import ENGINES, Counted, Task, build, data, distance, net, sgd
 from zae.addons import AutoBatchAddon, GradientAccumulationAddon, PipelineAddon
 
 NAMES = [name for name, engine in ENGINES.items() if PipelineAddon not in engine.add_ons]  # It is refused with those.
-DEFAULT = ("context",)
+DEFAULT = ("ddp",)
 BOUND = 1e-12
 
 

@@ -14,7 +14,7 @@ from zae.addons import GradientAccumulationAddon, SilentFaultGuardAddon
 
 DEFAULT = ("fsdp",)
 NO_DROPOUT = ("tensor", "2-D")  # Where it is refused in a divided activation.
-TOGETHER = ("fsdp", "hsdp", "2-D", "context-fsdp")  # Gradients are summed while they are computed.
+TOGETHER = ("fsdp", "hsdp", "2-D")  # Gradients are summed while they are computed.
 
 
 class Faulty(Task):

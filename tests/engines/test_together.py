@@ -21,7 +21,6 @@ from kit.rank_tasks import forks
 from zae import ConfigError, DistributedError
 from zae.addons import (
     AMPAddon,
-    ContextParallelAddon,
     EarlyStoppingAddon,
     EMAAddon,
     FSDPAddon,
@@ -142,7 +141,7 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
     backend = "aot_eager" if engine.shares != engine.world or engine.world == 2 else "eager"
     ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"compile_blocks": backend}]
-    for options in ways[: 1 if ContextParallelAddon in engine.add_ons else 2]:  # Which refuses the other one.
+    for options in ways:
         trainer, single = build(engine, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
         valid = data(4 * engine.shares, 4, False)  # Of another size, a batch would be compiled for again.
         here = trainer.run(1, data(8 * engine.shares), valid)

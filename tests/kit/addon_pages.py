@@ -75,11 +75,6 @@ Task = Digits.add_on(DeepSpeedAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam}, deepspeed_config=config)
 print(trainer.zero_stage)  # trainer.run(20, train, test) starts the ranks
 """,
-    "ContextParallelAddon": """
-Task = Digits.add_on(ContextParallelAddon)
-trainer = Task(model, ["cpu", "cpu"], {adam}, context_inputs={{"input": 1}})
-print(trainer.context_inputs)  # for a model of sequences, trainer.run(20, train, test) starts the ranks
-""",
     "PipelineAddon": """
 Task = Digits.add_on(PipelineAddon)
 trainer = Task(model, ["cpu", "cpu"], {adam}, split=2, pipeline_microbatches=4)
@@ -161,7 +156,6 @@ NOT_MEASURED = {
     "networks of the other pages have BatchNorm.",
     "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) has "
     "figures, and `compile_mode=\"auto\"` measures on your machine.",
-    "ContextParallelAddon": "Not measured here: it needs several ranks.",
     "DeepSpeedAddon": "Not measured here: it needs several ranks.",
     "FSDPAddon": "Not measured here: it needs several ranks.",
     "HuggingFaceAddon": "Not measured here: it brings its own training step.",

@@ -135,17 +135,6 @@ TABLE = {
     "tensor": Row("`TensorParallelAddon`", ENGINES["tensor"], {**COMMON, "clip": NORM, "EMA": GATHERED}),
     "2-D": Row("both", ENGINES["2-D"], {**COMMON, **SHARDED}),
     "pipeline": Row("`PipelineAddon`", ENGINES["pipeline"], {**COMMON, **STAGES}),
-    "context": Row("`ContextParallelAddon`", ENGINES["context"], {**COMMON, "sharded state": NOT_NEEDED}),
-    "context-ddp": Row(
-        "with `MultiGPUAddon`",
-        ENGINES["context-ddp"],
-        {**COMMON, "sharded state": NOT_NEEDED},
-    ),
-    "context-fsdp": Row(
-        "with `FSDPAddon`",
-        ENGINES["context-fsdp"],
-        {**COMMON, **SHARDED, "compile": Cell("refused", own={"compile_blocks": "eager"}, is_refused=True)},
-    ),
     "zero-0": zero(0),
     "zero-1": zero(1),
     "zero-2": zero(2),

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from zae import AddOnBase, Trainer
 from zae.addons import (
     AccelerateAddon,
-    ContextParallelAddon,
     FSDPAddon,
     MultiGPUAddon,
     PipelineAddon,
@@ -137,16 +136,6 @@ ENGINES = {
         *(4, 2, {"mesh": {"replicate": 2, "pipeline": 2}, "pipeline_schedule": "GPipe"}),
         layouts=STAGES,
         wrapper="StagedModel",
-    ),
-    "context": Engine((ContextParallelAddon,), 2, 1, is_sampled=True),
-    "context-ddp": Engine(
-        (MultiGPUAddon, ContextParallelAddon), 4, 2, {"mesh": {"replicate": 2, "context": 2}}, wrapper="Replica"
-    ),
-    "context-fsdp": Engine(
-        (FSDPAddon, ContextParallelAddon),
-        *(4, 2, {"mesh": {"shard": 2, "context": 2}}),
-        layouts=SHARDED,
-        wrapper="FSDPNet",
     ),
 }
 

@@ -104,7 +104,6 @@ ELSEWHERE = {
     "FSDPAddon": "of several processes",
     "TensorParallelAddon": "of several processes",
     "PipelineAddon": "of several processes",
-    "ContextParallelAddon": "of several processes",
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
     "AutoBatchAddon": "it refuses the BatchNorm of the network",

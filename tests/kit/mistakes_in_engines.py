@@ -9,8 +9,6 @@ from kit.mistakes import Task, loader, mistake, trainer_of
 from zae.addons import (
     AccelerateAddon,
     AMPAddon,
-    CompileAddon,
-    ContextParallelAddon,
     DeepSpeedAddon,
     EMAAddon,
     GradientAccumulationAddon,
@@ -249,45 +247,6 @@ def loader_that_accelerate_has_prepared():
 
     prepared = Accelerator(cpu=True).prepare(loader())
     accelerate().run(1, prepared)
-
-
-# ------------------------------------------------------------------------------------------------------- sequences
-
-
-@mistake(
-    zae.ConfigError,
-    "context_inputs: the forward of Linear has no parameter 'tokens'",
-    "name one of its parameters: input",
-)
-def sequence_of_an_input_that_the_model_does_not_have():
-    trainer_of(Task.add_on(ContextParallelAddon), context_inputs={"tokens": 1}, **TWO)
-
-
-@mistake(
-    zae.ConfigError,
-    "context_attention='ring' is the context_parallel of torch, which has no",
-    "write context_attention='gather'",
-)
-def ring_on_a_cpu():
-    trainer_of(Task.add_on(ContextParallelAddon), context_attention="ring", **TWO)
-
-
-@mistake(
-    zae.AddOnConflict,
-    "ContextParallelAddon and CompileAddon do not go together: compiled code",
-    "leave CompileAddon out",
-)
-def compiled_attention_over_ranks():
-    Task.add_on(ContextParallelAddon, CompileAddon)
-
-
-@mistake(
-    zae.ConfigError,
-    "mesh={} leaves 1 rank for each sequence",
-    "write mesh={'context': 2}, or leave ContextParallelAddon out",
-)
-def no_ranks_left_for_a_sequence():
-    trainer_of(Task.add_on(MultiGPUAddon, ContextParallelAddon), **TWO).plan(1, loader())
 
 
 # ------------------------------------------------------------------------------------------------------- pipelines

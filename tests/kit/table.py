@@ -22,7 +22,6 @@ from zae.addons import (
     AnomalyAddon,
     CallbackAddon,
     CompileAddon,
-    ContextParallelAddon,
     DeepSpeedAddon,
     EarlyStoppingAddon,
     EMAAddon,
@@ -225,7 +224,6 @@ TABLE = [
     Entry(FSDPAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed", "_is_prepared")),
     Entry(DeepSpeedAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(PipelineAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
-    Entry(ContextParallelAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
     Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
     Entry(
@@ -307,8 +305,8 @@ def build(entries: tuple[Entry, ...] | list[Entry], setting: str, folder: Path, 
     return composed(*entries)(model, "cpu", optimizer=optimizer, **options)
 
 
-DIVIDED = {ContextParallelAddon, FSDPAddon, PipelineAddon, TensorParallelAddon}
-"""What divides a model or a sequence, and is refused beside weights in bfloat16."""
+DIVIDED = {FSDPAddon, PipelineAddon, TensorParallelAddon}
+"""What divides a model, and is refused beside weights in bfloat16."""
 
 
 def compatible(*entries: Entry) -> bool:

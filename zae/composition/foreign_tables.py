@@ -153,7 +153,6 @@ OPTIONS = _by_name(
         "FSDPAddon": "fsdp fsdp_config fsdp_plugin",
         "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin deepspeed_plugins ds_config",
         "mesh (FSDPAddon, TensorParallelAddon)": "parallelism_config root_gang dp_gang",
-        "mesh={'context': ...} (ContextParallelAddon)": "context_parallel_rank maybe_context_parallel get_cp_size",
         "tensor_plan (TensorParallelAddon)": "tp_gang torch_tp_plugin",
         "split (PipelineAddon)": "split_spec",
         "pipeline_microbatches (PipelineAddon)": "pipeline_chunks n_microbatches num_microbatches",
@@ -380,7 +379,8 @@ WITHOUT_COUNTERPART = _by_name(
         "upload the file of save_model(path) with the client of the registry": "model_registry",
         "pass options by name, and start processes with torchrun": "debug skip_memory_metrics rng_types",
         "other engines are add-ons of the slot 'parallel', of your own": "megatron_lm_plugin "
-        "deepspeed_ulysses_dl_adapter get_sp_size verify_device_map lomo_backward",
+        "context_parallel_rank maybe_context_parallel get_cp_size deepspeed_ulysses_dl_adapter get_sp_size "
+        "verify_device_map lomo_backward",
         "what the loop does is decided by the methods that a class defines": "automatic_optimization",
         "give the function that makes a model, a fresh one for each trainer": "call_model_init",
         "the loss of a window is weighted by num_targets": "loss_is_scaled_for_ga",

@@ -15,13 +15,13 @@ from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["DATA", "DIMENSIONS", "Mesh", "check_mesh"]
 
-DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 """The known dimensions, outermost first: ranks that differ in the last one are neighbours."""
 
 DATA = ("replicate", "shard")
 """The dimensions whose ranks get different batches."""
 
-_GETS_THE_REST = ("shard", "replicate", "context", "tensor", "pipeline")
+_GETS_THE_REST = ("shard", "replicate", "tensor", "pipeline")
 
 
 def check_mesh(mesh: Any, own: Sequence[str], owner: str) -> dict[str, int]:
@@ -102,12 +102,6 @@ class Mesh:
         for rank in range(self.world):
             leaders.setdefault(self.data_rank(rank), rank)
         return [leaders[number] for number in sorted(leaders)]
-
-    def joined(self, name: str, other: str) -> Mesh:
-        """Return the mesh in which a dimension takes in the one that follows it."""
-        sizes = {**self.sizes, name: self.sizes.get(name, 1) * self.sizes.get(other, 1)}
-        del sizes[other]
-        return Mesh({each: sizes[each] for each in DIMENSIONS if each in sizes}, (*sizes,), self.world)
 
     def build(self, device: torch.device, timeout: float) -> Any:
         """Return the DeviceMesh of torch; all ranks call it. Its process groups have this timeout."""

@@ -27,8 +27,6 @@ _WITHOUT = {
     "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
     "TensorParallelAddon": f"TensorParallelAddon {_PARTS}",
     "PipelineAddon": f"PipelineAddon {_PARTS}",
-    "ContextParallelAddon": "ContextParallelAddon compares the gradients of a divided sequence with those of a whole "
-    "one, which differ in bfloat16; precision='bf16' computes in bfloat16",
 }
 
 # With its weights in bfloat16, and an input or statistics in float32, the CPU refuses a norm. Behind a parametrization
