@@ -234,13 +234,15 @@ class EMAAddon(AddOnBase):
             self._follow()
             pairs = [*self._averaged, *self._copied]
             kept = [weight.detach().clone() for _, weight in pairs]
+            # Through `data`: a step may evaluate between its forward and its backward, which accepts the weights that
+            # are restored here, and would refuse weights that were written to.
             try:
                 for average, weight in pairs:
-                    weight.copy_(average)
+                    weight.data.copy_(average)
                 yield
             finally:
                 for before, (_, weight) in zip(kept, pairs, strict=True):
-                    weight.copy_(before)
+                    weight.data.copy_(before)
 
     def held_parts(self) -> dict[str, Tensor]:
         """Let an average lie on the ranks as its weight does."""

@@ -128,6 +128,11 @@ class SpikeGuardAddon(AddOnBase):
 
     # -------------------------------------------------------------------------------------------------- the decision
 
+    def setup(self) -> None:
+        """Keep the buffers of each step, where a loss that is not finite comes here."""
+        super().setup()
+        self.nonfinite.keeps_buffers = self.nonfinite.policy == "warn"
+
     def may_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Leave the step out if its loss or its gradient norm is a spike."""
         may_step = super().may_step(outputs)
@@ -141,6 +146,8 @@ class SpikeGuardAddon(AddOnBase):
         if over:
             of = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
             self._found = {"loss": loss, "grad_norm": norm, "score": scores[of], "of": of}
+            if not math.isfinite(loss) and self.nonfinite.keeps_buffers:
+                self.nonfinite.restore_buffers(self.unwrap())
             return False
         if may_step and math.isfinite(norm) and math.isfinite(loss):
             self._losses = [*self._losses, loss][-self.spike_window :]

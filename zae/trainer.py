@@ -29,7 +29,7 @@ from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
 from zae.loop.bases import Attributes, Processes
 from zae.loop.epoch_log import plain
-from zae.loop.evaluation import Evaluation, switch_mode
+from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
@@ -374,6 +374,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         run.batch = batch
         self.on_step_begin(batch)
         with self.batch_context():
+            self.nonfinite.begin_step(self._module)
             outputs = [*map(StepOutput, self.gradients(batch))]
             self.unscale()
             self.clip()
@@ -735,7 +736,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @seam
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Enclose an evaluation, for instance with averaged weights in the model."""
-        return self.optimization.evaluation_weights()
+        return evaluation_weights(self.optimization, self.device)
 
     @seam
     def on_run_begin(self) -> None:

@@ -25,9 +25,10 @@ from zae.loop.step_output import read_output
 from zae.metrics.reductions import combine_loaders
 
 if TYPE_CHECKING:
+    from zae.loop.optimization import Optimization
     from zae.trainer import Trainer
 
-__all__ = ["Evaluation", "switch_mode"]
+__all__ = ["Evaluation", "evaluation_weights", "switch_mode"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 _TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
@@ -83,6 +84,25 @@ def switch_mode(
     elif not root.training:
         root.train()
     return None
+
+
+@contextmanager
+def evaluation_weights(optimization: Optimization, device: torch.device) -> Iterator[None]:
+    """Enclose an evaluation, also one that a training step calls within its autocast.
+
+    An autocast keeps the casts of the weights until it ends, also when other weights are copied into the model: the
+    evaluation would use those of training, and training would go on with those of the evaluation. The cache is not
+    cleared, since training would then cast its weights a second time, and round their gradients in another way.
+    """
+    is_in_autocast = any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type})
+    uses_cache = torch.is_autocast_cache_enabled()
+    try:
+        if is_in_autocast:
+            torch.set_autocast_cache_enabled(False)
+        with optimization.evaluation_weights():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(uses_cache)
 
 
 class Evaluation:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.common.model_weights import named_parameters
+from zae.common.torch_private import copy_each, version_of
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _POLICIES = ("raise", "skip", "warn")
 LATEST = 64
 """On an accelerator, after how many steps at most a loss has been looked at."""
 
+_LARGEST_COPY = 16 * 2**20
+"""Bytes of the largest buffer that is copied before each step: statistics are small, large buffers are constants."""
+
 
 class NonFiniteGuard:
     """Looks at each loss, and at the gradient norm where clipping computes it, before the optimizer steps.
@@ -39,6 +43,10 @@ class NonFiniteGuard:
     the error comes late there, and a checkpoint is never of weights that a bad step has moved.
 
     With ``scaled``, a loss scale is in use: an overflowing gradient is not an error then.
+
+    With "skip", or with ``keeps_buffers``, the buffers of the model are copied before each step: a forward that makes a
+    NaN puts it into the statistics of BatchNorm as well, where it stays for ever. A step that is left out gives them
+    back.
     """
 
     def __init__(self, policy: str, optimization: Optimization) -> None:
@@ -47,13 +55,28 @@ class NonFiniteGuard:
                 f"on_nonfinite={policy!r}; it must be 'raise', 'skip' or 'warn'{did_you_mean(str(policy), _POLICIES)}"
             )
         self.policy, self.optimization = policy, optimization
-        self.scaled = False
+        self.scaled = self.keeps_buffers = False
+        self._buffers = _BufferCopies()
         self._waiting: list[Tensor] = []
         self._steps: list[int] = []
         self._unreported: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": [], "_steps": [], "_unreported": []}
+        return {**self.__dict__, "_buffers": _BufferCopies(), "_waiting": [], "_steps": [], "_unreported": []}
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Copy the buffers of the model, where a step may be left out."""
+        if self.policy == "skip" or self.keeps_buffers:
+            self._buffers.take(model)
+
+    def restore_buffers(self, model: nn.Module) -> None:
+        """Put the buffers of before the step back, as it is left out; refuse to go on where that cannot be done."""
+        if names := self._buffers.put_back(model):
+            raise NonFiniteError(
+                f"the step is left out, and its forward has put NaN or infinite values into {', '.join(names)}, of "
+                "which no copy is kept: it is new in this step, or too large. Resume from the newest checkpoint, "
+                "without the batch that has caused it"
+            )
 
     def may_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
         """Return whether the optimizer may step: False only with "skip"; "raise" raises before anything is stepped.
@@ -77,7 +100,10 @@ class NonFiniteGuard:
             # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.
             bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
         if bad:
-            return self._apply_policy(outputs, own, progress, processes)
+            may_step = self._apply_policy(outputs, own, progress, processes)
+            if not may_step:
+                self.restore_buffers(processes.unwrap())
+            return may_step
         if self._waiting and len(self._waiting) >= LATEST:
             self.read_pending(progress, processes)
         return True
@@ -152,8 +178,10 @@ class NonFiniteGuard:
         if any(out.get("num_targets") is not None and not float(out["num_targets"]) for out, _ in outputs):
             text += f". {_NO_TARGETS}"
         if self.policy == "raise":
+            spoilt = _spoilt_statistics(processes.unwrap())
+            also = f" Its forward has put NaN or infinite values into {', '.join(spoilt)}." if spoilt else ""
             raise NonFiniteError(f"{text}. The optimizer did not step: the weights are those after step "
-                                 f"{progress.step}. {_CURE}")  # fmt: skip
+                                 f"{progress.step}.{also} {_CURE}")  # fmt: skip
         progress.nonfinite_steps += 1
         if self.policy == "warn" and processes.world_size > 1:
             self._unreported.append(progress.step + 1)
@@ -164,6 +192,76 @@ class NonFiniteGuard:
 
     def _rates(self) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in self.optimization.learning_rates().items())
+
+
+class _BufferCopies:
+    """The buffers of a model before a step, and copies of their values."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []  # Where each buffer is: its module's, and its name.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # By the id of the buffer: the buffer and its copy.
+        self._versions: dict[int, int] = {}  # Of those that are not copied.
+
+    def take(self, model: nn.Module) -> None:
+        """Copy all buffers that a forward may change; copies of the previous step are written over."""
+        self._slots, self._versions = [], {}
+        before, self._copies = self._copies, {}
+        old_copies, their_buffers = [], []
+        for module in model.modules():
+            held = module._buffers
+            for name, buffer in held.items():
+                if buffer is None or id(buffer) in self._copies:
+                    continue
+                if not _is_copied(buffer):
+                    self._versions[id(buffer)] = version_of(buffer)
+                    continue
+                self._slots.append((held, name, buffer))
+                known = before.get(id(buffer))
+                if known is not None and _is_alike(known[1], buffer):
+                    self._copies[id(buffer)] = known
+                    old_copies.append(known[1])
+                    their_buffers.append(buffer.detach())
+                else:
+                    self._copies[id(buffer)] = buffer, buffer.detach().clone()
+        copy_each(old_copies, their_buffers)
+
+    def put_back(self, model: nn.Module) -> list[str]:
+        """Put the buffers and their values back; name others that this step has changed, and that are not finite."""
+        with torch.no_grad():
+            for held, name, buffer in self._slots:
+                copied = self._copies[id(buffer)][1]
+                is_alike = _is_alike(copied, buffer)  # Else it was resized in the step.
+                held[name] = buffer if is_alike else copied.clone()
+                if is_alike:
+                    buffer.copy_(copied)
+        unknown = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if id(buffer) not in self._copies
+            and not nn.parameter.is_lazy(buffer)
+            and self._versions.get(id(buffer)) != version_of(buffer)
+        }
+        return bad_parameters(unknown)
+
+
+def _is_copied(buffer: Tensor) -> bool:
+    """Return whether a buffer can be copied and written to, and is not so large that each step would be slower."""
+    if nn.parameter.is_lazy(buffer) or buffer.is_meta or buffer.numel() * buffer.element_size() > _LARGEST_COPY:
+        return False
+    is_expanded = buffer.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
+    return not is_expanded
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _spoilt_statistics(model: nn.Module) -> list[str]:
+    """Name the running statistics that are not finite; other buffers, masks for instance, may be so from the start."""
+    named = {name: each for name, each in model.named_buffers() if name.rpartition(".")[2].startswith("running_")}
+    return bad_parameters({name: each for name, each in named.items() if not nn.parameter.is_lazy(each)})
 
 
 _CURE = (
